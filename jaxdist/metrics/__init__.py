@@ -1,1 +1,1 @@
-"""Numbers of a run: written to disk, displayed during the run, drawn as a loss curve."""
+"""The numbers of a run: on disk, on the display during the run, and in a picture of the loss."""

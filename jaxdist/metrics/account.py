@@ -1,4 +1,4 @@
-"""An account of time: each moment belongs to exactly one kind, so that the kinds add up."""
+"""An account of time, in which each moment has exactly one activity, so that the times add up."""
 
 from __future__ import annotations
 
@@ -14,45 +14,52 @@ Result = TypeVar("Result")
 
 
 class Activity(StrEnum):
-    """The activities of a run that take time, as process 0 sees them."""
+    """The activities that take the time of a run, as process 0 sees them."""
 
     STEP = "step"
-    """Dispatching steps and exchanges between them, and waiting for them: the actual work."""
+    """The actual work: steps and the exchanges between steps, from their dispatch until their end.
+    """
     INPUT_WAIT = "input_wait"
-    """Waiting for the next batch, even where devices still compute the previous step."""
+    """Waiting for the next batch, also while devices still compute the previous step."""
     EVALUATION = "evaluation"
     """Computing held-out means, including the compilation of the evaluation."""
     CHECKPOINT_BLOCKED = "checkpoint_blocked"
-    """Waiting for a save: for its copy to the host, and for the previous save if it still runs."""
+    """Waiting for a save: for its copy to the host, and for the previous save if that has not
+    finished.
+    """
     SNAPSHOT = "snapshot"
     """Waiting for a copy of the state into the memory of hosts."""
     REPLICA_CHECK = "replica_check"
     """Comparing replicas of the state."""
     COMPILE = "compile"
-    """Tracing a step, and the first call of each stage's step and of the digests of replicas. With
-    several processes the time lasts until the end of the first step, which waits for the longest
-    compilation."""
+    """Tracing a step, and the first call of each train stage's step and of the digests of replicas.
+    With several processes the time includes the first step, which waits for the process that
+    compiles longest.
+    """
     START = "start"
-    """Starting a process, until its first step, and preparing each stage's batches."""
+    """Starting a process, until its first step, and preparing the batches of each train stage."""
     RECOVERY = "recovery"
-    """Starting again from a checkpoint, including the load of the checkpoint."""
+    """Starting from a saved state, including the load of the state."""
     LOST_WORK = "lost_work"
-    """Doing work between the last checkpoint and a crash, which had to be repeated."""
+    """Work after the last save before a crash, which had to be repeated."""
     IDLE = "idle"
-    """Doing nothing of the above: the end of a run, and the time between its processes."""
+    """All other time: the end of a run, and the time between its processes."""
 
 
 class Account:
-    """Time by kind: an interval within another belongs only to the inner interval's kind.
+    """The time that each activity of a process has taken.
 
-    An account belongs to a single thread. Time is counted in integer nanoseconds, so that the kinds
-    add up to the wall time exactly. A call costs 0.2 us; nothing waits for a device.
+    Time belongs to the innermost interval that contains it. It does not count for the outer
+    intervals.
+
+    Only a single thread may use an account. Time is counted in integer nanoseconds, so that the
+    activities add up to the wall time exactly. A call takes 0.2 us and does not wait for a device.
 
     Args:
-      kind: the kind of the time outside of all intervals, until `switch` changes it.
-      begun: the clock's value at the beginning of the account; None begins the account now.
+      kind: the activity of the time outside of all intervals, until `switch` changes it.
+      begun: the value of the clock from which the account counts; None counts from now.
       clock: a monotonic clock in nanoseconds.
-      tell: function that is called with the new kind at each change.
+      tell: the function that is called with the new activity at each change.
 
     >>> moments = iter([0, 3, 10, 14])
     >>> account = Account(Activity.START, clock=lambda: next(moments))
@@ -76,7 +83,7 @@ class Account:
         self._spent = dict.fromkeys(Activity, 0)
 
     def enter(self, kind: Activity) -> None:
-        """Begin an interval within the innermost interval."""
+        """Begin an interval of an activity, within the innermost interval."""
         self._settle()
         self._stack.append(kind)
         self._told()
@@ -89,19 +96,19 @@ class Account:
         self._told()
 
     def switch(self, kind: Activity) -> None:
-        """Continue the innermost interval as another kind."""
+        """Change the activity of the innermost interval for the time from now on."""
         self._settle()
         self._stack[-1] = kind
         self._told()
 
     def spent(self) -> Mapping[Activity, int]:
-        """Return nanoseconds by kind until now; their sum is the time since the account began."""
+        """Return the nanoseconds of each activity until now, which add up to the account's age."""
         self._settle()
         return dict(self._spent)
 
     @contextmanager
     def within(self, kind: Activity) -> Iterator[None]:
-        """Count the time inside the `with` block as `kind`."""
+        """Count the time inside the `with` block as the activity `kind`."""
         self.enter(kind)
         try:
             yield
@@ -109,9 +116,9 @@ class Account:
             self.leave()
 
     def each(self, kind: Activity, items: Iterator[Item]) -> Iterator[Item]:
-        """Iterate over `items`, and count the time of waiting for each item as `kind`."""
+        """Yield the items, and count the time of the wait for each item as the activity `kind`."""
         while True:
-            self.enter(kind)  # The context manager `within` would cost a microsecond more.
+            self.enter(kind)  # The context manager `within` would take a microsecond more.
             try:
                 item = next(items)
             except StopIteration:
@@ -126,10 +133,10 @@ class Account:
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:
-        """Return the same function, whose first call is an interval.
+        """Return a function like `function`, of which the first call counts as the activity `kind`.
 
         Args:
-          wait: function that is called with the first result, within the interval.
+          wait: the function that is called with the first result, and whose time counts too.
         """
         called = False
 

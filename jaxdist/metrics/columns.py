@@ -1,4 +1,4 @@
-"""Tables of records: columns are declared once and shown as rich text, markdown or plain data."""
+"""Tables of records, whose columns are declared once and shown as text, markdown or plain data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from jaxdist.types import Json
 
 T = TypeVar("T")
 Value = str | Callable[[T], Json]
-"""A record's value in a column: the path of its attribute, or a function of the record."""
+"""The source of a column's values: the path of an attribute of the record, or a function of the
+record.
+"""
 Columns = Mapping[str, Value[T]]
 """The columns of a table, by name."""
 TEXTS = frozenset({"kind", "dtype", "what"})
-"""Columns of words, which are aligned to the left."""
+"""The names of the columns of words, which are aligned to the left."""
 
 
 def cells(columns: Columns[T], records: Iterable[T]) -> list[tuple[Json, ...]]:
-    """Return a row for each record.
+    """Return a row of cells for each record.
 
     >>> cells({"re": "real", "twice": lambda z: 2 * z.real}, [1.5])
     [(1.5, 3.0)]
@@ -32,10 +34,10 @@ def cells(columns: Columns[T], records: Iterable[T]) -> list[tuple[Json, ...]]:
 def markdown(
     header: Iterable[str], rows: Iterable[Iterable[Json]], *, padded: bool = False
 ) -> list[str]:
-    """Return the lines of a markdown table.
+    """Return the lines of a table in markdown.
 
     Args:
-      padded: whether columns are aligned, for a terminal.
+      padded: whether cells are padded, so that the columns are aligned in a terminal.
 
     >>> markdown(["name", "n"], [["a", 12]], padded=True)
     ['| name | n  |', '| ---- | -- |', '| a    | 12 |']
@@ -52,10 +54,10 @@ def markdown(
 
 
 def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
-    """Return an empty table, with words aligned to the left and numbers to the right.
+    """Return an empty table; its columns of words are aligned to the left, others to the right.
 
     Args:
-      left: indices of columns of words that `TEXTS` does not name.
+      left: the indices of columns of words that `TEXTS` does not name.
     """
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
     for index, column in enumerate(columns):

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture."""
+"""The picture of a run's loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 2000
-"""The most points of a curve, since a picture has no more columns; longer curves are thinned."""
+"""The largest number of points of a curve. A picture has about this many columns; longer curves are
+thinned.
+"""
 
 _TRAIN, _POINTS = "#2a6fb0", ("#d1495b", "#3c8d5a", "#8b5fbf")
 _BASELINES = ("#6b6b6b", "#b07d2b", "#2f8f8f", "#a0527d")
@@ -33,14 +35,15 @@ def plot_loss(
     title: str = "Loss",
     loss_unit: str | None = "nats",
 ) -> None:
-    """Draw the train loss, raw and smoothed, the loss on every other split, and the baselines.
+    """Draw the train loss, raw and smoothed, the loss of the other splits, and the baselines.
 
     Args:
-      records: records of `read_metrics`; those without a `loss` are ignored.
-      path: the PNG to write, which is replaced atomically.
-      baselines: losses by label, each drawn as a dashed horizontal line.
+      records: the records of `read_metrics`; records without a `loss` are ignored.
+      path: the path of the PNG, which is replaced atomically.
+      baselines: the losses of baselines by label, each of which is drawn as a dashed horizontal
+        line.
       title: the text above the axes.
-      loss_unit: the unit of the loss, for example "nats per token", or None where it is unknown.
+      loss_unit: the unit of the loss, for example "nats per token", or None if it is unknown.
 
     Raises:
       RunError: the picture cannot be written.
@@ -65,14 +68,14 @@ def loss_figure(
     title: str,
     loss_unit: str | None,
 ) -> Figure:
-    """Draw the figure of `plot_loss`, for a notebook or another format."""
+    """Return the figure that `plot_loss` writes, for a notebook or another format."""
     figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     losses = _losses_by_split(records)
     steps, values = losses.pop("train", (np.empty(0), np.empty(0)))
     finite = np.isfinite(values)
     heights = _draw_train(axes, steps[finite], values[finite])
-    # The zips are not strict, because there are more colours than lines.
+    # The zips are not strict, because there are more colors than lines.
     for (split, points), colour in zip(losses.items(), _POINTS * 3, strict=False):
         heights += _draw_points(axes, split, *points, colour)
     for (label, value), colour in zip(baselines.items(), _BASELINES * 3, strict=False):
@@ -87,9 +90,10 @@ def loss_figure(
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Average over up to `reach` neighbours on both sides, and over fewer near the start.
+    """Return the mean of each value and of up to `reach` neighbors on each side.
 
-    The first value stays exact.
+    There are fewer neighbors on the left near the start; there the right side has equally many.
+    Near the end only the right side has fewer. The first value is therefore unchanged.
 
     >>> smooth(np.array([9.0, 3.0, 3.0, 0.0]), reach=1).tolist()
     [9.0, 5.0, 2.0, 1.5]
@@ -104,7 +108,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 def thin(
     steps: np.ndarray, values: np.ndarray, most: int = MAX_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Thin to at most `most` points: the lowest and the highest of each run of neighbours.
+    """Return at most `most` points: the lowest and the highest point of each group of neighbors.
 
     >>> steps, values = thin(np.arange(10_000), np.eye(1, 10_000, 777)[0])
     >>> len(steps) <= MAX_POINTS, steps[values.argmax()].item()
@@ -130,7 +134,7 @@ def _losses_by_split(
 
 
 def _draw_train(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[float]:
-    """Draw the train loss, and return the heights that must be visible."""
+    """Draw the train loss, and return the losses that must be visible."""
     if not len(steps):
         return []
     smoothed = smooth(values, len(steps) // 60)
@@ -142,13 +146,13 @@ def _draw_train(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[float
         axes.plot(
             steps[::every], smoothed[::every], color=_TRAIN, linewidth=2, label="train, smoothed"
         )
-    # A rare spike is cut off rather than allowed to flatten everything else.
+    # A rare spike is cut off, since it would flatten the rest of the curve.
     low, high = np.percentile(values, [0.2, 99.8])
     return [float(low), float(high), float(smoothed.min()), float(smoothed.max())]
 
 
 def _draw_broken(axes: Axes, steps: np.ndarray) -> None:
-    """Draw, at the bottom, a mark for each step whose train loss is not finite."""
+    """Draw a mark at the bottom for each step whose train loss is not finite."""
     if len(steps):
         axes.plot(
             steps,
@@ -191,7 +195,7 @@ def _set_range(axes: Axes, heights: list[float]) -> None:
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
     first, last = axes.dataLim.intervalx
-    if 0 <= last - first < 2:  # Otherwise a short axis would have fractions of a step.
+    if 0 <= last - first < 2:  # Otherwise the ticks of a short axis would be fractions of a step.
         axes.set_xlim(first - 1, last + 1)
 
 

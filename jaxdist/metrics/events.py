@@ -1,8 +1,8 @@
-"""TensorBoard events, written directly.
+"""TensorBoard events, which are written without a queue.
 
-`tensorboardX.SummaryWriter` passes each number through a queue between processes and a thread of
-its own, which costs a training loop 150 us per number. The package's `RecordWriter`, used here,
-writes a whole record in 35 us, and closes its file even if the disk is full.
+`tensorboardX.SummaryWriter` passes each number through a queue to a thread, which takes a training
+loop 150 us per number. This module uses the package's `RecordWriter`, which writes a whole record
+in 35 us, and closes its file even if the disk is full.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventFile:
-    """A file of events in `directory`, flushed every ten seconds and at the end.
+    """A file of events in `directory`, which is flushed every ten seconds and when it is closed.
 
     Args:
-      resume_step: step after which TensorBoard drops events of a resumed run, or None.
+      resume_step: the step after which TensorBoard drops the events of earlier files, or None for a
+        new run.
 
     Every method may raise an OSError.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:
-        # Imported here, because the import is slow and only a run that writes needs it.
+        # The package is imported here, because its import is slow and only a run that writes needs
+        # it.
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
         directory.mkdir(parents=True, exist_ok=True)
-        # Files are named by the second; the suffix keeps a quick resume from overwriting a file.
+        # The name has the time in seconds. The suffix keeps a quick resume from overwriting a file.
         suffix = "" if resume_step is None else f".from-step-{resume_step}"
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{suffix}"
         self._writer = RecordWriter(str(directory / name))
@@ -44,7 +46,11 @@ class EventFile:
         self._flushed = time.monotonic()
 
     def write(self, step: int, wall_time: float, numbers: Mapping[str, float]) -> None:
-        """Append an event with all the numbers of a record."""
+        """Append an event with all numbers of a record.
+
+        Args:
+          wall_time: the time of the record, in seconds since 1970.
+        """
         values = [self._summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
         summary = self._summary(value=values)
         self._append(wall_time=wall_time, step=step, summary=summary)

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, made without pyplot, whose state is global."""
+"""Figures of matplotlib, which are made without pyplot, whose state is global."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def new_figure(size_inches: tuple[float, float]) -> Figure:
-    """Create an empty figure of 150 dots per inch with constrained layout."""
-    # Imported here, because the import is slow and only a drawing needs it.
+    """Return an empty figure of 150 dots per inch, with constrained layout."""
+    # matplotlib is imported here, because its import is slow and only a drawing needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,11 +32,11 @@ def save_figure(
     formats: Sequence[str] = ("png", "svg"),
     what: str,
 ) -> list[Path]:
-    """Write a figure as `name.png` and in other formats, and return the paths.
+    """Write a figure as `NAME.png` and in other formats, and return the paths.
 
     Args:
-      directory: the folder of the files, which is created if missing.
-      what: description of the figure in the error message.
+      directory: the directory of the files, which is created if it is missing.
+      what: the description of the figure in the error message.
 
     Raises:
       RunError: the files cannot be written.

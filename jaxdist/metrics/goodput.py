@@ -1,7 +1,8 @@
-"""The time of a run by activity, from the records of all its lives.
+"""The use of a run's time by activity, from the records of all its lives.
 
-A life is a process (of several, process 0) from its start to its last record. Each record of time
-has the content of the account at that time, so a killed run is known up to its last record.
+A life is a process from its start to its last record; if there are several processes, it is process
+0. Each record of time has the content of the account at that time. The time of a killed run is
+therefore known up to its last record.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxdist.metrics.account import Account, Activity
 from jaxdist.types import Json, JsonObject
 
 SPLIT, INTERVALS = "goodput", "intervals"
-"""The splits of records of time, and of records of the save intervals that a run chose."""
+"""The splits of two kinds of records: of time, and of the save intervals that a run chose."""
 WORK = (
     Activity.STEP,
     Activity.INPUT_WAIT,
@@ -24,8 +25,9 @@ WORK = (
     Activity.SNAPSHOT,
     Activity.REPLICA_CHECK,
 )
-"""The kinds of time that become lost work if a later life repeats them; a start, for example, does
-not."""
+"""The activities whose time becomes lost work if a later life repeats their steps. The time of a
+start, for example, does not.
+"""
 
 _SAVES = (Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT)
 _STARTS = (Activity.START, Activity.RECOVERY, Activity.COMPILE)
@@ -37,7 +39,7 @@ def account_values(account: Account, life: int) -> dict[str, float]:
     """Return a record of an account's current content.
 
     Args:
-      life: number of this process among the lives of the run, from 1.
+      life: the number of this life of the run, counted from 1.
     """
     spent = account.spent()
     wall = sum(spent.values())
@@ -50,20 +52,22 @@ def account_values(account: Account, life: int) -> dict[str, float]:
 
 
 def next_life(records: Iterable[Record]) -> int:
-    """Return the number of the life that follows the lives in these records."""
+    """Return the number of the life that follows the lives in these records, from 1."""
     return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
 
 
 @dataclass(frozen=True)
 class Life:
-    """A life of a run: a process from its start to its last record.
+    """A life of a run, which is a process from its start to its last record.
 
     Attributes:
-      began: start of the life in seconds since 1970.
-      first_step: number of steps taken before the life.
+      number: the number of the life, counted from 1.
+      began: the start of the life, in seconds since 1970.
+      first_step: the number of steps that were taken before the life.
       last_step: the step of the life's last record.
-      kept_step: the life's last step that no later life had to repeat.
-      seconds: time of the life by kind; the sum is the wall time.
+      kept_step: the last step of the life that no later life repeated. It is smaller than
+        `first_step` if later lives repeated all steps and more.
+      seconds: the seconds of the life by activity; their sum is the wall time.
     """
 
     number: int
@@ -75,7 +79,7 @@ class Life:
 
     @property
     def wall_seconds(self) -> float:
-        """The time from the process's start to the life's last record."""
+        """The seconds from the process's start to the life's last record."""
         return sum(self.seconds.values())
 
     @property
@@ -86,42 +90,43 @@ class Life:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The time of a run by activity.
+    """The use of a whole run's time by activity.
 
     Attributes:
-      lives: the lives in order, at least one.
+      lives: the lives of the run in order; there is at least one.
     """
 
     lives: tuple[Life, ...]
 
     @property
     def gaps_seconds(self) -> tuple[float, ...]:
-        """The time from the last record of each life to the start of the next life."""
+        """The seconds from the last record of each life to the start of the next life."""
         return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
 
     @property
     def seconds(self) -> dict[Activity, float]:
-        """The time of the whole run by kind; the gaps between lives are idle."""
+        """The seconds of the whole run by activity; the gaps between lives count as idle."""
         found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Activity}
         found[Activity.IDLE] += sum(self.gaps_seconds)
         return found
 
     @property
     def wall_seconds(self) -> float:
-        """The time from the first process's start to the last record."""
+        """The seconds from the first process's start to the last record."""
         return sum(life.wall_seconds for life in self.lives) + sum(self.gaps_seconds)
 
     @property
     def goodput(self) -> float:
-        """The fraction of the wall time spent on steps that counted, 0 to 1."""
+        """The share of the wall time that was spent on steps that were not lost, from 0 to 1."""
         return self.seconds[Activity.STEP] / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def kept(self) -> float:
-        """The fraction of the time not lost to failures and saves, 0 to 1, or 1 for no time.
+        """The share of the time that was not lost to failures and saves, from 0 to 1.
 
-        The time does not include the first start, its compilation, and the end of the run. Closed
-        forms predict this fraction for a run that fails.
+        The time does not include the first start, its compilation, and the end of the run. The
+        share is 1 if there is no other time. The closed forms of `jaxdist.heartbeat.intervals`
+        predict this share.
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
@@ -131,11 +136,11 @@ class Goodput:
 
     @property
     def lost_steps(self) -> int:
-        """The number of steps that were lost, each as often as it was lost."""
+        """The number of steps that were lost; a step that was lost twice counts twice."""
         return sum(life.last_step - max(life.kept_step, life.first_step) for life in self.lives)
 
     def as_json(self) -> JsonObject:
-        """Convert to plain data."""
+        """Return the use of time as plain data."""
         return {
             "wall_seconds": self.wall_seconds,
             "goodput": self.goodput,
@@ -158,10 +163,13 @@ class Goodput:
 
 
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
-    """Join all lives of a run, from its records in order, or return None if no record has times.
+    """Return the use of time in all lives of a run, or None if no record has times.
 
-    The time that a life spent after the step from which a later life resumed is lost work: the
-    steps, and everything between them.
+    Args:
+      records: the records of the run's metrics, in order.
+
+    If a later life resumed from a step, all work of a life after this step is lost work: the steps,
+    and what was done between them.
     """
     ours = (record for record in records if _is_ours(record))
     lives = [list(group) for _, group in groupby(ours, key=lambda record: record["life"])]
@@ -177,7 +185,7 @@ def _life(records: Sequence[Record], kept_step: int) -> Life:
     last = records[-1]
     seconds = _seconds(last)
     kept = [record for record in records if record["step"] <= kept_step]
-    # A life keeps nothing if a later life resumed from a step before its first step.
+    # A life keeps no work if a later life resumed from a step before the first step of the life.
     until = _seconds(kept[-1]) if kept else dict.fromkeys(Activity, 0.0)
     if last["step"] > kept_step:
         seconds[Activity.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
@@ -199,10 +207,10 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """Return the last predicted fraction of time kept, or None if the run chose no intervals.
+    """Return the last predicted share of kept time, or None if the run did not choose intervals.
 
-    The fractions of snapshots and checkpoints are multiplied, since each applies to the time that
-    the other leaves.
+    The shares for snapshots and for checkpoints are multiplied, since each applies to the time that
+    remains after the other.
 
     >>> predicted([{"split": "intervals", "snapshot_predicted": 0.9},
     ...            {"split": "intervals", "checkpoint_blocked_predicted": 0.5}])
@@ -216,7 +224,9 @@ def predicted(records: Iterable[Record]) -> float | None:
 
 
 def goodput_table(found: Goodput) -> str:
-    """Format seconds and fraction of each kind that occurred, in lines of at most 80 columns.
+    """Return lines, of at most 80 columns, with the seconds and the share of each activity.
+
+    Activities that took no time are left out.
 
     >>> seconds = {k: 0.0 for k in Activity} | {Activity.STEP: 8.0, Activity.IDLE: 2.0}
     >>> print(goodput_table(Goodput((Life(1, 0.0, 0, 9, 9, seconds),))))

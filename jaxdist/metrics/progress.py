@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar in a terminal, plain lines in a log."""
+"""The progress of a run: a bar in a terminal that is redrawn, or plain lines in a log."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 
 
 class Progress:
-    """A display of step, loss, rate, step time and time left; a context manager.
+    """A display of step, loss, rate, step time and remaining time; a context manager.
 
-    In a terminal a thread redraws one line a few times per second, so that `update` only stores
-    numbers. Elsewhere (a file, a pipe, CI, the terminal without a size that a launcher such as
-    mpirun gives a process) whole lines are printed: for the first step, for the last step, and
-    about every `seconds_between_lines`.
+    In a terminal, a thread redraws one line a few times per second, and `update` only stores
+    numbers. In a file, a pipe or a terminal without a size (a launcher such as mpirun gives one to
+    a process), lines are printed. There is a line for the first step, for the last step, and about
+    every `seconds_between_lines`.
 
     Args:
       total_steps: the step at which the run ends.
-      start_step: number of steps before this process started (not 0 after a resume).
-      unit: the unit of the rate.
-      units_per_step: tokens or examples in a step, over all devices; may be set later.
-      console: the output; standard output when None.
-      enabled: whether anything is shown; False in every process but the first.
-      efficiency: the devices' peak, for the MFU, or None where it is unknown.
-      seconds_between_lines: interval of the plain lines.
+      start_step: the number of steps that were taken before this process started.
+      unit: the unit of the rate, "tokens" or "examples".
+      units_per_step: the number of units in a step, over all devices; it may change later.
+      console: the console for the output; None uses standard output.
+      enabled: whether anything is shown; False in every process except process 0.
+      efficiency: the measure of MFU, or None if the devices' peak is unknown.
+      seconds_between_lines: the interval between plain lines, in seconds.
       clock: a monotonic clock in seconds; for tests.
 
     >>> import io
@@ -90,12 +90,12 @@ class Progress:
             )
 
     def update(self, step: int, *, loss: float, step_seconds: float) -> None:
-        """Record that `step` is done, which costs microseconds.
+        """Record that `step` is done, which takes microseconds.
 
         Args:
-          step: number of steps taken in all.
-          loss: a number on the host, since a device array would make the loop wait.
-          step_seconds: wall time of a step.
+          step: the number of steps that were taken, including those before this process started.
+          loss: the loss as a number on the host, since a device array would make the loop wait.
+          step_seconds: the wall time of a step, in seconds.
         """
         self.step = step
         self._loss = loss
@@ -111,12 +111,12 @@ class Progress:
     def evaluation(
         self, step: int, metrics: Mapping[str, float], *, split: str = "heldout"
     ) -> None:
-        """Print the numbers of an evaluation, above the bar."""
+        """Print the means of an evaluation, above the bar if there is one."""
         numbers = [f"{name} {format_loss(float(value))}" for name, value in metrics.items()]
         self.note(self._joined(f"step {step} {split}", *numbers))
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line, above the bar if there is one."""
         if self._enabled:
             self._print(text)
 
@@ -133,7 +133,7 @@ class Progress:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _joined(self, *parts: str) -> str:
-        """Join as many of the parts, from the first on, as fit on a line."""
+        """Return the text of as many of the first parts as fit on a line."""
         kept = list(parts)
         while len(kept) > 1 and len("  ".join(kept)) > self._console.width:
             kept.pop()
@@ -150,7 +150,7 @@ class Progress:
         return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
-        """Return loss, rate, step time and time left, as texts; nothing before the first step."""
+        """Return the loss, rate, step time and remaining time as texts, if a step is done."""
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds
@@ -165,7 +165,7 @@ class Progress:
         ]
 
     def measured(self, step_seconds: float) -> list[tuple[str, float]]:
-        """Return the devices' figures for a step of this duration, by name."""
+        """Return the measures of `Efficiency` for a step of this duration, if there are any."""
         if self.efficiency is None:
             return []
         return [*self.efficiency.of(self.units_per_step, step_seconds).items()]
@@ -185,7 +185,10 @@ class Progress:
 
 
 def _can_redraw(console: Console) -> bool:
-    """Return whether a person watches: rich treats a log as a terminal where FORCE_COLOR is set."""
+    """Return whether the console is a terminal with a size, in which a line can be redrawn.
+
+    The check of the size is needed because rich takes a log for a terminal if FORCE_COLOR is set.
+    """
     if not console.is_terminal or console.is_dumb_terminal:
         return False
     try:

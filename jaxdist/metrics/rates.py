@@ -1,4 +1,4 @@
-"""The speed of a run, and short texts for it."""
+"""The speed of a run, and short texts for speeds, times and losses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fraction of the devices' peak that a run uses.
+    """The measure of how much of the devices' peak a run uses.
 
     Attributes:
-      unit: "tokens" or "examples".
-      flops_per_unit: FLOPs of the model per unit, forward and backward, without recomputation.
-      devices: number of participating devices.
-      flops_per_second: the peak of a device, in the dtype of the model's products.
+      unit: the unit of the data, "tokens" or "examples".
+      flops_per_unit: the FLOPs of the model for a unit, forward and backward, without
+        recomputation.
+      devices: the number of devices that take part.
+      flops_per_second: the peak of a device in the dtype of the model's products, in FLOPs per
+        second.
     """
 
     unit: str
@@ -23,9 +25,14 @@ class Efficiency:
     flops_per_second: float
 
     def of(self, units: int, seconds: float) -> dict[str, float]:
-        """Return the rate per device, and MFU: the model's FLOPs as a fraction of the peak's.
+        """Return the rate per device, and the MFU, of a step with `units` units.
 
-        MFU is defined as in PaLM (arXiv 2204.02311, appendix B): recomputation does not count.
+        Args:
+          units: the number of tokens or examples in the step, over all devices.
+          seconds: the time of the step, in seconds.
+
+        MFU is the FLOPs of the model as a share of those at the devices' peak. It is defined as in
+        PaLM (arXiv 2204.02311, appendix B), where recomputation does not count.
 
         >>> Efficiency("tokens", 6e9, devices=4, flops_per_second=2e14).of(100_000, 1.5)
         {'tokens_per_second_per_device': 16666.666666666668, 'mfu': 0.5}
@@ -38,9 +45,10 @@ class Efficiency:
 
 
 class SmoothedStepTime:
-    """The smoothed seconds per step: a plain mean at first, exponential later.
+    """The smoothed time of a step in seconds: a plain mean at first, an exponential mean later.
 
-    The first step of a process includes compilation, so the second step replaces its time.
+    The time of the first step includes compilation. It is therefore dropped when the second step is
+    added.
 
     >>> time = SmoothedStepTime(weight=0.5)
     >>> for seconds in (9.0, 0.2, 0.4):
@@ -65,7 +73,7 @@ class SmoothedStepTime:
 
 
 def format_rate(per_second: float) -> str:
-    """Format a rate in at most seven characters.
+    """Return a rate as text of at most seven characters.
 
     >>> format_rate(412_331.4), format_rate(41_233_140.0), format_rate(3.2)
     ('412,331', '41.2M', '3.2')
@@ -80,7 +88,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """Format seconds per step in a readable unit.
+    """Return a step time as text, in a readable unit.
 
     >>> format_step_time(0.0382), format_step_time(0.00042), format_step_time(12.34)
     ('38 ms/step', '0.42 ms/step', '12.3 s/step')
@@ -94,7 +102,7 @@ def format_step_time(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as minutes and seconds, hours, or days.
+    """Return a duration as text, in minutes and seconds, in hours, or in days.
 
     >>> format_duration(68), format_duration(3 * 3600 + 62), format_duration(90_000 * 4)
     ('1:08', '3:01:02', '4d 4h')
@@ -109,7 +117,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """Format a loss with three decimals, or with an exponent if it is very small or large.
+    """Return a loss as text, with three decimals or, if very small or large, with an exponent.
 
     >>> format_loss(1.8342), format_loss(0.00042), format_loss(123456.0), format_loss(float("nan"))
     ('1.834', '4.2e-04', '1.2e+05', 'nan')

@@ -1,4 +1,4 @@
-"""Reports for other programs: the packages whose versions they have, and the writing of files."""
+"""The parts that all reports for other programs share: package versions and the file's form."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 
 
 SCHEMA = 1
-"""Version of a report's keys; within a version, keys are added, but not removed or redefined."""
+"""The version of the keys of reports. Within a version, keys may be added, but not removed or
+redefined.
+"""
 
 
 def write_json(
     path: str | os.PathLike[str], report: JsonObject, *, what: str, **dumps: object
 ) -> None:
-    """Write plain data as JSON, with the version of its keys.
+    """Write plain data as JSON, together with the version of its keys.
 
     Args:
-      what: the report's name in the error message.
-      dumps: arguments of `json.dumps`.
+      what: the name of the report in the error message.
+      dumps: the further arguments of `json.dumps`.
 
     Raises:
       RunError: the file cannot be written.
@@ -42,7 +44,7 @@ def write_json(
 
 
 def plain(values: Mapping[str, float]) -> JsonObject:
-    """Convert numbers to JSON values: NaN and infinities, which JSON lacks, become text.
+    """Return numbers as JSON values; NaN and infinities, which JSON lacks, become text.
 
     >>> plain({"loss": 1.5, "norm": float("inf")})
     {'loss': 1.5, 'norm': 'inf'}

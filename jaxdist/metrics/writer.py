@@ -1,9 +1,10 @@
-"""Metrics on disk: a JSON line per record, and TensorBoard events.
+"""Metrics on disk: a line of JSON for each record, and TensorBoard events.
 
-A resumed run continues the same file. Records of steps that the interrupted run had taken but not
-checkpointed are dropped first, so that the file ends up as if nothing had happened. Records of time
-and energy are kept, since both were spent. Records of replicas that differed are kept too, since
-they may be the reason for the resume. TensorBoard's events are purged in the same way.
+A resumed run continues the same file. Before that, the records of steps after the checkpoint are
+dropped, since the run repeats these steps. The file is then the same as without an interruption.
+Records of time and energy are kept, since both were spent. Records of replicas that differed are
+also kept, since they may be the reason for the resume. TensorBoard drops its events after the
+checkpoint too.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _LASTING = (TIME, ENERGY, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = frozenset(("nan", "inf", "-inf"))
 _TOGETHER = 500
-"""Number of lines that are parsed at once."""
+"""The number of lines that are parsed at once."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
-    """Read the records of a metrics file in the order written; a torn last line is left out.
+    """Return the records of a metrics file, in order, without an incomplete last line.
 
     Args:
-      path: a `metrics.jsonl`, or its directory.
+      path: the path of a `metrics.jsonl`, or of its directory.
 
     Raises:
       RunError: the file does not exist, or a line before the last is not a record.
@@ -52,10 +53,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
 
 
 def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
-    """Yield the records of `read_metrics` one by one, for files with many records.
+    """Yield the records of a metrics file one at a time, for files with many records.
+
+    An incomplete last line is left out.
 
     Raises:
-      RunError: as for `read_metrics`, when a malformed line is reached.
+      RunError: as for `read_metrics`; a line that is not a record raises the error when it is
+        reached.
     """
     path = _metrics_file(Path(path))
     try:
@@ -73,7 +77,7 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
 def append(
     directory: str | os.PathLike[str], step: int, values: Mapping[str, float], *, split: str
 ) -> None:
-    """Append a line to a `metrics.jsonl` that no writer has open, without a TensorBoard event.
+    """Append a record to a `metrics.jsonl` that no writer has open, without a TensorBoard event.
 
     Raises:
       RunError: the line cannot be written.
@@ -84,7 +88,7 @@ def append(
 
 
 class Records:
-    """The destination of a run's records; this base class drops them (all processes but one)."""
+    """The destination of a run's records; this base class drops them, in processes other than 0."""
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
         """Write a record, as `MetricsWriter.write` does."""
@@ -93,19 +97,21 @@ class Records:
 class MetricsWriter(Records):
     """A writer of records to `metrics.jsonl`, and of TensorBoard events, under `directory`.
 
-    Each line is flushed at once: a killed process loses at most the line that it was
+    Each line is flushed at once, so that a killed process loses at most the line that it was
     writing. Only one process of a run may have a writer.
 
     Args:
-      directory: the run directory; created if missing.
-      resume_step: the step of the checkpoint from which a run resumes (0 when it starts over),
-        after which records are dropped; None begins a new run.
-      admit: function that is called before each record; it raises if this process may not write.
-      tell: function that is called with the step, the split and the values of a written record.
+      directory: the run directory, which is created if it is missing.
+      resume_step: the step from which a run resumes, or 0 if it resumes without a checkpoint. The
+        records after this step are dropped. None begins a new run.
+      admit: the function that is called before each record, and raises if this process may not
+        write.
+      tell: the function that is called with the step, the split and the values of each record that
+        was written.
 
     Raises:
       RunError: the directory cannot be written, it has the metrics of another run although
-        `resume_step` is None, or a line before the last is not a record.
+        `resume_step` is None, or a line before the last line is not a record.
     """
 
     def __init__(
@@ -141,10 +147,13 @@ class MetricsWriter(Records):
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
         """Append a record.
 
+        An evaluation at the step of the resume is not written again, if the file already has it.
+
         Args:
-          step: number of optimizer steps taken.
-          values: numbers by metric name; arrays without dims, NaN and infinities are accepted too.
-          split: the data that the numbers describe.
+          step: the number of optimizer steps that were taken.
+          values: the numbers by metric name. Arrays without dims, NaN and infinities are accepted
+            too.
+          split: the name of the data that the numbers describe, such as `train`.
 
         Raises:
           RunError: a metric has the name of a reserved key, the line cannot be written, or the file
@@ -157,7 +166,7 @@ class MetricsWriter(Records):
                 f"holds ({', '.join(_RESERVED)}): rename the metric"
             )
         if step == self._resume_step and split in self._kept_splits.difference(_LASTING):
-            return  # The interrupted run has already recorded this evaluation of the same state.
+            return  # The interrupted run has recorded this evaluation already.
         self._admit()
         now = time.time()
         with _told(f"append the metrics of step {step} to", self.path):
@@ -175,7 +184,7 @@ class MetricsWriter(Records):
         Raises:
           RunError: the remaining data cannot be written.
         """
-        # The stack closes the events even if the close of the file raises.
+        # The stack closes the events even if the file cannot be closed.
         with _told("write the last metrics to", self.path), ExitStack() as both:
             both.callback(self._events.close)
             both.callback(self._file.close)
@@ -202,12 +211,12 @@ class MetricsWriter(Records):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # The error that ends the block must not be replaced by an error of the close.
+        # An error of the close must not replace the error that ended the block.
         with suppress(RunError) if kind is not None else nullcontext():
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step` by a rename, so that a kill cannot lose the rest."""
+        """Drop the records after `resume_step` by a rename, so that a kill cannot lose others."""
         if not self.path.exists():
             return
         kept = [
@@ -220,7 +229,7 @@ class MetricsWriter(Records):
         with temporary.open("wb") as file:
             file.writelines(line + b"\n" for line, _ in kept)
             file.flush()
-            # Without fsync, the rename could reach the disk before the content.
+            # Without the fsync, the rename could reach the disk before the content does.
             os.fsync(file.fileno())
         temporary.replace(self.path)
 
@@ -250,7 +259,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _records(path: Path) -> Iterator[JsonObject]:
-    """Yield the records of `_complete_lines`, but parse many lines at once, in half the time."""
+    """Yield the records of `_complete_lines`, but parse many lines at once, twice as fast."""
     lines = _lines(path)
     for start in range(0, len(lines), _TOGETHER):
         part = lines[start : start + _TOGETHER]
@@ -260,18 +269,18 @@ def _records(path: Path) -> Iterator[JsonObject]:
             found = []
         if isinstance(found, list) and len(found) == len(part) and all(map(_is_record, found)):
             yield from found
-        else:  # One of the lines is torn, or is not a record.
+        else:  # A line is incomplete, or is not a record.
             yield from (record for _, record in _complete_lines(path, lines, start, len(part)))
 
 
 def _complete_lines(
     path: Path, lines: list[bytes] | None = None, start: int = 0, count: int | None = None
 ) -> Iterator[tuple[bytes, JsonObject]]:
-    """Yield each line with its record; the last line may be torn by a kill and is then left out.
+    """Yield each line with its record, without a last line that a kill has left incomplete.
 
     Args:
-      lines: the lines of the file, if they were read already.
-      start, count: the range of lines; the default is all lines.
+      lines: the lines of the file, or None to read the file.
+      start, count: the range of the lines to yield; by default all lines.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]
@@ -301,7 +310,7 @@ def _is_record(record: Json) -> bool:
 
 
 def _encode(number: float) -> float | str:
-    """Encode NaN and infinities, which JSON lacks, as strings, which `float` reads."""
+    """Return a number for JSON: NaN and infinities as text, which `float` can read."""
     return number if math.isfinite(number) else str(number)
 
 

@@ -1,4 +1,4 @@
-"""The section `energy` of a config: the meter, and the figures for electricity and carbon."""
+"""The section `energy` of a config: the meter, and the numbers for electricity and carbon."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from jaxdist.cost.energy import POWERS, Power, Site
 
 
 class EnergyConfig(Config):
-    """The meter of a run's energy, and the carbon intensity of its site."""
+    """The meter of a run's energy, and the efficiency and carbon intensity of its site."""
 
     meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
-    """Meter: counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or
-    none; auto takes the counters of the devices that compute, else the model, else none."""
+    """The meter: the counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip
+    (model), or none. auto takes the counters of the devices that compute; without them the model,
+    if the power is known, and otherwise none.
+    """
     watts: PositiveFloat | None = None
-    """Power of a busy device, where it is unknown (v5e, v5p, v6e: Google publishes none) or you
-    know it better."""
+    """The power of a busy device, in watts; it overrides the published power, and is needed for
+    v5e, v5p and v6e, for which Google publishes none."""
     idle_watts: Annotated[float, Field(ge=0)] | None = None
-    """Power of an idle device, given only with `watts`; null takes `watts` for idle time too."""
+    """The power of an idle device, in watts; it may be set only with `watts`, and null takes
+    `watts` for idle time too."""
     pue: Annotated[float, Field(ge=1)] = 1.0
-    """Power usage effectiveness: power of the whole site divided by that of its machines."""
+    """The power usage effectiveness: the power of the whole site divided by the power of its
+    machines."""
     grid: Annotated[float, Field(ge=0)] = 475.0
-    """Grams of CO2 equivalent per kWh; 475 is the mean of the world in 2019 (IEA), hydro 26, coal
-    995 (codecarbon)."""
+    """The carbon intensity of the electricity, in grams of CO2 equivalent per kWh; 475 is the mean
+    of the world in 2019 (IEA), 26 that of hydropower, and 995 that of coal (codecarbon)."""
 
     @model_validator(mode="after")
     def _check_watts(self) -> EnergyConfig:
@@ -35,11 +39,16 @@ class EnergyConfig(Config):
 
     @property
     def site(self) -> Site:
-        """The site of the run."""
+        """The site of the run, with its effectiveness and carbon intensity."""
         return Site(self.pue, self.grid)
 
     def power_of(self, device: str | None) -> Power | None:
-        """Return the power of a device of `jaxdist.runtime.hardware`, or None if it is unknown.
+        """Return the power of a device, or None if it is unknown.
+
+        Args:
+          device: the name of a device of `jaxdist.runtime.hardware`, or None for another device.
+
+        The power is `watts`, or else the published power.
 
         >>> EnergyConfig(watts=250).power_of("v5p").most, EnergyConfig().power_of("v5p")
         (250.0, None)

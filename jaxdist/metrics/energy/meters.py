@@ -1,7 +1,7 @@
-"""Meters of energy: counters of GPUs, counters of CPUs, a model by power, or none.
+"""The meters of energy: counters of GPUs, counters of CPUs, and a model of the power.
 
-A counter measures the energy that devices have drawn since it was opened, for any user: other work
-on the machine is included. The counters belong to this host only.
+A counter measures the energy that devices have drawn since it was opened. It includes the work of
+other users of the machine, and measures only the devices of this host.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ class Meter(Protocol):
     """A meter of the joules that devices have drawn since the meter was opened."""
 
     name: str
-    """The name of the counter, for people."""
+    """The name of the meter, for people."""
     method: Method
 
     def joules(self) -> float:
-        """Return the joules so far, never less than at the previous call."""
+        """Return the joules since the meter was opened, never less than at the previous call."""
         ...
 
 
 class Rapl:
-    """Intel's and AMD's counters of CPU packages and their memory, in microjoules.
+    """The counters of Intel and AMD for CPU packages and their memory, in microjoules.
 
-    A counter wraps at `max_energy_range_uj`, so `joules` must be called more often than that
-    (minutes at full load). Only packages and memory count: cores are within their package.
+    A counter wraps at `max_energy_range_uj`, after minutes at full load, so that `joules` must be
+    called more often than the counter wraps. Only packages and memory count, since the counter of a
+    package includes its cores.
 
     Args:
       root: the kernel's powercap folder.
@@ -56,10 +57,10 @@ class Rapl:
         self.name = f"RAPL ({', '.join((zone / 'name').read_text().strip() for zone in zones)})"
 
     def joules(self) -> float:
-        """Return the joules, as in `Meter`."""
+        """Return the joules since the meter was opened; see `Meter`."""
         now = [_number(zone / "energy_uj") for zone in self._zones]
         for was, is_, most in zip(self._last, now, self._ranges, strict=True):
-            # A smaller value means that the counter has wrapped, at most once.
+            # A smaller value means that the counter has wrapped once; it must not wrap more often.
             self._total += is_ - was if is_ >= was else is_ + most - was
         self._last = now
         return 1e-6 * self._total
@@ -69,7 +70,7 @@ class Nvml:
     """The energy counters of this host's GPUs, in millijoules, updated about every 100 ms.
 
     Args:
-      visible: numbers of the GPUs to measure; None measures all.
+      visible: the numbers of the GPUs to measure; None measures all GPUs.
 
     Raises:
       RunError: nvidia-ml-py is not installed, there is no driver, or the GPUs have no counter.
@@ -95,7 +96,7 @@ class Nvml:
         self.name = f"NVML ({len(self._gpus)} GPUs)" if len(self._gpus) > 1 else "NVML (1 GPU)"
 
     def joules(self) -> float:
-        """Return the joules, as in `Meter`."""
+        """Return the joules since the meter was opened; see `Meter`."""
         return 1e-3 * (self._counted() - self._begun)
 
     def _counted(self) -> int:
@@ -103,11 +104,12 @@ class Nvml:
 
 
 class Modelled:
-    """A model of energy: a device's power times time, at busy power in steps, else at idle power.
+    """A model of energy: busy power times the time in steps, plus idle power times the other time.
 
     Args:
-      devices: number of devices, on all hosts.
-      seconds: function that returns the seconds since the beginning, and the seconds in steps.
+      power: the power of a device.
+      devices: the number of devices on all hosts.
+      seconds: the function that returns the seconds since the beginning, and the seconds in steps.
     """
 
     method: Method = "model"
@@ -119,14 +121,14 @@ class Modelled:
         self.name = f"{devices} x {power.most:g} W, {power.source}"
 
     def joules(self) -> float:
-        """Return the joules, as in `Meter`."""
+        """Return the joules since the beginning; see `Meter`."""
         wall, work = self._seconds()
         idle = self._power.watts(0.0) * (wall - work)
         return self._devices * (self._power.watts(1.0) * work + idle)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the GPU numbers in CUDA_VISIBLE_DEVICES, or None if the variable has no numbers.
+    """Return the GPU numbers in CUDA_VISIBLE_DEVICES, or None if the variable has other contents.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}), visible_gpus({})
     ([2, 3], None)
@@ -142,17 +144,19 @@ def open_meter(
     devices: int,
     seconds: Callable[[], tuple[float, float]],
 ) -> Meter | str:
-    """Open the meter of a config, or explain why there is none; "auto" opens the best available.
+    """Open the meter of a config, or return the reason that there is no meter.
+
+    The kind "auto" opens the counters of the platform or, without them, the model.
 
     Args:
-      kind: name of the meter, as in `EnergyConfig.meter`.
-      platform: platform of the computation: "cpu", "gpu" or "tpu".
-      power: power of a device, if it is known.
-      devices: number of devices, on all hosts.
-      seconds: as in `Modelled`.
+      kind: the name of the meter, as in `EnergyConfig.meter`.
+      platform: the platform of the computation: "cpu", "gpu" or "tpu".
+      power: the power of a device, or None if it is unknown.
+      devices: the number of devices on all hosts.
+      seconds: the function of seconds, as in `Modelled`.
 
     Raises:
-      RunError: the meter requested by name is not available.
+      RunError: the meter was requested by name and is not available.
     """
     if kind == "none":
         return "energy.meter is none"
@@ -177,7 +181,7 @@ def open_meter(
 
 
 def _counts(zone: Path) -> bool:
-    """Return whether a zone is a package or memory, and its counter can be read."""
+    """Return whether a zone is a package or memory, with a counter that can be read."""
     try:
         name = (zone / "name").read_text().strip()
         _number(zone / "energy_uj")

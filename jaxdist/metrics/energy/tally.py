@@ -1,4 +1,4 @@
-"""The energy of a run: records of each life, each with the energy so far."""
+"""The energy of a run: records of each life, which contain the energy of the life so far."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from jaxdist.metrics.energy.meters import Meter
 from jaxdist.types import Json, JsonObject
 
 SPLIT = "energy"
-"""The split of energy records."""
+"""The split of the records of energy."""
 UNITS = ("tokens", "examples")
-"""The units in which a run counts its data; a record has the number under the unit's name."""
+"""The units in which a run may count its data. A record has the number of units under the name of
+the unit."""
 
 
 @dataclass
 class Tally:
-    """The energy of a life, the process from a start to its last record.
+    """The energy of a life of a run, which is a process from its start to its last record.
 
     Attributes:
-      unit: unit of the data, a member of `UNITS`.
-      units_per_step: units in a step, over all devices; may be set later.
-      units: number of units in the life's steps so far.
+      unit: the unit of the data, a member of `UNITS`.
+      units_per_step: the number of units in a step, over all devices; it may change later.
+      units: the number of units in the life's steps so far.
     """
 
     meter: Meter
@@ -39,16 +40,20 @@ class Tally:
 
     @property
     def described(self) -> str:
-        """A description of the meter, its method, and the factors of the site."""
+        """A description of the meter, its method, and the numbers of the site."""
         how = "counted by" if self.meter.method == "counter" else "modelled, not measured:"
         return f"{how} {self.meter.name}; PUE {self.site.pue:g}, {self.site.grid:g} g CO2e/kWh"
 
     def stepped(self) -> None:
-        """Count a step."""
+        """Count the units of a step."""
         self.units += self.units_per_step
 
     def values(self, life: int) -> dict[str, float]:
-        """Return a record of the energy until now."""
+        """Return a record of the energy until now.
+
+        Args:
+          life: the number of the life of the run.
+        """
         joules, seconds = self.meter.joules(), self.clock() - self._begun
         return {
             "life": life,
@@ -63,13 +68,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a whole run: the sums over its lives, including lost steps.
+    """The energy of a whole run: the sums over its lives, including repeated steps.
 
     Attributes:
-      joules: energy that the devices have drawn.
-      unit: unit of the data, a member of `UNITS`.
-      units: number of units of data; the units of repeated steps count each time.
-      kwh: energy that the site has drawn for the run.
+      joules: the energy that the devices have drawn.
+      seconds: the time for which the energy was measured.
+      unit: the unit of the data, a member of `UNITS`.
+      units: the number of units of data; the units of repeated steps count each time.
+      kwh: the energy that the site has drawn for the run, in kWh.
+      grams: the carbon emissions of this energy, in grams of CO2 equivalent.
     """
 
     joules: float
@@ -81,11 +88,11 @@ class Energy:
 
     @property
     def joules_per_million(self) -> float | None:
-        """The joules per million tokens or examples; None before the first step."""
+        """The joules per million tokens or examples, or None before the first step."""
         return 1e6 * self.joules / self.units if self.units else None
 
     def as_json(self) -> JsonObject:
-        """Convert to plain data."""
+        """Return the energy as plain data."""
         return {
             "joules": self.joules,
             "seconds": self.seconds,
@@ -97,9 +104,9 @@ class Energy:
 
 
 def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """Return the energy of all lives of a run from its records, or None if no record has energy."""
+    """Return the energy of a run from the records of its lives, or None if no record has energy."""
     ours = (record for record in records if record["split"] == SPLIT)
-    # A record has the energy of its life so far, so that only the last record of a life counts.
+    # A record has the energy of its life so far, so that only the last record of each life counts.
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]
     if not last:
         return None
@@ -113,7 +120,7 @@ def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
 
 
 def energy_table(energy: Energy) -> str:
-    """Format the energy of a run as lines of at most 80 columns.
+    """Return the energy of a run as lines of at most 80 columns.
 
     >>> print(energy_table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
     energy 7.2 kJ (72.0 W), 3.6 kJ a million tokens
@@ -128,7 +135,7 @@ def energy_table(energy: Energy) -> str:
 
 
 def _scaled(number: float, unit: str) -> str:
-    """Format a number with three digits and a decimal prefix.
+    """Return a number with three digits and a decimal prefix, as text.
 
     >>> _scaled(54_755.8, "g"), _scaled(0.0471, "g"), _scaled(0.0, "J")
     ('54.8 kg', '47.1 mg', '0.0 J')

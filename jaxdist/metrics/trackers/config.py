@@ -20,16 +20,16 @@ PROJECT = "jaxdist"
 
 
 class PackagedConfig(Config):
-    """A tracker that needs a package, for which jaxdist has an extra of the same name."""
+    """A tracker that needs a package, which an extra of jaxdist with the same name installs."""
 
     package: ClassVar[str]
     project: str = PROJECT
-    """The project that the run is listed in."""
+    """The project in which the run is listed."""
     name: str | None = None
-    """The name that the run is listed under; null is the name of the run directory."""
+    """The name under which the run is listed; null uses the name of the run directory."""
 
     def check(self) -> None:
-        """Refuse a tracker whose package is missing.
+        """Check that the package of the tracker is installed.
 
         Raises:
           ConfigError: the package is not installed.
@@ -43,86 +43,87 @@ class PackagedConfig(Config):
 
     @property
     def key(self) -> str:
-        """The key that distinguishes this tracker from others when the run resumes."""
+        """The key that distinguishes this tracker from other trackers when the run resumes."""
         return f"{self.package}:{self.project}"
 
 
 class WandbConfig(PackagedConfig):
-    """Weights & Biases, with its files in the run directory."""
+    """A tracker that sends to Weights & Biases, with its files in the run directory."""
 
     package = "wandb"
     type: Literal["wandb"]
-    """Selects this tracker."""
+    """The name that selects this tracker."""
     entity: str | None = None
-    """The user or team that owns the project; null is your default."""
+    """The user or team that owns the project; null uses your default."""
     mode: Mode | None = None
-    """Mode: online sends records, offline keeps them for `wandb sync`, disabled does neither; null
-    follows the variable WANDB_MODE."""
+    """The mode: online sends records, offline keeps records for `wandb sync`, disabled does
+    neither; null follows the variable WANDB_MODE."""
     tags: tuple[str, ...] = ()
-    """Tags of the run, by which a search finds it."""
+    """The tags of the run, for searches."""
 
     def build(self) -> Tracker:
-        """Make the tracker."""
+        """Return the tracker."""
         return WandbTracker(self.project, self.name, self.entity, self.mode, self.tags)
 
 
 class TrackioConfig(PackagedConfig):
-    """Trackio, whose database is in the directory that the variable TRACKIO_DIR names."""
+    """A tracker that writes to Trackio, whose database is in the directory in TRACKIO_DIR."""
 
     package = "trackio"
     type: Literal["trackio"]
-    """Selects this tracker."""
+    """The name that selects this tracker."""
     space: str | None = None
-    """The Hugging Face Space to send records to; null keeps them on this machine."""
+    """The Hugging Face Space to which records are sent; null keeps the records on this machine."""
 
     def build(self) -> Tracker:
-        """Make the tracker."""
+        """Return the tracker."""
         return TrackioTracker(self.project, self.name, self.space)
 
 
 class MlflowConfig(PackagedConfig):
-    """MLflow, where `project` is the experiment."""
+    """A tracker that sends to MLflow, whose experiment is `project`."""
 
     package = "mlflow"
     type: Literal["mlflow"]
-    """Selects this tracker."""
+    """The name that selects this tracker."""
     uri: str | None = None
-    """The tracking server or database, such as sqlite:///mlflow.db; null follows the
-    variable MLFLOW_TRACKING_URI."""
+    """The tracking server or database, such as sqlite:///mlflow.db; null follows the variable
+    MLFLOW_TRACKING_URI.
+    """
 
     def build(self) -> Tracker:
-        """Make the tracker."""
+        """Return the tracker."""
         return MlflowTracker(self.project, self.name, self.uri)
 
 
 class ImportedTrackerConfig(Config):
-    """A tracker of your own: a class or function whose result has the methods of a tracker."""
+    """A tracker of the user's: a class or a function whose result has the methods of `Tracker`."""
 
     type: Literal["import"]
-    """Selects this tracker."""
+    """The name that selects this tracker."""
     path: str
-    """Import path of the class or function, `mypkg.module:Name`."""
+    """The import path of the class or function, `mypkg.module:Name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for the class or function."""
+    """The keyword arguments for the class or function."""
 
     @property
     def key(self) -> str:
-        """The key that distinguishes this tracker from others when the run resumes."""
+        """The key that distinguishes this tracker from other trackers when the run resumes."""
         return f"import:{self.path}"
 
     def check(self) -> None:
-        """Import the class or function.
+        """Check that the class or function can be imported.
 
         Raises:
-          ConfigError: the name does not exist, or its module fails.
+          ConfigError: the name does not exist, or its module fails during the import.
         """
         load_object(self.path)
 
     def build(self) -> Tracker:
-        """Make the tracker.
+        """Return the tracker.
 
         Raises:
-          ConfigError: the tracker cannot be made, or lacks a method of `Tracker`.
+          ConfigError: the class or function raises, or its result lacks a method of `Tracker`.
         """
         found = call_object(self.path, load_object(self.path), self.args)
         missing = [name for name in ("start", "record", "end") if not hasattr(found, name)]
@@ -142,7 +143,7 @@ TrackerConfig = Annotated[
 
 
 class MetricsConfig(Config):
-    """Destinations of a run's numbers, besides its own metrics.jsonl and TensorBoard events."""
+    """The receivers of a run's numbers besides its files, metrics.jsonl and TensorBoard events."""
 
     trackers: tuple[TrackerConfig, ...] = ()
-    """Trackers that receive every record; each has a `type`."""
+    """The trackers that receive every record; each tracker has a `type`."""

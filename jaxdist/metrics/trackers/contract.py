@@ -1,4 +1,4 @@
-"""The contract of a tracker. A new tracker is a file in this folder and a name in `config.py`."""
+"""The contract of a tracker; a new tracker is a file in this folder and a name in `config.py`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Tracked:
     """The facts about a run that its tracker receives.
 
     Attributes:
-      id: id of the run, which stays the same when the run resumes.
-      name: name of the run directory.
+      id: the id of the run, which stays the same when the run resumes.
+      name: the name of the run directory.
       config: the whole config, resolved.
-      versions: versions of Python and of the packages that determine a run's numbers.
-      kept: the key that `start` returned when this run was first tracked, or None at first.
+      versions: the versions of Python and of the packages that determine a run's numbers.
+      kept: the key that `start` returned when the run was tracked before, or None if it was not.
     """
 
     id: str
@@ -33,38 +33,40 @@ class Tracked:
 
     @property
     def unique_name(self) -> str:
-        """The name with the beginning of the id, since other runs may have the same name."""
+        """The run's name followed by the beginning of its id, since names may not be unique."""
         return f"{self.name}-{self.id[:8]}"
 
 
 class Tracker(Protocol):
-    """A receiver of a run's numbers; its errors are reported once, and do not end the run.
+    """A receiver of a run's numbers; its errors are printed and do not end the run.
 
     Process 0 calls a tracker from the thread that trains.
     """
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue to track it; return the key of the tracked run.
+        """Begin to track a run, or continue to track it, and return a key.
 
-        The key is stored in the run directory and passed again as `Tracked.kept`.
+        The key identifies the tracked run. It is stored in the run directory, and passed as
+        `Tracked.kept` when the run resumes.
         """
         ...
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Receive a record of `metrics.jsonl`; after a resume, records of some steps come again."""
+        """Receive a record of `metrics.jsonl`; a resumed run repeats the records of some steps."""
         ...
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send everything that remains, and end; called only if `start` has returned.
+        """Send all remaining records, and end; called only if `start` has returned a key.
 
         Args:
-          summary: the last metrics by `split/name`, and the time of the run by kind.
+          summary: the last metrics by `split/name`, and the time of the run by activity.
+          status: whether the run finished, failed or was stopped.
         """
         ...
 
 
 def with_split(split: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values under names that include their split.
+    """Return the values by `split/name`.
 
     >>> with_split("train", {"loss": 1.5})
     {'train/loss': 1.5}

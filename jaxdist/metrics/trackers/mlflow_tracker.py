@@ -1,4 +1,4 @@
-"""MLflow, https://mlflow.org: a tracking server, or a database file."""
+"""A tracker for MLflow (https://mlflow.org): a tracking server, or a database file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.config.document import flat
 from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 MOST_PARAMS = 100
-"""The most parameters that a server accepts in a request."""
+"""The largest number of parameters that a server accepts in a request."""
 LONGEST_VALUE = 500
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -28,7 +28,7 @@ class MlflowTracker:
     uri: str | None
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue to track it."""
+        """Begin or continue to track a run, and return the key of MLflow's run."""
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client: Any = MlflowClient(self.uri)
@@ -56,7 +56,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=params[at : at + MOST_PARAMS])
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Send a record."""
+        """Send a record to MLflow."""
         self._log(step, with_split(split, values))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
@@ -68,6 +68,6 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send the summary, and end."""
+        """Send the summary to MLflow, and end its run."""
         self._log(self._step, {f"final/{name}": value for name, value in summary.items()})
         self._client.set_terminated(self._id, _STATUS[status])

@@ -1,4 +1,4 @@
-"""Trackio, https://huggingface.co/docs/trackio: a database on this machine, or a Space."""
+"""A tracker for Trackio (https://huggingface.co/docs/trackio), on this machine or a Space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrackioTracker:
     space: str | None
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue to track it."""
+        """Begin or continue to track a run, and return the key of Trackio's run."""
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._module: Any = trackio
@@ -37,13 +37,13 @@ class TrackioTracker:
         return name
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Send a record."""
+        """Send a record to Trackio."""
         self._last = step
         self._run.log(with_split(split, values), step=step)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send the summary, and end."""
+        """Send the summary to Trackio, and end its run."""
         final = {f"final/{name}": value for name, value in summary.items()}
         self._run.log({**final, "final/status": status}, step=self._last)
-        # Not the run's own `finish`, after which trackio would finish the run again at exit.
+        # The run's `finish` is not called, since trackio would then finish the run again at exit.
         self._module.finish()

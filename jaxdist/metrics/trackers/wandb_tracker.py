@@ -1,4 +1,4 @@
-"""Weights & Biases, https://docs.wandb.ai: online, or in files that `wandb sync` sends later."""
+"""A tracker for Weights & Biases (https://docs.wandb.ai), online or offline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Mode = Literal["online", "offline", "disabled"]
 class WandbTracker:
     """A tracker that sends records to a run of Weights & Biases, with files in the run directory.
 
-    `step` is a metric and the axis of all other metrics: after a resume some steps are repeated,
-    and the package's own counter of steps only increases.
+    A resumed run repeats some steps, but the package's counter of steps only increases. Therefore
+    `step` is sent as a metric, which is the axis of all other metrics.
     """
 
     project: str
@@ -26,7 +26,7 @@ class WandbTracker:
     tags: tuple[str, ...]
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or continue to track it."""
+        """Begin or continue to track a run, and return the key of the tracked run."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
@@ -40,7 +40,8 @@ class WandbTracker:
             config={**run.config, "jaxdist": {"id": run.id, "versions": run.versions}},
             tags=list(self.tags) or None,
             mode=self.mode,
-            # The user's own run stays open, and `wandb.run` does not change.
+            # The new run is separate from a run that the user has begun, and `wandb.run` does not
+            # change.
             reinit="create_new",
             settings=wandb.Settings(**quiet),
         )
@@ -48,10 +49,10 @@ class WandbTracker:
         return self._run.id
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Send a record."""
+        """Send a record to Weights & Biases."""
         self._run.log({"step": step, **with_split(split, values)})
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send the summary, and end."""
+        """Send the summary to Weights & Biases, and end the run there."""
         self._run.summary.update({**summary, "status": status})
         self._run.finish(exit_code=int(status == "failed"))
