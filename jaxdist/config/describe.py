@@ -1,4 +1,4 @@
-"""Descriptions of the values that a field accepts, and access to the parts of its annotation."""
+"""Descriptions of the values that a field accepts, and access to the parts of an annotation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS: dict[Annotation, str] = {
 
 
 def split_annotation(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
-    """Return the bare type and its metadata, with every `Annotated` and type alias removed.
+    """Return the type of an annotation and its metadata, without `Annotated` and type aliases.
 
     >>> split_annotation(Annotated[int, "a", "b"])
     (<class 'int'>, ('a', 'b'))
@@ -52,14 +52,14 @@ def split_annotation(annotation: Annotation) -> tuple[Annotation, tuple[object, 
 
 
 def field_type(field: FieldInfo) -> Annotation:
-    """Return a field's annotation together with its metadata."""
+    """Return a field's annotation, together with its metadata."""
     if field.metadata:
         return Annotated[(field.annotation, *field.metadata)]
     return field.annotation
 
 
 def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a model by their key in YAML."""
+    """Return the fields of a model by their keys in YAML."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -80,7 +80,10 @@ def is_sequence(bare: Annotation) -> bool:
 
 
 def arms(annotation: Annotation) -> list[Annotation]:
-    """Return the alternatives of a union, with nested unions flattened, or the type alone."""
+    """Return the alternatives of a union, including those of nested unions.
+
+    For an annotation that is not a union, return only the annotation.
+    """
     bare, metadata = split_annotation(annotation)
     if get_origin(bare) in (Union, types.UnionType):
         return [arm for child in get_args(bare) for arm in arms(child)]
@@ -88,7 +91,7 @@ def arms(annotation: Annotation) -> list[Annotation]:
 
 
 def tags(annotation: Annotation) -> dict[Json, Annotation]:
-    """Return a tagged union's models by the value of `type:`, none for other annotations."""
+    """Return the models of a tagged union by the value of `type:`, or {} for other annotations."""
     found: dict[Json, Annotation] = {}
     for arm in arms(annotation):
         model, _ = split_annotation(arm)
@@ -102,7 +105,7 @@ def tags(annotation: Annotation) -> dict[Json, Annotation]:
 
 
 def child_type(annotation: Annotation, key: Any) -> Annotation | None:
-    """Return the annotation of the value under `key`, or None where none is declared."""
+    """Return the annotation of the value under a key, or None if no value may be under the key."""
     bare, _ = split_annotation(annotation)
     if is_model(bare):
         info = fields(bare).get(key)
@@ -118,7 +121,7 @@ def child_type(annotation: Annotation, key: Any) -> Annotation | None:
 
 
 def choices(annotation: Annotation) -> list[Annotation]:
-    """List the literal values of `annotation`, including those of its unions and enums."""
+    """Return the literal values of an annotation, including those of its unions and enums."""
     found: list[Json] = []
     for arm in arms(annotation):
         bare, _ = split_annotation(arm)
@@ -130,7 +133,7 @@ def choices(annotation: Annotation) -> list[Annotation]:
 
 
 def describe_type(annotation: Annotation) -> str:
-    """Describe the values that `annotation` accepts.
+    """Return a description of the values that an annotation accepts.
 
     >>> describe_type(Annotated[int, annotated_types.Ge(1)] | None)
     'a whole number of at least 1, or null'
@@ -174,13 +177,17 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
         return f"a list{bounds}{text}"
     try:
         word = _WORDS.get(bare)
-    except TypeError:  # an annotation need not be hashable
+    except TypeError:  # An annotation need not be hashable.
         word = None
     return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
 
 
 def _bounds(metadata: tuple[object, ...], *, counted: bool) -> str:
-    """Describe bounds; `counted` values are measured by their number of entries."""
+    """Return a description of the bounds in an annotation's metadata.
+
+    Args:
+      counted: whether the bounds are on the number of entries, not on the value.
+    """
     found: list[str] = []
     for item in _flat(metadata):
         for name, words in (

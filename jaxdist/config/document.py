@@ -1,4 +1,4 @@
-"""A loaded configuration as plain values, with the origin of each value."""
+"""A configuration as plain values before validation, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_KEY = re.compile(r"[\w-]+")
 
 
 def dotted(path: KeyPath) -> str:
-    """Format a path for people; keys that would be ambiguous are quoted.
+    """Return a path as text for people; keys that would be ambiguous are quoted.
 
     >>> dotted(("data", "files", 0)), dotted(("a.b",)), dotted(())
     ('data.files.0', "'a.b'", '(top level)')
@@ -43,14 +43,14 @@ def flat(value: Json, path: str = "") -> JsonObject:
 
 
 def keys_of(value: Json) -> Collection[Key]:
-    """Return the keys of a mapping, the indices of a list, nothing for a scalar."""
+    """Return the keys of a mapping, the indices of a list, or () for a scalar."""
     if isinstance(value, dict):
         return value.keys()
     return range(len(value)) if isinstance(value, list) else ()
 
 
 def shown(value: Json) -> str:
-    """Format a value for a message: its repr, cut at SHOWN_CHARS characters."""
+    """Return a value as text for a message: its repr, cut after `SHOWN_CHARS` characters."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
 
@@ -91,7 +91,7 @@ class Node:
         return self.value
 
     def origins(self, path: KeyPath = ()) -> dict[KeyPath, Origin]:
-        """Return the origins of this value and of everything below it, by path."""
+        """Return the origins of this value and of all values below it, by path."""
         found = {path: self.origin}
         children = self.value.items() if isinstance(self.value, dict) else ()
         if isinstance(self.value, list):
@@ -103,13 +103,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration before validation: the result of `read` and the argument of `validate`.
+    """A configuration before validation: the result of `read`, and the argument of `validate`.
 
     Attributes:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
-      origins: the origin of each path of `values`; paths may be missing.
+      origins: the origins by path of `values`; they may lack some paths.
       path: the file that was read, or None for values from a program.
-      files: that file and all that it includes, even if none of a file's values are in `values`.
+      files: the file that was read and all files that it includes, even if overrides replace all
+        values of a file.
     """
 
     values: JsonObject
@@ -118,7 +119,9 @@ class Document:
     files: tuple[Path, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return the origin of `path`, or of its nearest known ancestor.
+        """Return the origin of a path, or of its nearest ancestor with an origin.
+
+        Without any origin, return one that names the file or Python.
 
         >>> document = Document({"a": {"b": 1}}, {("a",): Origin("x.yaml", 3)}, Path("x.yaml"))
         >>> str(document.origin(("a", "b"))), str(document.origin(("c",)))
@@ -132,7 +135,7 @@ class Document:
         return Origin("a config from Python" if self.path is None else str(self.path))
 
     def get(self, path: KeyPath) -> tuple[KeyPath, Json]:
-        """Return the longest prefix of `path` that is set, and its value."""
+        """Return the longest prefix of a path that is set, and the value at this prefix."""
         value: Json = self.values
         for depth, key in enumerate(path):
             if key not in keys_of(value):

@@ -1,7 +1,7 @@
-"""Explanations, in the user's terms, of the validation errors that pydantic detects.
+"""Explanations, for the user, of the validation errors that pydantic detects.
 
-A union is explained once, by the single alternative that the value was intended for: the
-alternative that its `type:` names, or the alternative with its shape.
+An error in a union is explained once, for the alternative that was probably intended: the
+alternative that `type:` names, or the alternative whose shape fits the value.
 """
 
 from __future__ import annotations
@@ -38,20 +38,25 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem at a path; the message says what is allowed, but not the path or the value."""
+    """A problem at a path of the values.
+
+    The message says what is allowed. It does not contain the path and the value, which are added
+    later.
+    """
 
     path: KeyPath
     message: str
     unknown: bool = False
-    """Whether the path is not a key of the schema."""
+    """Whether the problem is that the schema does not have this key."""
 
 
 def explain_problems(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
-    """List every problem of `values` (plain, as from JSON) under `schema`; valid values have none.
+    """Return every problem of `values` under `schema`, or [] if the values are valid.
 
     Args:
       schema: a model class or any annotation that pydantic accepts.
-      path: the path of `values`; the problems' paths begin with it.
+      values: the plain values, as from JSON.
+      path: the path of `values` in the config, with which the paths of the problems begin.
     """
     found: dict[tuple[KeyPath, str], Problem] = {}
     unions: set[KeyPath] = set()
@@ -62,12 +67,12 @@ def explain_problems(schema: Annotation, values: Json, path: KeyPath = ()) -> li
 
 
 def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
-    # Validated as JSON, since pydantic's strict mode for JSON accepts the forms of YAML: text for a
-    # path, a list for a tuple.
+    # The values are validated as JSON, since pydantic's strict mode for JSON accepts the forms of
+    # YAML: text for a path, and a list for a tuple.
     text = json.dumps(values)
     try:
         adapter = TypeAdapter(schema, config=_STRICT)
-    except PydanticUserError:  # a model has its own pydantic configuration
+    except PydanticUserError:  # A model has its own pydantic configuration.
         adapter = TypeAdapter(schema)
     try:
         adapter.validate_json(text)
@@ -78,10 +83,10 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
 
 
 def _follows(detail: ErrorDetails, found: Sequence[ErrorDetails]) -> bool:
-    """Return whether an error only follows from another.
+    """Return whether an error only follows from another error.
 
-    A list is too short once invalid items are left out, and values below an unknown key are all
-    invalid.
+    There are two such errors. A list may be too short only because its invalid items were left out.
+    And all values below an unknown key are invalid.
     """
     place = detail["loc"]
     if detail["type"] == "too_short":
@@ -110,7 +115,7 @@ def _explain(
     if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
         return [Problem(path, _own_message(detail))]
     if len(arms(schema)) > 1:
-        if path in unions:  # one explanation covers the errors of all alternatives
+        if path in unions:  # One explanation covers the errors of all alternatives.
             return []
         unions.add(path)
         return _explain_union(schema, value, path)
@@ -134,7 +139,7 @@ def _explain_union(schema: Annotation, value: Json, path: KeyPath) -> list[Probl
     ]
     otherwise = [Problem(path, _expected(schema, value))]
     if isinstance(value, dict | list):
-        # The alternative with the fewest problems is the most likely to be intended.
+        # The alternative with the fewest problems is probably the intended alternative.
         return min((found for _, found in attempts if found), key=len, default=otherwise)
     from_validators = (
         found[:1] for arm, found in attempts if found and found[0].message != _expected(arm, value)

@@ -1,7 +1,7 @@
-"""Safe reading of files from unknown sources: only regular files are read.
+"""Safe reads of files from unknown sources, which refuse anything except regular files.
 
-Opening a pipe may wait for ever, a device may have no end, and `json.loads` on ten thousand
-brackets raises RecursionError, which no caller expects.
+To open a pipe may block for ever, and a device may be endless. `json.loads` raises RecursionError
+for ten thousand brackets, which no caller expects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def path_kind(path: str | os.PathLike[str]) -> str | None:
-    """Describe what a path names if it is not a regular file, or return None for a regular file.
+    """Return what a path names if it is not a regular file, or None for a regular file.
 
     Raises:
       OSError: the path does not exist or cannot be examined.
@@ -36,7 +36,7 @@ def path_kind(path: str | os.PathLike[str]) -> str | None:
 
 
 def why_unread(error: Exception) -> str:
-    """Explain why a file could not be read, without the error number and the path.
+    """Return the reason why a file could not be read, without the error number and the path.
 
     >>> why_unread(OSError(2, "No such file or directory", "x.csv"))
     'No such file or directory'
@@ -47,10 +47,10 @@ def why_unread(error: Exception) -> str:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Read a regular file.
+    """Return the content of a regular file.
 
     Raises:
-      OSError: it is missing, of another kind, or unreadable; `strerror` says which.
+      OSError: the file is missing, unreadable, or not a regular file; `strerror` has the reason.
     """
     kind = path_kind(path)
     if kind is not None:
@@ -59,7 +59,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Json:
-    """Parse a JSON text.
+    """Return the value of a JSON text.
 
     >>> parse_json("[" * 100_000)
     Traceback (most recent call last):
@@ -75,7 +75,7 @@ def parse_json(text: str | bytes) -> Json:
 
 
 def read_json(path: str | os.PathLike[str]) -> Json:
-    """Read and parse a regular file with JSON.
+    """Return the value of a regular file with JSON.
 
     Raises:
       OSError: see `read_regular`.

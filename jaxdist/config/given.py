@@ -1,4 +1,4 @@
-"""A configuration from a program: plain values, and the user's classes and functions."""
+"""A configuration from a program, which has plain values and the user's classes and functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ PYTHON = Origin("a config from Python")
 
 
 def node_of(value: Any, path: KeyPath = ()) -> Node:
-    """Convert values to a document's form: paths as text, classes and functions by import path.
+    """Return the values of a program in the form of a document.
+
+    A path becomes text. A class or a function becomes its import path.
 
     Raises:
-      ConfigError: a value that no config file could have; a class or function that has no name in
-        its module.
+      ConfigError: a value could not be in a config file, or a class or function has no name in its
+        module.
 
     >>> node_of({"data": {"files": ("a.txt",)}}).plain()
     {'data': {'files': ['a.txt']}}
@@ -48,10 +50,10 @@ def import_path(value: Any, path: KeyPath = ()) -> str:
     """Return the import path of a class or function.
 
     Args:
-      path: path of the setting, for the message.
+      path: the path of the setting, for the message.
 
     Raises:
-      ConfigError: the module does not have the class or function under its name.
+      ConfigError: the class or function is not found in its module under its name.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     found: Any = sys.modules.get(module or "")

@@ -1,4 +1,4 @@
-"""The user's own objects, named by import path: `mypkg.model:build`."""
+"""The import of the user's objects by import path, such as `mypkg.model:build`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from jaxdist.types import Json
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    # A virtual environment may include another environment's packages.
+    # A virtual environment may include the packages of another environment.
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
-    "<",  # as in <frozen importlib._bootstrap>
+    "<",  # This is as in <frozen importlib._bootstrap>.
 )
 
 
 def load_object(path: str) -> Any:
-    """Import the object named by `module:name`; the current directory is searched first.
+    """Import and return the object at `module:name`; the current directory is searched first.
 
-    `name` may be dotted, to name an attribute of a class or a namespace.
+    The name may contain dots, for an attribute of a class or of a namespace.
 
     >>> load_object("math:gcd")(12, 18)
     6
 
     Raises:
-      ConfigError: the path is not of that form, the module or the name does not exist, or the
-        module fails while it is imported.
+      ConfigError: the path has another form, the module or the name does not exist, or the module
+        fails while it is imported.
     """
     module_name, colon, attribute = path.partition(":")
     parts = (*module_name.split("."), *attribute.split("."))
@@ -45,7 +45,8 @@ def load_object(path: str) -> Any:
         raise ConfigError(
             f"import path {path!r}: expected 'package.module:name', as in 'mypkg.model:build'"
         )
-    # The first entry of an installed command is its own folder, not the current directory.
+    # For an installed command, the first entry is the folder of the command and not the current
+    # directory.
     if sys.path[:1] not in ([""], ["."]):
         sys.path.insert(0, "")
     found = _import_module(module_name, path)
@@ -57,10 +58,10 @@ def load_object(path: str) -> Any:
 
 
 def call_object(path: str, found: Any, args: Mapping[str, Json]) -> Any:
-    """Call `found(**args)`, and report an error raised inside with its file and line.
+    """Return `found(**args)`; an error inside the call is reported with its file and line.
 
     Raises:
-      ConfigError: `found` is not callable, refuses the arguments, or raises.
+      ConfigError: `found` cannot be called, refuses the arguments, or raises an error.
     """
     if not callable(found):
         raise ConfigError(f"import path {path!r}: {type(found).__name__} object is not callable")
@@ -76,7 +77,14 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert errors of the user's code inside the block to a ConfigError about `what`."""
+    """Convert errors of the user's code inside the block to a ConfigError.
+
+    Args:
+      what: the beginning of the message, which names the code.
+
+    Raises:
+      ConfigError: the code raised an error.
+    """
     try:
         yield
     except JaxdistError:
@@ -86,9 +94,9 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Describe an exception: its type, message and position, `IndexError: message (file.py:12)`.
+    """Return an exception's type, message and position: `IndexError: message (file.py:12)`.
 
-    The position is the innermost frame in the user's own code, if there is one.
+    The position is that of the innermost frame in the user's code, if there is such a frame.
     """
     place = ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -98,7 +106,7 @@ def describe_exception(error: BaseException) -> str:
             (f for f in reversed(frames) if not f.filename.startswith(_NOT_THE_USERS)), frames[-1]
         )
         place = f" ({frame.filename}:{frame.lineno})"
-    # Later paragraphs of jax's messages are left out.
+    # Only the first paragraph of jax's messages is kept.
     message = error.msg if isinstance(error, SyntaxError) else str(error).split("\n\n")[0]
     return f"{type(error).__name__}: {message}{place}"
 
@@ -107,7 +115,7 @@ def _import_module(name: str, path: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # If `name` or one of its parents is missing, the path is wrong; any other missing module is
+        # If `name` or one of its parents is missing, the path is wrong. Any other missing module is
         # imported inside the user's module.
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             _no_module(path, error.name)
@@ -122,7 +130,7 @@ def _import_module(name: str, path: str) -> Any:
 
 def _no_module(path: str, missing: str) -> NoReturn:
     parent, _, leaf = missing.rpartition(".")
-    # For the entry "", pkgutil would search the directory that was current at its first search.
+    # For the entry "", pkgutil would search the directory that was current when it first searched.
     everywhere = [entry or os.getcwd() for entry in sys.path]
     search = getattr(sys.modules.get(parent), "__path__", None) if parent else everywhere
     names = {module.name for module in pkgutil.iter_modules(search)} | (
@@ -144,9 +152,9 @@ def _no_attribute(path: str, found: Any, name: str) -> NoReturn:
 
 
 def foreign_code(values: Json) -> list[str]:
-    """List the user's own modules that a config imports, with the file and the settings of each.
+    """Return a line for each of the user's modules that a config imports, with file and settings.
 
-    No module is imported to find out. Modules of installed packages are left out.
+    The function imports no module. Modules of installed packages are left out.
 
     >>> foreign_code({"optim": {"type": "import", "path": "optax:lion"}})
     []

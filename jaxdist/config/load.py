@@ -1,12 +1,15 @@
-"""The merging of a YAML file, its `include:`s and the overrides to a Document.
+"""The merge of a YAML file, its includes and the overrides to a `Document`.
 
-`include: base.yaml`, or a list of files, is a top-level key; paths are relative to the including
-file. Later includes override earlier includes, and the including file overrides all. Where both
-sides hold a mapping, they are merged key by key (the base's order first, then new keys); every
-other value is replaced. A mapping is replaced, not merged, when
+The top-level key `include` has a file or a list of files, as in `include: base.yaml`. Paths are
+relative to the including file. Later includes override earlier includes, and the including file
+overrides all its includes. If both values are mappings, they are merged key by key; the keys of the
+base come first, then the new keys. Every other value is replaced. A mapping is replaced, not
+merged, in two cases:
 
-- both sides have a `type:` and the types differ: the keys of another type would be meaningless; or
-- the file lists it under `replace:`, as in `replace: [mesh]`, dotted for deeper mappings.
+- Both mappings have a `type:`, and the types differ, so that the keys of the other type have no
+  meaning.
+- The including file lists the mapping under `replace:`, as in `replace: [mesh]`, or by a dotted
+  path if the mapping is inside another.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ MAX_FILES = 64
 def read(
     path: str | os.PathLike[str] | Mapping[str, Any] | None, overrides: Iterable[str] = ()
 ) -> Document:
-    """Read the merged values of a YAML file, each with its origin; nothing is validated yet.
+    """Return the merged values of a YAML file, each with its origin, without validation.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; or the values of
-        such a file, as `jaxdist.config.given.node_of` accepts them; None reads only the overrides.
-      overrides: `section.key=value` texts, applied in order after all includes.
+      path: the path of a YAML 1.2 file of UTF-8 text, or the values of such a file, as
+        `jaxdist.config.given.node_of` accepts them. None reads only the overrides. A file and its
+        includes have at most MAX_BYTES bytes together.
+      overrides: the texts `section.key=value`, which are applied in order after all includes.
 
     Raises:
-      ConfigError: a file that is missing, unreadable or not plain YAML; includes that form a
-        cycle; an override that does not fit.
+      ConfigError: a file is missing, unreadable or not plain YAML; includes form a cycle; or an
+        override does not fit the values.
     """
     file, loader = None, _Loader()
     if path is None:
@@ -54,7 +58,7 @@ def read(
 
 
 def _merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
-    """Merge `child` over `base`, by the rules at the top of this file."""
+    """Return `child` merged over `base`, by the rules in the docstring of this module."""
     if not (isinstance(base.value, dict) and isinstance(child.value, dict)) or path in replaced:
         return child
     types = [side.value["type"].plain() for side in (base, child) if "type" in side.value]
@@ -77,7 +81,8 @@ class _Loader:
         data = _read_bytes(file, place, self.left_bytes)
         self.left_bytes -= len(data)
         text = _decoded(data, f"{place}{name}")
-        # Real paths are compared, since symbolic links could give a file of a cycle other names.
+        # Real paths are compared, since with symbolic links a file of a cycle could have several
+        # names.
         if os.path.realpath(file) in [os.path.realpath(seen) for seen in chain]:
             cycle = " -> ".join(_display(seen) for seen in (*chain, file))
             raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")
@@ -143,7 +148,8 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
             kind = "a directory" if file.is_dir() else "not a regular file"
             raise ConfigError(f"{place}{name} is {kind}; name a YAML file")
         with file.open("rb") as stream:
-            # One byte more shows that a file is too large, without reading all of it.
+            # One byte more than the limit shows that a file is too large, without a read of the
+            # whole file.
             data = stream.read(most + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{place}{name}: no such file{_suggestion(file, place)}") from None
@@ -151,7 +157,7 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
         raise ConfigError(
             f"{place}{name}: cannot be read: {error.strerror}; name a YAML file"
         ) from None
-    # Checked before parsing, which takes seconds for a megabyte.
+    # The size is checked before the file is parsed, which takes seconds for a megabyte.
     if len(data) > most:
         also = "" if most == MAX_BYTES else ", together with the files before it"
         raise ConfigError(f"{place}{name} is larger than {MAX_BYTES} bytes{also}: not a config")

@@ -8,16 +8,16 @@ from jaxdist.errors import ConfigError
 
 
 def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
-    """Replace the value at the override's path (without merging).
+    """Replace the value at the path of an override, without a merge; return the new tree.
 
-    The value is YAML: `model.layers=12`, `eval=null`, `mesh={data: 4, tensor: 2}`. An item of a
-    list is addressed by its index: `data.files.0=a.txt`. Missing sections on the path are created;
-    an empty value means null. `origin` is where the text comes from; by default, the text is an
-    override.
+    The value is YAML, as in `model.layers=12`, `eval=null` or `mesh={data: 4, tensor: 2}`. An item
+    of a list is addressed by its index, as in `data.files.0=a.txt`. Missing sections on the path
+    are created. An empty value means null. The argument `origin` is the origin of the value; by
+    default, it is the text of the override.
 
     Raises:
-      ConfigError: no `=`, an empty key, a path through a scalar or past the end of a list, or a
-        value that is not YAML.
+      ConfigError: the text has no `=` or an empty key, the path leads through a scalar or past the
+        end of a list, or the value is not YAML.
 
     >>> root = Node({"model": Node({"layers": Node(2, Origin("x.yaml", 1))}, Origin("x.yaml"))},
     ...     Origin("x.yaml"))
@@ -45,7 +45,7 @@ def _set(node: Node, parts: list[str], value: Node, done: KeyPath) -> Node:
         return value
     part, rest = parts[0], parts[1:]
     if isinstance(node.value, list):
-        # `isdigit` alone admits characters such as a superscript 2, which `int` refuses.
+        # `isdigit` alone also accepts characters such as a superscript 2, which `int` refuses.
         if not (part.isascii() and part.isdigit() and int(part) < len(node.value)):
             raise ConfigError(
                 f"{value.origin}: {dotted(done)} (at {node.origin}) is a list of "

@@ -1,7 +1,7 @@
-"""Parsing of YAML 1.2 to a tree of Nodes: data only, every value with its line, within limits.
+"""The parser of YAML 1.2 to a tree of nodes: data only, every value with its line, within limits.
 
-The parser reads ruamel's events instead of using its constructors: tags are never acted on, aliases
-are counted before they are followed, and each key keeps its line.
+The parser reads the events of ruamel and does not use ruamel's constructors. Therefore tags have no
+effect, aliases are counted before they are followed, and each key keeps its line.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ _SCALARS = YAML(typ="safe", pure=True)  # never parses, so that no %YAML line ca
 
 
 def parse_yaml(text: str, locate: Locate) -> Node:
-    """Parse the only document in `text`; empty text is null.
+    """Return the tree of the only document in a text; empty text is null.
 
     Args:
-      text: YAML 1.2 (so `1e-3` is a number and `on` is text); plain `2024-01-31` stays text.
-      locate: function from a line, counted from 1, to its origin.
+      text: the YAML 1.2, in which `1e-3` is a number and `on` is text; a date such as `2024-01-31`
+        stays text.
+      locate: the function from the number of a line, counted from 1, to an origin.
 
     Raises:
-      ConfigError: broken YAML, duplicate or non-text keys, tags, directives, a second document,
-        or more than MAX_BYTES characters, MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
+      ConfigError: the text is not YAML, or has a tag, a directive, a second document, or a key that
+        is not text or occurs twice; or the text has more than MAX_BYTES characters, MAX_DEPTH
+        levels, MAX_VALUES values or MAX_DIGITS digits.
 
     >>> parse_yaml("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}
     """
-    if len(text) > MAX_BYTES:  # the other limits apply while reading, at 0.1 MB per second
+    if len(text) > MAX_BYTES:  # The other limits apply during the parse, at 0.1 MB per second.
         raise ConfigError(f"{locate(1)}: longer than {MAX_BYTES} characters")
     builder = _Builder(text, locate)
     try:
@@ -63,12 +65,12 @@ def parse_yaml(text: str, locate: Locate) -> Node:
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         where = locate(mark.line + 1 if mark else 1)
         raise ConfigError(f"{where}: not valid YAML: {what}{_hint(what)}") from None
-    except OverflowError:  # ruamel passes "\UFFFFFFFF" to chr() unchecked
+    except OverflowError:  # ruamel passes "\UFFFFFFFF" to chr() without a check.
         raise ConfigError(f"{locate(1)}: not valid YAML: a \\U escape beyond 10FFFF") from None
 
 
 def plain_scalar(text: str) -> Json:
-    """Return the value of `text` as an unquoted YAML scalar.
+    """Return the value of a text as an unquoted YAML scalar.
 
     >>> [plain_scalar(text) for text in ("on", "1e-3", "1_000", "~", "2024-01-31")]
     ['on', 0.001, 1000, None, '2024-01-31']
@@ -84,7 +86,7 @@ def plain_scalar(text: str) -> Json:
             return _SCALARS.constructor.construct_yaml_int(node)
         if tag == "float":
             return _SCALARS.constructor.construct_yaml_float(node)
-    except ValueError:  # ruamel's pattern admits a few non-numbers, such as "-_"
+    except ValueError:  # ruamel's pattern accepts a few texts that are not numbers, such as "-_".
         return text
     return text
 
@@ -170,7 +172,7 @@ class _Builder:
             key_node = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             key, origin = key_node.value, self._origin(event)
-            # A text key is a scalar event, the only kind of event with `implicit`.
+            # Only an event of a scalar has `implicit`, and a text key is a scalar.
             if key == "<<" and event.implicit[0]:  # pyright: ignore[reportAttributeAccessIssue]
                 self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
             elif not isinstance(key, str):
@@ -198,7 +200,8 @@ class _Builder:
             return None
         if not event.implicit[0]:
             return text
-        # Only the first digits are tried, since conversion of a long number takes quadratic time.
+        # Only the first digits are tried, since the conversion of a long number takes quadratic
+        # time.
         if len(text) > MAX_DIGITS and not isinstance(plain_scalar(text[:MAX_DIGITS]), str):
             self._problem(
                 event, f"a number of {len(text)} digits; at most {MAX_DIGITS} are allowed"

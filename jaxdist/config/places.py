@@ -12,15 +12,16 @@ from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
 
 NEAR = 0.8
-"""The least similarity, from 0 to 1, at which a key is suggested for another."""
+"""The least similarity of two keys, from 0 to 1, at which one of them is suggested for the other.
+"""
 MOST = 3
 
 
 def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -> Sequence[Problem]:
-    """Add the settings of other sections that an unknown key may be intended for.
+    """Return the problems, in which each unknown key has suggestions from other sections.
 
     Args:
-      schema: schema of the whole tree `values`, with the alternatives that the values choose.
+      schema: the schema of the whole tree `values`.
     """
     if not any(map(_is_lost, problems)):
         return problems
@@ -31,7 +32,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
 
 
 def _is_lost(problem: Problem) -> bool:
-    """Return whether a key is unknown, and no key of its section is similar."""
+    """Return whether a key is unknown and no key of the same section is similar."""
     return problem.unknown and "did you mean" not in problem.message
 
 
@@ -44,7 +45,8 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
         for other in others:
             pairs = zip(path[:-1], other[:-1], strict=False)
             shared[other] = sum(1 for one, two in pairs if one == two)
-        # Keys are ordered by similarity, so the first with a place is the best.
+        # Keys are ordered by similarity, so that the first key that another section has is the
+        # best.
         if others:
             break
     most = max(shared.values(), default=0)
@@ -57,7 +59,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield the paths of all settings, among alternative sections only those of the chosen one."""
+    """Yield the paths of all settings; of alternative sections, only those of the chosen type."""
     chosen = value.get(TAG) if isinstance(value, dict) else None
     tagged = tags(schema)
     for arm in arms(schema):

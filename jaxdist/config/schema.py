@@ -1,4 +1,4 @@
-"""The base of every component's configuration class, and validation with all problems at once."""
+"""The base class of all sections of a configuration, and the validation of a document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError
 
 
 class Config(BaseModel):
-    """A frozen section of the configuration: unknown keys are refused, types are not coerced.
+    """A frozen section of the configuration, with strict types and without unknown keys.
 
     Each field has a description and, unless it is required, a default. A choice between sections is
     a union tagged by a literal field `type`.
@@ -34,7 +34,7 @@ class Config(BaseModel):
 
 
 LARGEST = 2**31 - 1
-"""The largest count or size, since these are 32-bit integers in compiled programs."""
+"""The largest count or size, since counts and sizes are 32-bit integers in compiled programs."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 """An integer of at least 1."""
 
@@ -42,7 +42,7 @@ MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
 
 
 def _usable(path: Path) -> Path:
-    """Refuse a path that no file system accepts."""
+    """Return the path, after a check that a file system would accept it."""
     text = str(path)
     if "\0" in text:
         raise ValueError("the path contains a null character")
@@ -64,9 +64,9 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def validate(document: Document, schema_class: type[Schema]) -> Schema:
-    """Validate the document as an instance of `schema_class`.
+    """Return the document as an instance of `schema_class`, after its validation.
 
-    An integer is accepted for a float, text for a path, a list for a tuple; nothing else is
+    An integer is accepted for a float, text for a path, and a list for a tuple. Nothing else is
     converted.
 
     Raises:
@@ -78,7 +78,8 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
     Optim(lr=1.0)
     """
     try:
-        # As JSON, for which strict mode accepts text for a path and a list for a tuple.
+        # The values are validated as JSON, for which the strict mode accepts text for a path and a
+        # list for a tuple.
         return schema_class.model_validate_json(json.dumps(document.values))
     except ValidationError:
         found = explain_problems(schema_class, document.values)
@@ -89,7 +90,7 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
 
 
 def problems_error(document: Document, problems: Iterable[Problem]) -> ConfigError:
-    """Return an error with a line for each problem: dotted path, value, origin, message.
+    """Return an error with a line for each problem: its path, value, origin and message.
 
     >>> document = Document({"batch": 7})
     >>> print(problems_error(document, [Problem(("batch",), "does not divide by 2 devices")]))

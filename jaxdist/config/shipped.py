@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files of the shipped configurations by name.
+    """Return the files of the shipped configurations, by name.
 
     >>> shipped()["gpt/quickstart"].name
     'quickstart.yaml'
@@ -18,7 +18,7 @@ def shipped() -> dict[str, Path]:
 
 
 def shipped_name(path: Path) -> str:
-    """Return the name of a file, in the form of a shipped configuration's name.
+    """Return the name that a file would have as a shipped configuration.
 
     >>> shipped_name(Path("configs/gpt/quickstart.yaml"))
     'gpt/quickstart'

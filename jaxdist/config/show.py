@@ -1,4 +1,4 @@
-"""The resolved configuration as text for people, for the run directory, and for editors."""
+"""The resolved configuration as text for people, for the run directory and for editors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class ResolvedValue:
-    """A value of the resolved tree (a scalar, a list of scalars, or an empty container)."""
+    """A value of the resolved tree, which is a scalar, a list of scalars, or an empty container."""
 
     path: KeyPath
     value: Json
@@ -31,7 +31,9 @@ class ResolvedValue:
 
 
 def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
-    """Flatten the validated tree to rows, in field order; omitted values have the origin `DEFAULT`.
+    """Return the values of the validated tree as rows, in the order of the fields.
+
+    Values that are not in the document have the origin `DEFAULT`.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 0.1
@@ -46,10 +48,10 @@ def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
 
 
 def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
-    """Format aligned lines `path  value  origin`, none wider than `width` terminal cells.
+    """Return aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
-    Texts that are too long are cut with an ellipsis at the end; the path of a file is cut at its
-    start, since the line number at its end matters most.
+    A text that is too long is cut at its end, with an ellipsis. An origin with a line is cut at its
+    start, since the number of the line at its end is more important.
     """
     rows = list(rows)
     cells = [(dotted(row.path), value_text(row.value), str(row.origin)) for row in rows]
@@ -70,7 +72,7 @@ def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
 
 
 def resolved_yaml(instance: BaseModel) -> str:
-    """Format the whole tree as YAML, including defaults; it loads back to an equal instance.
+    """Return the whole tree as YAML, including defaults, which loads to an equal instance.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-5
@@ -83,7 +85,7 @@ def resolved_yaml(instance: BaseModel) -> str:
 
 
 def plain_yaml(values: Json) -> str:
-    """Format plain values as YAML, which loads back to equal values.
+    """Return plain values as YAML, which loads to equal values.
 
     >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
     mesh:
@@ -96,7 +98,7 @@ def plain_yaml(values: Json) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
-    yaml.width = sys.maxsize  # folded text would be hard to read and to edit
+    yaml.width = sys.maxsize  # Folded text would be hard to read and to edit.
     yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue] (untyped in ruamel)
     stream = io.StringIO()
     yaml.dump(values, stream)
@@ -106,8 +108,9 @@ def plain_yaml(values: Json) -> str:
 def json_schema(schema_class: type[BaseModel]) -> str:
     """Return the JSON schema (draft 2020-12) of a configuration file, for editors.
 
-    Keys, types and bounds are checked, but not presence, since a value missing from a file may come
-    from an `include:`. Loading checks presence, in the merged tree.
+    The schema checks keys, types and bounds. It does not check whether required values are present,
+    since a value that a file lacks may come from an `include:`. A load checks this in the merged
+    tree.
     """
     schema = _for_partial_files(schema_class.model_json_schema())
     texts = {"type": "array", "items": {"type": "string"}}
@@ -127,7 +130,7 @@ def json_schema(schema_class: type[BaseModel]) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """A representer that escapes unprintable text: ruamel folds some (U+0085) into line breaks."""
+    """A representer that escapes unprintable text, since ruamel folds some into line breaks."""
 
     def represent_str(self, data: str) -> ScalarNode:
         style = None if data.isprintable() else '"'
@@ -154,7 +157,7 @@ def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[ResolvedVa
 
 def _origin(document: Document, path: KeyPath) -> Origin:
     known, value = document.get(path)
-    # A scalar above the path was expanded by a validator: the user wrote only the scalar.
+    # A validator expanded the scalar at a prefix of the path; the user wrote only this scalar.
     written = known == path or (known and not isinstance(value, dict | list))
     return document.origin(path) if written else DEFAULT
 
@@ -169,7 +172,7 @@ def _mixed(document: Document, items: list[Json], path: KeyPath) -> bool:
 
 
 def value_text(value: Json) -> str:
-    """Format a value as an override writes it: JSON, or a text that needs no quotes."""
+    """Return a value in the form of an override: JSON, or text if it needs no quotes."""
     if isinstance(value, str) and value.isprintable() and plain_scalar(value) == value != "":
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -190,7 +193,10 @@ def _fit_end(text: str, cells: int) -> str:
 
 
 def _for_partial_files(schema: Annotation) -> Annotation:
-    """Drop `required`, and let a section without its tag match any alternative."""
+    """Return a JSON schema for files with only a part of a config.
+
+    Nothing is required, and a section without its tag matches any alternative.
+    """
     if isinstance(schema, list):
         return [_for_partial_files(item) for item in schema]
     if not isinstance(schema, dict):
@@ -199,7 +205,8 @@ def _for_partial_files(schema: Annotation) -> Annotation:
     for key, value in schema.items():
         if key in ("properties", "$defs"):
             partial[key] = {name: _for_partial_files(inner) for name, inner in value.items()}
-        # These hold values, not schemas: a key `required` in them is not a keyword.
+        # The values of these keys are values and not schemas, so that a key `required` in them is
+        # no keyword.
         elif key in ("default", "enum", "const", "examples"):
             partial[key] = value
         elif key not in ("required", "discriminator"):

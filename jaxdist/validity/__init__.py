@@ -1,1 +1,1 @@
-"""Combinations of settings that are refused, and settings without effect."""
+"""The combinations of settings that are refused, and the settings without effect."""

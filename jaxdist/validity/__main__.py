@@ -1,4 +1,4 @@
-"""Print the page of refused combinations."""
+"""The command `python -m jaxdist.validity`, which prints the page of refused combinations."""
 
 from jaxdist.validity.page import validity_page
 

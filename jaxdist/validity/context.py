@@ -1,4 +1,4 @@
-"""The rows of the table of validity on sequences that several devices share."""
+"""The rows of the table of validity about sequences that are split over several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the table of validity on mixtures of experts."""
+"""The rows of the table of validity about mixtures of experts."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ EXPERTS: tuple[ValidityRow, ...] = (
         ("parallel", "deterministic"),
     ),
 )
-"""Refused combinations with experts, and with the mesh axis of experts."""
+"""The refused combinations with experts, and with the mesh axis of experts."""

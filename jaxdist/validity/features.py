@@ -16,7 +16,7 @@ from jaxdist.mesh import ICI, describe_mesh
 
 
 class ZeroSettings(Protocol):
-    """The settings of `parallel.zero`, as in `jaxdist.parallel.zero.ZeroConfig`."""
+    """The settings of `parallel.zero`, as `jaxdist.parallel.zero.ZeroConfig` has them."""
 
     @property
     def stage(self) -> int: ...
@@ -36,7 +36,7 @@ class ZeroSettings(Protocol):
 
 @dataclass(frozen=True)
 class ZeroOff:
-    """The settings of `parallel.zero` if it is off, so that nothing is split."""
+    """The settings of `parallel.zero` when it is off, so that nothing is split."""
 
     stage: int = 0
     scope: str = "all"
@@ -49,13 +49,13 @@ class ZeroOff:
 
 @dataclass(frozen=True)
 class OptimFacts:
-    """The facts about an optimizer.
+    """The facts about an optimizer on which the rows of the table depend.
 
     Attributes:
-      type: `optim.type`, or an empty string where it does not matter.
-      momentum: decay of the first moment, or 0 if the optimizer has none.
+      type: the value of `optim.type`, or an empty string if it does not matter.
+      momentum: the decay of the first moment, or 0 if the optimizer has no first moment.
       freeze_step: the step after which a onebit optimizer keeps its second moment.
-      averages: whether evaluation uses other parameters than those that are trained.
+      averages: whether an evaluation uses averaged parameters instead of the trained parameters.
     """
 
     type: str = ""
@@ -66,32 +66,37 @@ class OptimFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a config and a model that decide whether they combine, as plain data.
+    """The facts about a config and its model that determine whether the settings combine.
 
     Attributes:
-      mesh: size of each mesh axis; an axis over two networks is two, `data_dcn` and `data_ici`.
-      batch_axes: axes that split the batch, slowest first, or an empty tuple if the mesh has no
-        such axis.
+      mesh: the size of each mesh axis; an axis over two networks counts as two axes, such as
+        `data_dcn` and `data_ici`.
+      batch_axes: the axes that split the batch, the slowest first, or an empty tuple if the mesh
+        has no such axis.
       reduce: the algorithm of `parallel.reduce`, or None if it is not set.
       zero: the settings of `parallel.zero`.
-      split: for each parameter that a sharding rule splits over `batch_axes`, the dim that the rule
-        names.
-      empty_axes: axes larger than 1 to which no rule maps anything.
-      reduce_dtype: dtype in which gradients are sent, or None for their own dtype.
-      local_statistics: whether batch norms use each device's own rows only.
-      pipeline: settings of parallel.pipeline that differ from the default, as in a config.
+      split: the dim that a sharding rule splits over `batch_axes`, by the parameter's name.
+      empty_axes: the axes of a size above 1 to which no rule maps a dim.
+      reduce_dtype: the dtype in which gradients are sent, or None to send them in the dtype that
+        they have.
+      local_statistics: whether each device computes the statistics of batch norms only from its
+        rows.
+      pipeline: the settings of parallel.pipeline that differ from the default, as in a config.
       offloads: whether the model's activations are offloaded to the host's memory.
-      compression: compression of gradients; None sends them uncompressed.
-      shards: number of logical shards of `parallel.deterministic`, or None without it.
-      scalars: names of the values that the loss returns as scalars, not as sums with weights.
-      microbatches: number of pieces in which a batch is computed, in sequence.
-      workers: number of a parameter server's processes that compute a share of a batch.
-      weighted: whether the data gives each example a weight.
-      evaluation: why the held-out split is not evaluated as a single batch, or None if it can be.
-      strategy: `strategy.type`.
-      settings: by dotted path, the value of each setting of other sections that is not off.
+      compression: the compression of gradients; None sends gradients without compression.
+      shards: the number of logical shards of `parallel.deterministic`, or None if that is not set.
+      scalars: the names of the values that the loss returns as scalars, not as sums with weights.
+      microbatches: the number of microbatches of a batch.
+      workers: the number of workers of a parameter server, each of which computes a share of a
+        batch.
+      weighted: whether the data has a weight for each example.
+      evaluation: the reason why the held-out split cannot be evaluated as a single batch, or None
+        if it can.
+      strategy: the value of `strategy.type`.
+      settings: the values of the settings of other sections that are not off, by dotted path.
       optim: the facts about the optimizer.
-      buffers: names of the arrays other than parameters that the model's forward pass changes.
+      buffers: the names of the arrays, other than parameters, that the model's forward pass
+        changes.
     """
 
     mesh: Mapping[str, int]
@@ -118,17 +123,17 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """The number of stages; 1 means no pipeline."""
+        """The number of pipeline stages, which is 1 without a pipeline."""
         return self.mesh.get("stage", 1)
 
     @property
     def reduction(self) -> Algorithm | None:
-        """The algorithm that sums gradients; None leaves the sums to XLA.
+        """The algorithm that sums gradients, or None if the sums are left to XLA.
 
-        A pipeline and compression need an explicit algorithm, by default `Xla`.
+        A pipeline and compression need an explicit algorithm, which is `Xla` if none is set.
         """
-        # If left to XLA, each microbatch of a pipeline would be reduced separately, and compressed
-        # messages are made of a device's own gradients.
+        # If the sums were left to XLA, each microbatch of a pipeline would be reduced separately.
+        # Compressed messages are made from the gradients of a single device.
         named = self.stages > 1 or self.compression is not None
         if self.reduce is None and named and self.batch_axes:
             return Xla()
@@ -136,7 +141,7 @@ class Facts:
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
-        """The part of the batch's axis inside the fast network."""
+        """The axes that split the batch inside the fast network."""
         return tuple(name for name in self.batch_axes if name.endswith(ICI))
 
     @property
@@ -146,7 +151,7 @@ class Facts:
 
     @property
     def others(self) -> dict[str, int]:
-        """The axes larger than 1 that do not split the batch."""
+        """The sizes of the axes that do not split the batch, if they are larger than 1."""
         return {
             name: size
             for name, size in self.mesh.items()
@@ -154,7 +159,7 @@ class Facts:
         }
 
     def parts(self, axes: Sequence[str]) -> int:
-        """Return the number of devices along these axes."""
+        """Return the number of devices along these axes together."""
         return math.prod(self.mesh[name] for name in axes)
 
 
@@ -163,8 +168,8 @@ class Feature:
     """A property that a config may have.
 
     Attributes:
-      active: a function that tests whether a config has the property.
-      shown: a function that formats the setting as in a config, for a message.
+      active: the function that returns whether a config has the property.
+      shown: the function that returns the setting as in a config, for a message.
     """
 
     active: Callable[[Facts], bool]
@@ -254,7 +259,7 @@ FEATURES: Mapping[str, Feature] = {
     "train.microbatches": Feature(
         lambda f: f.microbatches > 1, lambda f: f"train.microbatches {f.microbatches}"
     ),
-    # No row names this feature: the matrix shows that it combines with all others.
+    # No row names this feature. The matrix thus shows that the feature combines with all others.
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
     "model.remat: {...: offload}": Feature(
         lambda f: f.offloads, lambda f: "offload in model.remat"
@@ -274,4 +279,6 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: f.strategy == "parameter_server", lambda f: "strategy.type parameter_server"
     ),
 }
-"""The features of the matrix, in its order; `jaxdist.validity.sections` has further features."""
+"""The features of the matrix in the docs, in its order; `jaxdist.validity.sections` has further
+features.
+"""

@@ -1,4 +1,4 @@
-"""The rows of the table of validity on synchronous training with a model's tables on servers."""
+"""The rows of the table of validity about synchronous training with tables on servers."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ HYBRIDS: tuple[ValidityRow, ...] = (
         "optim",
     ),
 )
-"""Refused combinations with tables on servers."""
+"""The refused combinations with tables on servers."""

@@ -1,4 +1,4 @@
-"""The rows of the table of validity on compressed gradients, and on batches of changing size."""
+"""The rows of the table of validity about compressed gradients and batches of changing size."""
 
 from __future__ import annotations
 
@@ -87,4 +87,5 @@ MESSAGES: tuple[ValidityRow, ...] = (
         ("elastic", "batch"),
     ),
 )
-"""Refused combinations of compressed gradients and optimizers, and of batches of changing size."""
+"""The refused combinations of compressed gradients with optimizers, and those with batches of
+changing size."""

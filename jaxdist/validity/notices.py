@@ -1,4 +1,4 @@
-"""Valid settings without effect."""
+"""Notices about valid settings that have no effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.validity.features import (
 
 
 class SplitDims(Protocol):
-    """The splitting by ZeRO: the dim of each parameter, and the shapes of whole parameters."""
+    """The dims that ZeRO splits, and the shapes of the parameters of which no dim can be split."""
 
     @property
     def dims(self) -> Mapping[str, int | None]: ...
@@ -24,11 +24,11 @@ class SplitDims(Protocol):
 
 
 def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
-    """List a sentence for each valid setting without effect, with the reason.
+    """Return a sentence, with the reason, for each valid setting that has no effect.
 
     Args:
       facts: the facts about the config and its model.
-      plan: the splitting by ZeRO, or None if it does not split.
+      plan: the dims that ZeRO splits, or None if ZeRO splits nothing.
     """
     rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]

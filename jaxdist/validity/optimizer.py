@@ -16,11 +16,11 @@ from jaxdist.types import Params
 def optimizer_notices(
     config: OptimizerConfig, optimizer: Optimizer, params: Params
 ) -> tuple[str, ...]:
-    """List notices about an optimizer on these parameters, each with its remedy.
+    """Return notices about an optimizer with these parameters, each with a remedy.
 
     Args:
       config: the section `optim`.
-      optimizer: the optimizer that was built from it.
+      optimizer: the optimizer that was built from `config`.
       params: the parameters of the model, or their shapes.
     """
     return (*_of_dtypes(config, params), *_of_average(config, optimizer, params))
@@ -36,7 +36,7 @@ def _of_dtypes(config: OptimizerConfig, params: Params) -> Iterator[str]:
         return
     (name, dtype), *more = narrow
     also = f" and {len(more)} more" if more else ""
-    # A change by less than half of the distance to the next value is rounded to no change.
+    # A change that is smaller than half of the distance to the next value is rounded to no change.
     least = float(jnp.finfo(dtype).eps) / 2
     yield (
         f"parameter {name}{also} is {dtype} without a float32 copy: updates and weight decay "

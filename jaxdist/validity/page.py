@@ -12,26 +12,28 @@ HEADINGS = {
     MESSAGES[0]: "Compressed gradients, optimizers and batches of changing size",
     SERVERS[0]: "Parameter servers and Lookahead",
 }
-"""The rows that begin a section of the page, with the section's heading."""
+"""The headings of the page's sections, by the first row of the section."""
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
-    """Return the rows, counted from 1, that refuse two features, and whether these two suffice.
+    """Return the rows that refuse two features, and whether the two features suffice.
 
-    If they do not suffice, the row is refused only with a third feature.
+    Rows are counted from 1. If the two features do not suffice, the row refuses them only together
+    with a third feature.
     """
     found = []
     for number, row in enumerate(ROWS, 1):
         places = [[i for i, group in enumerate(row.groups) if name in group]
                   for name in (first, second)]  # fmt: skip
-        # Two features of the same group are alternatives of the row, not its combination.
+        # Two features of the same group are alternatives in the row, and the row does not refuse
+        # their combination.
         if all(places) and places[0] != places[1]:
             found.append((number, len(row.groups) == 2))
     return found
 
 
 def validity_page() -> str:
-    """Format the table as a page: a matrix of features with a footnote for each refusal."""
+    """Return the table as a page: a matrix of features with a footnote for each refusal."""
     names = list(FEATURES)
     lines = [
         "# What combines",
@@ -71,7 +73,7 @@ _EXCLUSIVE = (
     {"parallel.zero.scope: all", "parallel.zero.scope: ici"},
     set(COMPRESSION),
 )
-"""Groups of features of which a config has at most one."""
+"""The groups of features of which a config can have at most one."""
 
 
 def _cell(first: str, second: str) -> str:

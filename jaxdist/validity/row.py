@@ -1,4 +1,4 @@
-"""A row of the table: features that do not combine, and the setting to blame."""
+"""A row of the table: features that do not combine, and the setting that causes the refusal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical
 
 @dataclass(frozen=True)
 class ValidityRow:
-    """Features that do not combine.
+    """A combination of features that is refused.
 
     Attributes:
-      groups: groups of features; a config with a feature of each group is refused.
-      why, instead: the reason and the remedy, two halves of a sentence.
-      setting: the path of the setting to blame, in the whole config.
+      groups: the groups of features; a config that has a feature of each group is refused.
+      why, instead: the reason and the remedy, which are the two halves of a sentence.
+      setting: the path in the whole config of the setting that causes the refusal.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -30,7 +30,7 @@ class ValidityRow:
     setting: tuple[str, ...] = ("parallel",)
 
     def problem(self, facts: Facts) -> str | None:
-        """Return the message for the user, or None where the row does not apply."""
+        """Return the message for the user if the row refuses a config, or None if it does not."""
         found: list[list[Feature]] = []
         for group in self.groups:
             active = [EVERY[name] for name in group if EVERY[name].active(facts)]

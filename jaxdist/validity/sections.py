@@ -1,4 +1,4 @@
-"""The features that only a few rows use, in addition to those of the matrix."""
+"""The features that only a few rows use, and which the matrix does not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jaxdist.compression.config import CompressAuto
 from jaxdist.validity.features import FEATURES, Facts, Feature, shown_mesh
 
 LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
-"""Optimizers whose steps are linear in the momentum, as long as their second moment is frozen."""
+"""The optimizers whose steps are linear in the momentum. The second moment of those that have one
+must be frozen."""
 
 
 def _setting(path: str) -> Feature:
@@ -72,7 +73,7 @@ def _codec(facts: Facts) -> str:
     assert found is not None
     assert not isinstance(found, CompressAuto)
     why = "draws alike in every step" if found.codec.unbiased else "sums no shards"
-    # The last comma closes the clause, after which the message continues.
+    # The last comma ends the clause. The message continues after it.
     return f"parallel.compression.type {getattr(found, 'type', '')}, which {why},"
 
 
@@ -179,11 +180,11 @@ SECTIONS: Mapping[str, Feature] = {
     "a model without attention": _value("model.type", "cnn", "import", "mlp", "resnet"),
     "a model whose attention is not causal": _value("model.type", "bert"),
 }
-"""The features of other sections, some of which depend on two settings."""
+"""The features of other sections of a config. Some features depend on two settings."""
 
 
 def _beside(facts: Facts) -> dict[str, int]:
-    """Return the mesh axes larger than 1 that a worker of a parameter server must not have."""
+    """Return the mesh axes of a size above 1 that a worker of a parameter server must not have."""
     return {
         name: size
         for name, size in facts.mesh.items()
@@ -196,9 +197,9 @@ def _kind(name: str) -> str:
 
 
 def _context(facts: Facts) -> list[int]:
-    """Return the sizes of the mesh axes that split sequences, if they split any."""
+    """Return the sizes above 1 of the mesh axes that split sequences."""
     return [n for name, n in facts.mesh.items() if name.startswith("context") and n > 1]
 
 
 EVERY: Mapping[str, Feature] = {**FEATURES, **SECTIONS}
-"""All features that a row can name."""
+"""All features that a row may name."""

@@ -1,4 +1,4 @@
-"""The rows of the table of validity on parameter servers, Muon and Lookahead's slow weights."""
+"""The rows of the table of validity about parameter servers, Muon, and Lookahead's slow weights."""
 
 from __future__ import annotations
 
@@ -161,4 +161,4 @@ SERVERS: tuple[ValidityRow, ...] = (
         ("strategy",),
     ),
 )
-"""Refused combinations with a parameter server, with Muon, or with Lookahead."""
+"""The refused combinations with a parameter server, with Muon, or with Lookahead."""

@@ -1,7 +1,7 @@
-"""The table of refused combinations: features, the reason, and the remedy.
+"""The table of refused combinations, with the features, the reason and the remedy of each.
 
-A config is refused if each group of a row has an active feature, so the table is both the check of
-a config and the matrix in the docs. `python -m jaxdist.validity` prints the matrix.
+A config is refused if it has a feature of each group of a row. The table is thus both the check of
+a config and the source of the matrix in the docs, which `python -m jaxdist.validity` prints.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ ROWS: tuple[ValidityRow, ...] = (
     *HYBRIDS,
     *CONTEXT,
 )
-"""Every combination that is refused."""
+"""The rows for all combinations that are refused."""
 
 
 def violations(facts: Facts) -> list[str]:
-    """List the refused combinations, a sentence each with its settings, the reason and the remedy.
+    """Return a sentence for each refused combination of a config: settings, reason and remedy.
 
     >>> from jaxdist.collectives.algorithms.hierarchical import Hierarchical
     >>> print(*violations(Facts({"data": 8}, ("data",), Hierarchical(type="hierarchical"))))
@@ -235,11 +235,12 @@ def violations(facts: Facts) -> list[str]:
 
 
 def check(facts: Facts) -> None:
-    """Refuse combinations of settings that do not work.
+    """Check that a config has no refused combination of settings.
 
     Raises:
-      ConfigError: a row of the table applies. Each setting to blame has one error, with the path of
-        the setting in the whole config; the first error has the others as `more`.
+      ConfigError: a row of the table applies. There is an error for each setting that causes a
+        refusal, with the path of the setting in the whole config. The first error is raised, and
+        has the others as `more`.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for row in ROWS:
