@@ -1,4 +1,4 @@
-"""The analysis of compiled programs: collectives and the bytes they send, FLOPs and memory."""
+"""The analysis of compiled programs: their collectives, the bytes sent, FLOPs and memory."""
 
 from jaxdist.hlo.ledger import (
     compile_with_text,

@@ -21,19 +21,25 @@ from jaxdist.hlo.schedule import (
 )
 
 MOST_TURNS = 256
-"""The largest number of iterations for which a loop with inner loops is counted one by one."""
+"""The largest number of iterations that are counted one by one, for a loop with inner loops."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """The work of a part of the program; FLOPs are an interval (low, high)."""
+    """The work of a part of the program on each device.
+
+    Attributes:
+      flops: the least and the largest number of FLOPs.
+      collectives: the collectives.
+      unknown_loops: the names of loops whose length is unknown.
+    """
 
     flops: tuple[float, float] = (0.0, 0.0)
     collectives: tuple[Collective, ...] = ()
     unknown_loops: tuple[str, ...] = ()
 
     def times(self, low: int, high: int) -> Totals:
-        """Return the totals of the part run between `low` and `high` times."""
+        """Return the totals if the part runs between `low` and `high` times."""
         scaled = (
             dataclasses.replace(c, times_low=c.times_low * low, times_high=c.times_high * high)
             for c in self.collectives
@@ -52,9 +58,9 @@ def in_sequence(parts: list[Totals]) -> Totals:
 
 
 def one_of(branches: list[Totals]) -> Totals:
-    """Combine branches of which a single one runs.
+    """Return the totals of a conditional, which runs a single branch.
 
-    The least number of executions of any collective is 0. FLOPs range from those of the cheapest
+    The least number of executions of each collective is 0. FLOPs range from those of the cheapest
     branch to those of the most expensive branch.
     """
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
@@ -64,7 +70,10 @@ def one_of(branches: list[Totals]) -> Totals:
 
 
 def account(module: Module, layout: MeshLayout) -> Totals:
-    """Return a device's totals for the whole program, with a record per collective instruction."""
+    """Return a device's totals for the complete program.
+
+    The totals have a single record for each collective instruction.
+    """
     found = _Walk(module, layout).computation(Frame(module, module.entry), CallerContext())
     merged: dict[str, Collective] = {}
     # Several callers may share a computation, whose collectives are then found several times.
@@ -75,7 +84,7 @@ def account(module: Module, layout: MeshLayout) -> Totals:
 
 
 def _both(first: Collective, second: Collective) -> Collective:
-    """Merge two records of an instruction that two callers reach."""
+    """Return the sum of two records of the same instruction, which two callers execute."""
     return dataclasses.replace(
         first,
         times_low=first.times_low + second.times_low,
@@ -85,7 +94,7 @@ def _both(first: Collective, second: Collective) -> Collective:
 
 
 class _Walk:
-    """The recursion over computations, which adds up what each of them executes."""
+    """The recursion over computations, which adds up the work of each computation."""
 
     def __init__(self, module: Module, layout: MeshLayout) -> None:
         self.module = module
@@ -123,7 +132,14 @@ class _Walk:
     def _inside(
         self, caller: Instruction, frame: Frame, callee: Frame, surroundings: CallerContext
     ) -> CallerContext:
-        """Return the context in which the computation that `caller` calls is executed."""
+        """Return the context of the computation that `caller` calls.
+
+        Args:
+          caller: the instruction that calls the computation.
+          frame: the frame that contains `caller`.
+          callee: the frame of the called computation.
+          surroundings: the context of `frame`.
+        """
         fused_start = FUSED_START in callee.computation.custom_call_targets
         begins = caller.opcode.endswith("-start") or fused_start
         return CallerContext(
@@ -139,7 +155,7 @@ class _Walk:
     ) -> bool:
         """Return whether a collective begins at this instruction.
 
-        TPU fusions also contain collectives that an earlier instruction began.
+        If not, an earlier instruction began it: a TPU fusion may only continue or end a collective.
         """
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True
@@ -153,7 +169,7 @@ class _Walk:
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
             turns = body.times(trips, trips) if each is None else each
-            # A loop evaluates its condition once more than its body, when the condition fails.
+            # A loop evaluates its condition once more than its body, since the last test fails.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
         # The length is unknown: the body counts from 0 to 1 times, and is marked as unbounded.
         once = in_sequence([body.times(0, 1), condition])
@@ -165,9 +181,10 @@ class _Walk:
         )
 
     def _each_turn(self, frame: Frame, loop: Instruction, trips: int) -> Totals | None:
-        """Count each iteration of a loop by itself: the length of inner loops may differ.
+        """Return the totals of all iterations of a loop, each of which is counted separately.
 
-        The result is None where there are too many iterations, or an inner loop remains unknown.
+        The length of inner loops may differ between iterations. The result is None if there are
+        more than `MOST_TURNS` iterations, or if the length of an inner loop remains unknown.
         """
         if trips > MOST_TURNS:
             return None

@@ -18,18 +18,20 @@ SENT: dict[CollectiveKind, Callable[[int], float]] = {
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: float(n > 1),
 }
-"""The factor of the payload that the busiest of n devices sends, by the kind's usual algorithm."""
+"""The bytes that the busiest of n devices sends, as a multiple of the payload, with the usual
+algorithm of each kind of collective."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CallerContext:
-    """The facts about a computation's caller that its collectives depend on."""
+    """The facts about a computation's caller on which the record of a collective depends."""
 
     is_fusion: bool = False
     start: tuple[Instruction, Computation] | None = None
-    """The asynchronous start that runs the computation, and the computation that contains it."""
+    """The asynchronous start that runs the computation, and the computation that contains this
+    start, or None if the computation is not asynchronous."""
     source: str = ""
-    """The caller's jax operation."""
+    """The jax operation of the caller (`op_name`), or an empty string."""
 
 
 def describe_collective(
@@ -39,7 +41,15 @@ def describe_collective(
     module: Module,
     layout: MeshLayout,
 ) -> Collective:
-    """Build the record of a single execution of a collective."""
+    """Return the record of a single execution of a collective.
+
+    Args:
+      instruction: the collective.
+      computation: the computation that contains the collective.
+      surroundings: the facts about the caller of the computation.
+      module: the program.
+      layout: the layout of the mesh that the program was compiled for.
+    """
     kind = collective_kind(instruction)
     assert kind is not None, instruction.opcode
     if surroundings.is_fusion and is_fused_reduce_scatter(instruction, computation):

@@ -1,4 +1,4 @@
-"""The records of a timeline: the seconds of instructions, and the waiting that they cause."""
+"""The records of a timeline: the seconds of instructions, and the waits that they cause."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.records import Collective
 
 Basis = Literal["compiler", "links", "copy", "assumed", "schedule"]
-"""The source of an entry's seconds: the compiler's estimate, bytes over links, bytes over memory
-bandwidth, FLOPs and bytes at an assumed rate, or waits for other devices in a pipeline's ticks."""
+"""The source of an entry's seconds. "compiler" is the compiler's estimate, "links" the time of
+bytes over links, and "copy" the time of bytes over memory bandwidth. "assumed" is FLOPs and bytes
+at an assumed rate, and "schedule" the wait for other devices in a pipeline's ticks."""
 
 Resource = int | str
-"""A link, a memory or the host's bus, which carries a single transfer at a time."""
+"""The name of a link, a memory or the host's bus, which carries a single transfer at a time."""
 
 
 class Rates(Protocol):
@@ -29,11 +30,16 @@ class Rates(Protocol):
         ...
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Return the seconds of a copy within the device's memories, or to or from the host's."""
+        """Return the seconds of a copy.
+
+        Args:
+          size_bytes: the bytes to copy.
+          host: whether the source or the target is in the host's memory, not in the device's.
+        """
         ...
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Return the assumed seconds of work without an estimate, and the assumption as text."""
+        """Return the assumed seconds of an instruction's work, and the assumption as text."""
         ...
 
 
@@ -43,17 +49,18 @@ class Entry:
 
     name: str
     source: str
-    """The instruction's jax operation (`op_name`), or an empty string where XLA names none."""
+    """The instruction's jax operation (`op_name`), or an empty string if XLA states none."""
     basis: Basis
     axes: tuple[str, ...] | None
-    """Mesh axes of a collective, None if no axes multiply to its groups, () for other entries."""
+    """The mesh axes that the groups of a collective span, or None if the groups are not a product
+    of axes. For other entries the tuple is empty."""
     what: str
     """The kind of collective, the assumption behind `seconds`, or the operation."""
     times: float
     seconds: float
-    """Seconds for which the instruction runs, alone or concurrently with others."""
+    """The seconds for which the instruction runs, alone or concurrently with other instructions."""
     waited_seconds: float
-    """Seconds for which the device can do nothing else because of the instruction."""
+    """The seconds for which the device can do nothing else because of the instruction."""
 
     def scaled(self, times: float) -> Entry:
         """Return the entry with its executions and seconds multiplied by `times`."""
@@ -65,7 +72,7 @@ class Entry:
         )
 
     def plus(self, other: Entry) -> Entry:
-        """Return the sum of both entries, with the names and the basis of `self`."""
+        """Return the sum of both entries, with the text fields of `self`."""
         return dataclasses.replace(
             self,
             times=self.times + other.times,
@@ -81,9 +88,9 @@ class ProgramTimeline:
     seconds: float
     entries: Mapping[str, Entry]
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only a run would show: a single iteration of each is counted."""
+    """The loops whose length only a run would show. A single iteration of each is counted."""
     has_branches: bool = False
-    """Whether there are conditionals whose branch is unknown."""
+    """Whether the program has a conditional whose branch is unknown."""
 
     def scaled(self, times: float) -> ProgramTimeline:
         """Return the timeline of `times` repetitions."""

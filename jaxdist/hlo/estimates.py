@@ -1,10 +1,10 @@
-"""The compiler's time estimates in a TPU program, and the work of instructions that have none.
+"""The compiler's time estimates in a TPU program, and the work of instructions without estimates.
 
 XLA:TPU writes `estimated_cycles` into the backend config of fusions, copies, converts and
-reductions: cycles of the TensorCore's clock for an execution, over all cores of the device. XLA
-writes 2^63 - 1 for an unknown estimate, and none for collectives and custom calls. Kernels are
-counted by the FLOPs and bytes that they state (the `cost_estimate` of a Pallas call), otherwise by
-the bytes of their operands and results.
+reductions. The number is in cycles of the TensorCore's clock for an execution, over all cores of
+the device. XLA writes 2^63 - 1 for an unknown estimate, and no estimate for collectives and custom
+calls. The work of a kernel is the FLOPs and bytes that the kernel states (the `cost_estimate` of a
+Pallas call), or else the bytes of its operands and results.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NO_TIME = frozenset({
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-dimension-size",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 })  # fmt: skip
-"""Operations that only name values, or that are computed inside the operation that uses them."""
+"""The operations that only name values, or that are computed inside another operation."""
 
 IDLE_TARGETS = frozenset({
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
     "ConcatBitcast", "SliceBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape",
     "annotate_device_placement", "xla.sdy.FuncResultSharding",
 })  # fmt: skip
-"""Targets of custom calls that execute nothing: they only name or reserve memory."""
+"""The targets of custom calls that execute nothing, but only name or reserve memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """The work of an instruction without an estimate, to be timed at an assumed rate."""
+    """The work of an instruction without an estimate, whose time depends on an assumed rate."""
 
     what: str
     """The custom call's target and kernel name, or the operation."""
@@ -49,11 +49,11 @@ class Effort:
     operands: tuple[ArrayShape, ...] = ()
     results: tuple[ArrayShape, ...] = ()
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The kernel's block sizes, where its metadata has them (`block_q`, `block_kv`, ...)."""
+    """The block sizes in the kernel's metadata (`block_q`, `block_kv`, ...), if there are any."""
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """Return the compiler's estimate of an execution's cycles, or None where there is none.
+    """Return the compiler's estimate of an execution's cycles, or None without an estimate.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
@@ -95,7 +95,7 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
 
 def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
     """Return the arrays that an instruction reads and writes."""
-    # A slice, or an update in place, moves only its part of the array: read once, written once.
+    # A slice, or an update in place, reads and writes only a part of the array.
     if instruction.opcode == "dynamic-update-slice":
         return [shapes[1]] * 2
     if instruction.opcode in ("dynamic-slice", "slice"):
@@ -104,7 +104,10 @@ def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArraySh
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """Return the name of a Pallas kernel in the program, or '' for other instructions."""
+    """Return the name of the Pallas kernel that an instruction calls.
+
+    The name is empty for other instructions.
+    """
     if instruction.custom_call_target != "tpu_custom_call":
         return ""
     # XLA appends numbers to names that would not be unique.
@@ -112,5 +115,5 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def is_on_host(instruction: Instruction) -> bool:
-    """Return whether an array of the instruction is in host memory (memory space 5 on TPU)."""
+    """Return whether a result of the instruction is in host memory (memory space 5 on TPU)."""
     return _HOST in instruction.type_text

@@ -1,8 +1,8 @@
-"""The FLOPs of an instruction: dots and convolutions, 2 for each multiply-add.
+"""The FLOPs of an instruction, which are 2 for each multiply-add of a dot or convolution.
 
 Element-wise operations and reductions are left out, as in every definition of model FLOPs.
-Products with padding and with the zeros of a dilated input are not counted, as in XLA's own
-analysis: XLA:TPU writes batched dots as convolutions with padding or dilation.
+Products with padding and with the zeros of a dilated input are not counted, as in XLA's analysis:
+XLA:TPU writes batched dots as convolutions with padding or dilation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ _CUDNN = {
 
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> int:
-    """Return the FLOPs of an instruction, without those of the computations that it calls."""
+    """Return the FLOPs of an instruction, without the FLOPs of computations that it calls.
+
+    Args:
+      instruction: the instruction.
+      computation: the computation that contains the instruction.
+    """
     if instruction.opcode in ("dot", "ragged-dot"):
         left = computation.operand_shapes(instruction)[0][0]
         return _dot(instruction.shapes[0], left, instruction.numbers("lhs_contracting_dims"))
@@ -51,7 +56,10 @@ def _dot(result: ArrayShape, left: ArrayShape, contracting: tuple[int, ...]) -> 
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
-    """Return the FLOPs of a library's dot or convolution, or those that a kernel states."""
+    """Return the FLOPs of a library's dot or convolution, or the FLOPs that a kernel states.
+
+    The result is 0 for any other custom call.
+    """
     target = instruction.custom_call_target
     if target in _CUDNN:
         shapes = [instruction.shapes[0], *_operands(instruction, computation)]
@@ -98,7 +106,14 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Count, along a dim, the pairs (output, kernel position) that read an element of the input.
+    """Count the pairs of an output and a kernel position along a dim that read an input element.
+
+    A pair that reads padding, or a zero of a dilated input, does not count.
+
+    Args:
+      size, kernel, result: the sizes of the input, the kernel and the output along the dim.
+      stride, pad: the stride, and the padding before the input.
+      dilate, kernel_dilate: the dilation of the input and of the kernel.
 
     >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82

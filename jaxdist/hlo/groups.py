@@ -1,8 +1,8 @@
 """The groups of devices that take part in a collective, and the mesh axes that they span.
 
-HLO writes groups in four ways: as lists, `{{0,1},{2,3}}`; as an iota that is reshaped,
-`[2,4]<=[8]`, and transposed, `T(1,0)`; as axes of XLA's own mesh, `mesh['a'=2,'b'=4] {'b'}`, or
-parts of such axes; and for a permute as `source_target_pairs={{0,1},{1,0}}`.
+HLO has four notations for groups: lists, `{{0,1},{2,3}}`; an iota that is reshaped, `[2,4]<=[8]`,
+and transposed, `T(1,0)`; axes of XLA's mesh, `mesh['a'=2,'b'=4] {'b'}`, or parts of such axes; and
+for a permute `source_target_pairs={{0,1},{1,0}}`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def _integers(text: str) -> list[int]:
 
 
 def evaluate_iota(text: str) -> np.ndarray:
-    """Evaluate HLO's notation `[shape]<=[source]T(order)` for a reshaped and transposed iota.
+    """Return the array that HLO writes as `[shape]<=[source]T(order)`.
+
+    It is an iota of the shape `source`, transposed by `order`, and reshaped to `shape`.
+
+    Raises:
+      LedgerError: the text has another form.
 
     >>> evaluate_iota("[4,2]<=[2,4]T(1,0)").tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -49,10 +54,15 @@ def evaluate_iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> np.ndarray:
-    """Return the groups [group, member] along axes of XLA's own mesh.
+    """Return the groups along axes of XLA's mesh, as an array [group, member].
 
-    A part of an axis is written `'a':(before)size`: the axis is reshaped to
+    The notation for a part of an axis is `'a':(before)size`. The axis is reshaped to
     `[before, size, rest]`, and the groups span the middle dim.
+
+    Args:
+      sizes_text: the names and sizes of the axes of the mesh.
+      devices_text: the order of the devices in the mesh, or None for increasing order.
+      axes_text: the axes, or parts of axes, that the groups span.
     """
     sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", sizes_text)}
     count = math.prod(sizes.values())
@@ -87,11 +97,11 @@ def written_groups(attributes: str, everyone: int) -> Groups:
     """Parse the groups or pairs in an instruction's attributes.
 
     Args:
-      attributes: the text after the operands.
-      everyone: the size of the single group that empty groups denote.
+      attributes: the text after the operands of the instruction.
+      everyone: the number of members of the single group that absent or empty groups mean.
 
     Raises:
-      LedgerError: an unknown form of replica groups.
+      LedgerError: the notation of the groups is unknown.
 
     >>> written_groups("replica_groups=mesh['a'=2,'b'=4] {'a'}", 8)
     ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -113,11 +123,17 @@ def written_groups(attributes: str, everyone: int) -> Groups:
 
 
 def group_positions(instruction: Instruction, kind: str, module: Module) -> Groups:
-    """Return the groups as positions in the program's device assignment, replica by replica.
+    """Return the groups of a collective as positions in the program's device assignment.
 
-    The meaning of the written numbers depends on the operation: flat positions with
-    `use_global_device_ids`; with a channel, partitions for the kinds that move data, otherwise
-    replicas, each including all its partitions; without a channel, replicas within each partition.
+    The meaning of the numbers in the text depends on the instruction. With `use_global_device_ids`
+    they are positions. Without a channel they are replicas, and each partition has separate groups.
+    With a channel they are partitions if the kind moves data. For other kinds they are replicas,
+    each of which includes all its partitions.
+
+    Args:
+      instruction: the collective.
+      kind: the kind of collective.
+      module: the program.
     """
     replicas, partitions = module.replicas, module.partitions
     attributes = instruction.attributes
@@ -137,16 +153,16 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeshLayout:
-    """The place on the mesh of each device in the program's device assignment."""
+    """The mesh coordinates of each device in a program's device assignment."""
 
     axes: Mapping[str, int]
     """The size of each axis, in mesh order."""
     order: tuple[int, ...]
-    """For each position in the assignment, the index among the mesh's flattened devices."""
+    """The index among the mesh's flattened devices of each device in the assignment."""
 
     @cached_property
     def _coordinates(self) -> np.ndarray:
-        """The mesh coordinates of each device, an array [position, axis]."""
+        """The mesh coordinates of each device in the assignment, as an array [position, axis]."""
         shape = tuple(self.axes.values())
         return np.stack(np.unravel_index(np.array(self.order), shape or (1,)), axis=-1)
 
@@ -157,7 +173,7 @@ class MeshLayout:
         return math.prod(self.axes[axis] for axis in axes)
 
     def group_axes(self, groups: Groups) -> tuple[str, ...] | None:
-        """Return the axes along which the groups extend, or None unless the groups fill these axes.
+        """Return the axes that the groups span, or None if the groups are not a product of axes.
 
         >>> MeshLayout({"data": 2, "tensor": 2}, (0, 1, 2, 3)).group_axes(((0, 2), (1, 3)))
         ('data',)
@@ -171,12 +187,15 @@ class MeshLayout:
         coordinates = self._coordinates[np.array(groups)]
         varies = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = self._names(varies.any(axis=0))
-        # A group's members differ along `axes` only, and are distinct. A group with as many members
-        # as these axes have points therefore contains all of the points.
+        # The members of a group are distinct, and differ only along `axes`. If their number is the
+        # product of the sizes of these axes, the group contains all points along the axes.
         return axes if self.size(axes) == len(groups[0]) else None
 
     def pair_axes(self, pairs: Groups) -> tuple[str, ...]:
-        """Return the axes along which the source and target of any pair of a permute differ."""
+        """Return the axes along which the source and target of any pair of a permute differ.
+
+        They are empty if each device sends to itself.
+        """
         if not pairs or not self.axes:
             return ()
         ends = self._coordinates[np.array(pairs)]

@@ -16,18 +16,21 @@ from jaxdist.hlo.parse import LedgerError, Module, parse
 from jaxdist.hlo.records import Ledger, Memory
 
 _WRITTEN = ("*after_codegen.txt", "*after_optimizations.txt")
-"""Names of the text files that XLA dumps; the first, after code generation, has time estimates."""
+"""The patterns of the names of text files that XLA dumps. The first pattern is for the text after
+code generation, which has time estimates."""
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
-"""The memory of a program that is known by its text only."""
+"""The memory of a program of which only the text is known."""
 
 
 def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None) -> Ledger:
-    """Describe everything that a run of a compiled program does on each device.
+    """Return the ledger of a compiled program: what a run communicates, computes and stores.
 
     Args:
-      compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
-      mesh: the mesh that the program was compiled for, with the names of axes.
-      text: the program's text from `compile_with_text`, or the parsed text; None asks `compiled`.
+      compiled: the program, as `jax.jit(f).lower(...).compile()` returns it. It may be for CPU, GPU
+        or TPU, or be compiled ahead of time.
+      mesh: the mesh that the program was compiled for.
+      text: the program's text from `compile_with_text`, or the parsed text. If None, XLA prints the
+        text of `compiled`.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's, or XLA cannot print the
@@ -44,15 +47,15 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
 def compile_with_text(
     lowered: jax.stages.Lowered, options: Mapping[str, bool | int | float | str] | None = None
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compile a program for TPU and return it with its text.
+    """Compile a program for TPU, and return the program and its text.
 
-    The text is XLA's dump during compilation. `program_text` does not work for every program: XLA
-    then reads a serialized program, which fails on asynchronous collectives of several arrays
-    (with a message on standard error).
+    The text is XLA's dump during compilation, since `program_text` does not work for every program.
+    `program_text` makes XLA read a serialized program, which fails on asynchronous collectives of
+    several arrays (with a message on standard error).
 
     Args:
       lowered: the program, as `jax.jit(f).lower(...)` returns it.
-      options: compiler options, in addition to those of the `jax.jit`.
+      options: compiler options, in addition to the options of the `jax.jit`.
 
     Raises:
       LedgerError: the compiler dumps no text, and XLA cannot print the program (`program_text`).
@@ -66,7 +69,7 @@ def compile_with_text(
         }
         compiled = lowered.compile(told)
         for pattern in _WRITTEN:
-            # XLA dumps small helper programs too; the program itself has the longest text.
+            # XLA also dumps small helper programs. The program itself has the longest text.
             if written := [path.read_text() for path in Path(directory).glob(pattern)]:
                 return compiled, max(written, key=len)
     return compiled, program_text(compiled)
@@ -76,8 +79,8 @@ def program_text(compiled: jax.stages.Compiled) -> str:
     """Return the text of a compiled program.
 
     Raises:
-      LedgerError: XLA cannot print the program, as happens with asynchronous collectives of several
-        arrays in large programs for TPU.
+      LedgerError: XLA cannot print the program. This happens for large programs for TPU that have
+        asynchronous collectives of several arrays.
     """
     try:
         text = compiled.as_text()
@@ -93,7 +96,10 @@ def program_text(compiled: jax.stages.Compiled) -> str:
 
 
 def program_memory(compiled: jax.stages.Compiled) -> Memory:
-    """Return the memory of a compiled program on a device, even where XLA cannot print its text."""
+    """Return the memory of a compiled program on a device.
+
+    Unlike `program_text`, this works for every program.
+    """
     stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     reserved = held + stats.temp_size_in_bytes
@@ -103,8 +109,8 @@ def program_memory(compiled: jax.stages.Compiled) -> Memory:
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
-        # XLA:CPU's own peak leaves out the temporaries; XLA:TPU's also has memory that is not
-        # listed.
+        # The peak that XLA:CPU states leaves out temporaries. The peak that XLA:TPU states includes
+        # memory that the other figures do not have.
         peak_bytes=max(stats.peak_memory_in_bytes, reserved),
     )
 
@@ -116,17 +122,18 @@ def ledger_of_text(
     order: tuple[int, ...] | None = None,
     memory: Memory = NO_MEMORY,
 ) -> Ledger:
-    """Build the ledger of a program from its text only.
+    """Return the ledger of a program, given its text.
 
     Args:
       text: the compiled program as HLO text, or the parsed text.
       axes: the size of each mesh axis, in mesh order.
-      order: for each position of the program's device assignment, the index of that device in the
-        flattened mesh; by default both orders are the same.
-      memory: bytes on a device, which the text does not have.
+      order: the index in the flattened mesh of each device of the program's device assignment, or
+        None if both orders are the same.
+      memory: the bytes on a device, which the text does not state.
 
     Raises:
-      LedgerError: the text is not a compiled program, or the program has another number of devices.
+      LedgerError: the text is not a compiled program, or the program has another number of devices
+        than the mesh.
     """
     module = parse(text) if isinstance(text, str) else text
     order = order or tuple(range(module.devices))
@@ -150,7 +157,9 @@ def ledger_of_text(
 
 
 def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
-    """Return the index in the flattened mesh of each device of the program, or None if unknown.
+    """Return the index in the flattened mesh of each device of a program.
+
+    The result is None if no argument or result of the program states its devices.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's.

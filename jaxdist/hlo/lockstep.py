@@ -1,10 +1,10 @@
-"""A pipeline's loop over ticks, in which groups of devices take branches known in advance.
+"""A pipeline's loop over ticks, in which groups of devices take branches that are known in advance.
 
 All devices run the same program, and a transfer in each tick synchronizes the devices. The program
-contains a table of the branches that a group takes in each tick. `ConditionalDecision` contains the
-same table, so that the program can be timed with its own branches. A conditional that depends on
-the tick is in a named scope that begins with `SCOPE`. The conditional's name is the rest of the
-scope's name, after the names of the enclosing conditionals: "backward/last".
+contains a table of the branches that each group takes in each tick. `ConditionalDecision` contains
+the same table, so that a simulation takes the same branches. A conditional that depends on the tick
+is in a named scope that begins with `SCOPE`. The name of a conditional consists of the remaining
+names of all enclosing scopes: "backward/last".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCOPES = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}([\w\-]+)")
 _DECIDED = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}[\w\-]+\)*/cond$")
 
 Choices = tuple[tuple[str, float], ...]
-"""Pairs of a conditional's name and the number of the branch that it takes, sorted by name."""
+"""Pairs of a conditional's name and the number of the branch that is taken, sorted by name."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class ConditionalDecision:
 
     Attributes:
       branches: the conditional's number of branches.
-      taken: an array `[ticks, groups]` of any numeric dtype: the number of the branch that a group
-        takes in a tick, arbitrary where the group does not take the enclosing branch. For a
-        conditional in a loop within the tick the number is the mean over that loop's iterations:
-        a mean of 0.75 is branch 1 in three iterations of four, and branch 0 in the fourth.
+      taken: the number of the branch that a group takes in a tick, as an array `[ticks, groups]` of
+        any numeric dtype. The number is arbitrary if the group does not take the enclosing branch.
+        For a conditional in a loop within the tick it is the mean over that loop's iterations: a
+        mean of 0.75 is branch 1 in three iterations of four, and branch 0 in the fourth.
     """
 
     branches: int
@@ -49,8 +49,8 @@ class Lockstep:
 
     Attributes:
       name: the pipeline schedule's name.
-      decisions: the branches by the conditional's name. The compiled program may lack some of the
-        conditionals.
+      decisions: the branches of each conditional, by the conditional's name. The compiled program
+        may lack some of the conditionals.
     """
 
     name: str
@@ -63,11 +63,14 @@ class Lockstep:
 
     @property
     def groups(self) -> int:
-        """The number of groups of devices that take their own branches."""
+        """The number of groups of devices; the devices of a group take the same branches."""
         return next(iter(self.decisions.values())).taken.shape[1]
 
     def turns(self, module: Module) -> Iterator[Counter[Choices]]:
-        """Yield for each tick the number of groups that take each combination of branches."""
+        """Yield, for each tick, the number of groups that take each combination of branches.
+
+        The combinations are of the conditionals that the given program has.
+        """
         there = {conditional_name(one) for one in _decided(module.computations.values())}
         names = [name for name in sorted(self.decisions) if name in there]
         taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
@@ -94,13 +97,14 @@ def conditional_name(conditional: Instruction) -> str | None:
 def place_of(conditional: Instruction, number: int) -> int:
     """Return the index in `conditional.branches` of the branch with the given number.
 
-    HLO writes the branch of true (number 1) before that of false (number 0).
+    If the conditional's predicate is a bool, HLO writes the branch for true (number 1) before the
+    branch for false (number 0).
     """
     return 1 - number if conditional.called("true_computation") else number
 
 
 def tick_loops(module: Module) -> list[Instruction]:
-    """Return the program's outermost loops with branches that depend on ticks."""
+    """Return the program's outermost loops that contain a conditional which depends on the tick."""
     return [
         loop
         for loop in module.entry.instructions
@@ -109,11 +113,12 @@ def tick_loops(module: Module) -> list[Instruction]:
 
 
 def mismatch(module: Module, lockstep: Lockstep) -> str | None:
-    """Explain why the program does not match the schedule's ticks, or return None if it does.
+    """Return the reason why a program does not match a schedule's ticks, or None if it matches.
 
-    A program matches if it has exactly one loop, with an iteration for each tick, around all
-    conditionals of a schedule, and each conditional has the given branches in order. The order is
-    read from the number of a branch, which jax writes into the `op_name` of the instructions there.
+    A program matches if exactly one loop contains all conditionals that depend on the tick, if the
+    loop has an iteration for each tick, and if each conditional has the given branches in order.
+    The order is known from the number of a branch, which jax writes into the `op_name` of the
+    instructions in the branch.
     """
     loops = tick_loops(module)
     if len(loops) != 1:
@@ -129,7 +134,10 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Explain why a conditional differs from the decision of its name, or return None."""
+    """Return the reason why a conditional does not match the decision with its name.
+
+    The result is None if it matches.
+    """
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:
@@ -142,7 +150,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         branch, _ = conditional.branches[place_of(conditional, number)]
         sources = [i.source for i in module.computations[branch].instructions]
         found = {int(n) for source in sources for n in written.findall(source)}
-        # A branch may have no instruction of its own, and so no number to compare.
+        # A branch may have no instruction that states a number.
         if found and number not in found:
             return f"branch {number} of {name} holds what the source places in {sorted(found)}"
     return None

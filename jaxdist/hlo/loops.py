@@ -1,9 +1,9 @@
-"""The number of iterations of a loop: XLA's `known_trip_count`, or else computed from the loop.
+"""The number of iterations of a loop, which XLA states or which is computed from the loop.
 
 XLA:TPU drops `known_trip_count` from the compiled program. The number is then computed from the
-integer scalars on which the condition depends, evaluated at the beginning of the loop. If the body
-changes all such scalars by equal steps, a division gives the first iteration in which the condition
-fails. For other loops up to `FOLLOWED` iterations are evaluated one after another.
+integer scalars on which the condition depends, and from their initial values. If the body changes
+each of these scalars by a constant step, a division gives the first iteration in which the
+condition fails. For other loops, up to `FOLLOWED` iterations are evaluated one after another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from jaxdist.hlo.scalars import (
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
-"""A function from a parameter's number and a path in it to the value there, or None if unknown."""
+"""A function from the number of a parameter and a path in the parameter to the value at the path,
+or to None if the value is unknown."""
 
 FOLLOWED = 4096
-"""The largest number of iterations to evaluate of a loop whose counters have unequal steps.
-
-The length of a loop with more iterations counts as unknown.
-"""
+"""The largest number of iterations that are evaluated one after another. The length of a loop with
+more iterations counts as unknown."""
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "opt-barrier")
@@ -45,11 +44,11 @@ def _unknown(number: int, path: TuplePath) -> Value | None:
 
 
 CALLS = ("calls", CALLED, "to_apply")
-"""The attributes that name the computation of an instruction that calls only one."""
+"""The attributes that name the computation that an instruction calls."""
 
 
 class Frame:
-    """An evaluator of a computation's integer scalars, given the known values of its arguments."""
+    """An evaluator of the integer scalars in a computation, given the values of its arguments."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: ArgumentValues = _unknown
@@ -67,7 +66,7 @@ class Frame:
 
     @property
     def result(self) -> Value | None:
-        """The computation's result, if it is an integer, or None if unknown."""
+        """The result of the computation, or None if it is unknown or not an integer."""
         return self.value(self.computation.root.name)
 
     def _evaluated(self, name: str, path: TuplePath) -> Value | None:
@@ -92,7 +91,7 @@ class Frame:
         return self._scalar(instruction)
 
     def _scalar(self, instruction: Instruction) -> Value | None:
-        # Only scalars are evaluated: operands of arrays would lead through the whole program.
+        # Only scalars are evaluated. The operands of arrays would lead through the entire program.
         type_text = instruction.type_text
         if not is_integer(type_text):
             return None
@@ -111,20 +110,28 @@ class Frame:
         return self.module.computations[instruction.called(attribute)[0]]
 
     def enter(self, caller: Instruction) -> Frame:
-        """Return the frame of the computation of a fusion, call, custom call or async-start."""
+        """Return the frame of the computation that a fusion, call or asynchronous start calls.
+
+        A custom call may call a computation too.
+        """
         operands = caller.operands
         attribute = next(one for one in CALLS if caller.called(one))
         return Frame(
             self.module,
             self.called(caller, attribute),
-            # The start of work on SparseCores has no operands, which a later update hands over.
+            # The start of work on SparseCores has no operands. A later update passes them.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None
             ),
         )
 
     def enter_branch(self, name: str, operand: str) -> Frame:
-        """Return the frame of a branch of a conditional."""
+        """Return the frame of a branch of a conditional.
+
+        Args:
+          name: the name of the branch's computation.
+          operand: the name of the branch's operand.
+        """
         return Frame(
             self.module, self.module.computations[name], lambda _, path: self.value(operand, path)
         )
@@ -140,8 +147,9 @@ class Frame:
         Args:
           loop: the while instruction.
           attribute: `body` or `condition`.
-          state: the values in the loop's state that the body changes; by default unknown. Values
-            that the body returns unchanged are always known from the loop's operand.
+          state: a function from a path in the loop's state to the value there, for values that the
+            body changes. If None, these values are unknown. Values that the body returns unchanged
+            are taken from the loop's operand.
         """
         kept = invariants(self.called(loop, "body"))
 
@@ -167,9 +175,10 @@ class Frame:
         return self._followed(loop, start) if turns is None else turns
 
     def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
-        """Yield for each iteration the frame of the body, in which the counters' values are known.
+        """Yield the frame of a loop's body for each of its `trips` iterations.
 
-        With the counters' values, the length of an inner loop that depends on them can be computed.
+        The values of the loop's counters are known in the frame, so that the length of an inner
+        loop that depends on the counters can be computed.
         """
         now: Mapping[TuplePath, Value | None] = {
             path: self.value(loop.operands[0], path) for path in self._moves(loop)
@@ -180,8 +189,12 @@ class Frame:
             now = {path: body.value(body.computation.root.name, path) for path in now}
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
-        """Return the effect of an iteration on each integer that the condition depends on."""
-        # A dict in place of a set, whose order may differ between runs.
+        """Return the integers on which the condition depends, with their values after an iteration.
+
+        The key is the path of an integer in the loop's state. The value depends on the state before
+        the iteration, or is None if it is unknown.
+        """
+        # A dict has a fixed order, but the order of a set may differ between runs.
         asked: dict[TuplePath, None] = {}
 
         def state(path: TuplePath) -> Value:
@@ -191,8 +204,8 @@ class Frame:
         _ = self.enter_loop(loop, "condition", state).result
         body = self.enter_loop(loop, "body", state)
         moves: dict[TuplePath, Value | None] = {}
-        # The body may compute a counter from further integers of the state, which are then asked
-        # for.
+        # The body may compute a counter from further integers of the state. `state` adds these
+        # integers to `asked`.
         while rest := asked.keys() - moves.keys():
             for path in rest:
                 moves[path] = body.value(body.computation.root.name, path)
@@ -204,7 +217,15 @@ class Frame:
         start: Mapping[TuplePath, int],
         moves: Mapping[TuplePath, Value | None],
     ) -> int | None:
-        """Return the iterations of a loop whose counters change by equal steps, else None."""
+        """Return the number of iterations of a loop whose counters change by constant steps.
+
+        The result is None for other loops, or if a counter wraps around.
+
+        Args:
+          loop: the while instruction.
+          start: the initial values of the counters.
+          moves: the values of the counters after an iteration.
+        """
         lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
         for path, move in moves.items():
@@ -218,7 +239,11 @@ class Frame:
         return int(holds.turn)
 
     def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
-        """Return the number of iterations of a loop with at most `FOLLOWED`, or None for others."""
+        """Return the number of iterations of a loop by evaluating one iteration after another.
+
+        The result is None if there are more than `FOLLOWED` iterations, or if the condition cannot
+        be computed.
+        """
         now: Mapping[TuplePath, Value | None] = start
         for turn in range(FOLLOWED + 1):
             goes_on = self.enter_loop(loop, "condition", now.get).result
@@ -234,7 +259,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def _types(body: Computation) -> dict[TuplePath, str]:
-    """Return the types of the integers in a loop's state that the loop's body reads."""
+    """Return the types of the integers in a loop's state that the body reads, by path."""
     return {
         ()
         if instruction.opcode == "parameter"

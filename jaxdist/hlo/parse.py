@@ -58,7 +58,7 @@ class ArrayShape:
 
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """Parse the text of a type; a tuple gives the arrays of all its elements in order.
+    """Parse the text of a type, and return the shapes of all its arrays in order.
 
     >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
     (ArrayShape(dtype='f32', dims=(2, 3)), ArrayShape(dtype='u32', dims=()))
@@ -72,13 +72,14 @@ def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """A line of a computation; the properties are parsed when they are first used."""
+    """An instruction of a computation, whose properties are parsed when they are first used."""
 
     name: str
     opcode: str
     type_text: str
     arguments: str
-    """The text in the parentheses: operands, a parameter's number or a constant's value."""
+    """The text in the parentheses, which are operands, a parameter's number or a constant's
+    value."""
     attributes: str
     """The text after the parentheses."""
     is_root: bool
@@ -92,7 +93,7 @@ class Instruction:
         return tuple(_NAME.findall(self.arguments))
 
     def number(self, attribute: str) -> int | None:
-        """Return the value of an integer attribute such as `channel_id`."""
+        """Return the value of an integer attribute such as `channel_id`, or None without it."""
         found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
@@ -102,7 +103,10 @@ class Instruction:
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """Return the computations that an attribute such as `calls`, `to_apply` or `body` names."""
+        """Return the names of the computations in an attribute such as `calls` or `body`.
+
+        The tuple is empty if the instruction does not have the attribute.
+        """
         found = re.search(rf"\b{attribute}=(%[\w.\-]+|\{{[^}}]*\}})", self.attributes)
         return tuple(_NAME.findall(found[1])) if found else ()
 
@@ -125,7 +129,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The `op_name` of the metadata, or an empty string where there is none."""
+        """The `op_name` of the metadata, or an empty string without metadata."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -147,10 +151,10 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each result, by the name of that result."""
+        """The instructions that use the result of an instruction, by the name of the latter."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
-            # `dict.fromkeys`: an instruction may use an operand twice, and is listed once.
+            # An instruction that uses an operand twice is listed once, because of `dict.fromkeys`.
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return found
@@ -164,7 +168,7 @@ class Computation:
         return frozenset(i.custom_call_target for i in self.instructions) - {""}
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
-        """Return the shapes of each operand; several shapes for an operand that is a tuple."""
+        """Return the shapes of each operand; an operand that is a tuple has several shapes."""
         return [self.by_name[name].shapes for name in instruction.operands]
 
 
@@ -193,7 +197,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parse the instruction on a line, or return None for other lines.
+    """Return the instruction on a line, or None if the line has no instruction.
 
     >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
     >>> found.name, found.opcode, found.operands, found.shapes
@@ -203,7 +207,7 @@ def parse_instruction(line: str) -> Instruction | None:
     if head is None:
         return None
     start = head.end()
-    # A tuple's type contains spaces, so that its end is the closing parenthesis, not a space.
+    # The type of a tuple contains spaces, so that it ends at the closing parenthesis.
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:
@@ -220,7 +224,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def members(type_text: str) -> list[str]:
-    """Split the text of a tuple's type into the types of its elements.
+    """Return the types of a tuple's elements, given the text of the tuple's type.
 
     >>> members("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
     ['f32[2,3]{1,0:T(8,128)}', '/*index=1*/(u32[], s8[4])']
@@ -237,9 +241,10 @@ def members(type_text: str) -> list[str]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """Add a `get-tuple-element` for each operand that names a tuple's element, such as `%loop#1`.
+    """Return the instructions with a `get-tuple-element` for each operand such as `%loop#1`.
 
-    The XLA of jax 0.11 and newer names elements as operands, without a `get-tuple-element`.
+    Such an operand is an element of a tuple. The XLA of jax 0.11 and newer writes it without a
+    `get-tuple-element`.
     """
     known = {instruction.name: instruction for instruction in instructions}
     after: dict[str, list[Instruction]] = {}
@@ -259,7 +264,7 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines, and join the lines of an instruction whose attributes span several lines."""
+    """Yield the given lines, and join the lines of an instruction that spans several lines."""
     begun: str | None = None
     for line in lines:
         is_new = _INSTRUCTION.match(line) is not None
@@ -275,8 +280,8 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Return whether a brace is still open; braces in quoted text do not count."""
-    # Equal counts are the usual case, and spare the slow removal of quoted text.
+    """Return whether a line has an open brace; braces in quoted text do not count."""
+    # Usually both counts are equal, so that the slow removal of quoted text is not necessary.
     if line.count("{") == line.count("}"):
         return False
     bare = _QUOTED.sub("", line)
@@ -284,10 +289,10 @@ def _is_open(line: str) -> bool:
 
 
 def parse(text: str) -> Module:
-    """Parse a whole program.
+    """Parse a compiled program.
 
     Args:
-      text: `compiled.as_text()`, of any backend.
+      text: the result of `compiled.as_text()`, for any backend.
 
     Raises:
       LedgerError: the text is not an HLO program.

@@ -20,39 +20,42 @@ CollectiveKind = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective instruction; bytes are per device and per execution."""
+    """The record of a collective instruction, with bytes per device and execution."""
 
     name: str
     """The instruction's name in the program."""
     kind: CollectiveKind
     """The kind of collective; TPU's fused reduce-scatter counts as a reduce-scatter."""
     dtypes: tuple[str, ...]
-    """The dtype sent for each combined operand, in HLO's spelling (`f32`, `bf16`, `s8`)."""
+    """The dtype of each operand that is sent, in HLO's spelling (`f32`, `bf16`, `s8`)."""
     payload_bytes: int
-    """The bytes of the full, unscattered tensor: the result of an all-gather, otherwise the
-    operands."""
+    """The bytes of the full tensors: of the results for an all-gather, and of the operands for
+    other kinds."""
     axes: tuple[str, ...] | None
-    """Mesh axes that the groups span, in mesh order, or None if no axes multiply to them."""
+    """The mesh axes that the groups span, in mesh order, or None if the groups are not a product of
+    axes."""
     group_size: int
-    """The number of devices in a group; for a permute, the product of the sizes of `axes`."""
+    """The number of devices in a group. For a permute, it is the product of the sizes of `axes`."""
     groups: tuple[tuple[int, ...], ...]
-    """The groups as positions in the program's device assignment; a permute has (source, target)
-    pairs."""
+    """The groups as positions in the program's device assignment. For a permute, they are pairs of
+    a source and a target."""
     times_low: int
     """The least number of executions per run of the program."""
     times_high: int
-    """The largest number of executions per run, where `bounded` is true; in a conditional it
-    exceeds `times_low`."""
+    """The largest number of executions per run, if `bounded` is true. For a collective in a
+    conditional it is larger than `times_low`."""
     sent_bytes: float
-    """Bytes that the busiest device sends in an execution, by the standard algorithm of `kind`."""
+    """The bytes that the busiest device sends in an execution, with the usual algorithm of the
+    kind."""
     is_async: bool
     """Whether the collective is asynchronous, a pair of a start and a done."""
     overlapped: bool
     """Whether compute is scheduled between start and done."""
     source: str
-    """The jax operation of the collective (`op_name` of the metadata), or '' without metadata."""
+    """The jax operation of the collective (`op_name`), or an empty string without metadata."""
     bounded: bool = True
-    """False inside a loop of unknown length, of which `times_high` counts a single iteration."""
+    """Whether `times_high` is a bound. It is not inside a loop of unknown length, for which
+    `times_high` counts a single iteration."""
     array_bytes: tuple[int, ...] = ()
     """The bytes of each combined operand, which add up to `payload_bytes`."""
 
@@ -77,34 +80,38 @@ class Memory:
     temp_bytes: int
     code_bytes: int
     peak_bytes: int
-    """The required memory: arguments, outputs that do not reuse arguments, temporaries, and on TPU
-    also memory that XLA does not list."""
+    """The required memory: arguments, outputs that do not reuse arguments, and temporaries. On TPU
+    it includes memory that the other fields do not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """A description of everything that a run of a compiled program does on each device."""
+    """The communication, computation and memory of a run of a compiled program on each device."""
 
     collectives: tuple[Collective, ...]
     flops_low: float
-    """FLOPs of a device in dots and convolutions, 2 per multiply-add and times the iterations of
-    loops, with the cheapest branch of each conditional."""
+    """The FLOPs of a device in dots and convolutions, which are 2 for each multiply-add. All
+    iterations of loops are counted, and the cheapest branch of each conditional."""
     flops_high: float
-    """FLOPs of a device with the most expensive branch of each conditional."""
+    """The FLOPs of a device with the most expensive branch of each conditional."""
     memory: Memory
     devices: int
     """The number of devices of the program."""
     axes: dict[str, int]
     """The size of each mesh axis."""
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only a run would show. A loop of unknown length counts as 0 to 1
-    iterations, so that the upper figures are not bounds."""
+    """The names of the loops whose length only a run would show. Such a loop counts as 0 to 1
+    iterations, so that the larger figures are not upper bounds."""
 
     def sent_bytes(self, axis: str | None = None) -> float:
-        """Return the bytes that a device sends in a run, over all axes or those of one `axis`.
+        """Return the bytes that a device sends in a run.
 
-        The sum is an upper bound, unless there are `unknown_loops`, which count as a single
-        iteration. A collective over several axes counts in full for each of them.
+        The sum is an upper bound unless there are `unknown_loops`, which count as a single
+        iteration.
+
+        Args:
+          axis: the mesh axis of the collectives to count, or None to count all collectives. A
+            collective over several axes counts in full for each of its axes.
         """
         return math.fsum(
             collective.times_high * collective.sent_bytes
@@ -113,9 +120,12 @@ class Ledger:
         )
 
     def count(self, kind: CollectiveKind) -> int:
-        """Count the executions of a kind of collective in a run; a bound, as in `sent_bytes`."""
+        """Return the number of executions of a kind of collective in a run.
+
+        The number is an upper bound unless there are `unknown_loops`.
+        """
         return sum(c.times_high for c in self.collectives if c.kind == kind)
 
     def to_json(self) -> JsonObject:
-        """Convert the records to plain dicts, lists, numbers and strings."""
+        """Return the ledger as plain dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)

@@ -11,7 +11,7 @@ _SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def is_too_large(message: str) -> bool:
-    """Return whether a compiler's message refuses a program for lack of memory.
+    """Return whether the message of a compiler refuses a program for lack of memory.
 
     >>> is_too_large("INTERNAL: RET_CHECK failure")
     False
@@ -20,7 +20,9 @@ def is_too_large(message: str) -> bool:
 
 
 def refused_bytes(message: str) -> tuple[float, float] | None:
-    """Return the bytes that a refused program needs and that the device has, or None if not stated.
+    """Return the bytes that a refused program needs, and the bytes that the device has.
+
+    The result is None if the message does not state them.
 
     >>> refused_bytes("RESOURCE_EXHAUSTED: total memory required (2.50G) exceeds available (1G)")
     (2684354560.0, 1073741824.0)

@@ -1,8 +1,9 @@
-"""Arithmetic on integer scalars of a program: exact, or linear in the iteration of a loop.
+"""Arithmetic on the integer scalars of a program.
 
-Loops count their iterations with integer scalars, which wrap around like their dtype. A comparison
-of two `Line`s gives the iteration in which a loop's condition first fails, without the evaluation
-of earlier iterations.
+Loops count their iterations with integer scalars, which wrap around at the limits of their dtype. A
+scalar may be a known number, or a `Line`, which is a linear function of a loop's iteration. The
+comparison of two `Line`s gives the iteration in which a loop's condition first fails, without the
+evaluation of earlier iterations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TuplePath = tuple[int, ...]
-"""Indices into nested tuples. A value that is not a tuple has none."""
+"""The indices that lead to an element of nested tuples. They are empty for a value that is not a
+tuple."""
 
 _DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
 _SHIFT_LEFT_MOST = 64
@@ -25,7 +27,7 @@ _SHIFT_LEFT_MOST = 64
 class Line:
     """An integer whose value is `start + step * turn` in iteration `turn` of a loop.
 
-    The formula is valid up to iteration `until`, after which the integer would wrap around.
+    The formula is valid up to iteration `until`. In later iterations the integer may wrap around.
     """
 
     start: int
@@ -35,7 +37,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Holds:
-    """A condition that first fails in iteration `turn`, if `turn` is not beyond `until`."""
+    """A condition that first fails in iteration `turn`, if `turn` is at most `until`.
+
+    If `turn` is larger than `until`, the first failure is unknown.
+    """
 
     turn: float
     until: float = math.inf
@@ -53,7 +58,7 @@ Value = int | Line | Holds | Moved
 
 
 def is_integer(type_text: str) -> bool:
-    """Return whether a type is that of an integer or bool scalar.
+    """Return whether the text of a type denotes an integer or bool scalar.
 
     >>> is_integer("s32[]"), is_integer("pred[]{:T(128)}"), is_integer("f32[]")
     (True, True, False)
@@ -62,7 +67,9 @@ def is_integer(type_text: str) -> bool:
 
 
 def wrapped(value: int, type_text: str) -> int:
-    """Wrap an integer to the range of a dtype; for a bool return 1 if the integer is not 0.
+    """Return an integer wrapped around to the range of a dtype.
+
+    For a bool, the result is 1 for every integer except 0.
 
     >>> wrapped(130, "s8[]"), wrapped(-1, "u8[]"), wrapped(2, "pred[]")
     (-126, 255, 1)
@@ -74,7 +81,7 @@ def wrapped(value: int, type_text: str) -> int:
 
 
 def limits(type_text: str) -> tuple[int, int]:
-    """Return the smallest and the largest value of an integer dtype."""
+    """Return the smallest and the largest value of an integer or bool dtype."""
     found = _DTYPE.match(type_text)
     assert found, f"{type_text} is no integer"
     if found[1] == "pred":
@@ -84,10 +91,16 @@ def limits(type_text: str) -> tuple[int, int]:
 
 
 def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
-    """Return a `Line` of a dtype, valid until its value leaves the range of that dtype."""
+    """Return a `Line` that is valid until its value leaves the range of a dtype.
+
+    Args:
+      start, step: the value in iteration 0, and the difference between iterations.
+      type_text: the text of the type.
+      until: the last iteration in which the operands of the line are valid.
+    """
     low, high = limits(type_text)
     if not low <= start <= high:
-        return Line(start, step, -1)  # an `until` of -1: the line is valid in no iteration
+        return Line(start, step, -1)  # with an `until` of -1 the line is never valid
     room = high - start if step > 0 else start - low
     return Line(start, step, min(until, room // abs(step)) if step else until)
 
@@ -95,12 +108,13 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
 def compute(
     opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
 ) -> Value | None:
-    """Compute an operation's result from its operands, or return None where the result is unknown.
+    """Return the result of an operation, or None if it is unknown.
 
     Args:
-      opcode: HLO's name of the operation.
-      type_text: type of the result, an integer or bool scalar.
-      direction: HLO's name of a comparison's direction, such as "LT".
+      opcode: the name of the operation in HLO.
+      type_text: the text of the result's type, which is an integer or bool scalar.
+      direction: the name of a comparison's direction in HLO, such as "LT". It is None for other
+        operations.
       values: the operands.
 
     >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])
@@ -137,7 +151,10 @@ def compute(
 
 
 def _divided(left: int, right: int) -> int | None:
-    """Divide towards zero, as HLO does and Python's `//` does not; return None for `right` 0."""
+    """Return a quotient rounded towards zero, as in HLO, or None for a division by 0.
+
+    Python's `//` rounds towards minus infinity.
+    """
     if right == 0:
         return None
     whole = abs(left) // abs(right)
@@ -219,7 +236,10 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """Compute in which iteration a comparison of two lines first fails."""
+    """Return the condition that compares two lines, with the iteration in which it first fails.
+
+    The result is None for an unknown direction.
+    """
     start, step = left.start - right.start, left.step - right.step
     until = min(left.until, right.until)
     if direction in ("GT", "GE"):

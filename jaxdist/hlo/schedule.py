@@ -1,16 +1,16 @@
-"""Collectives in a schedule: the instructions that begin and end them, and those in between.
+"""Functions that find the instructions at which a collective begins and ends in a schedule.
 
 An asynchronous collective has one of four forms:
 
 - `all-gather-start` and `all-gather-done`, and likewise for the other kinds;
 - `async-start` and `async-done`, around a computation that contains the collective;
-- `async-start` without operands, an `async-update` that hands over the operands, and `async-done`,
+- `async-start` without operands, an `async-update` that passes the operands, and `async-done`,
   around a custom call that runs the collective (on the SparseCores of TPU7x);
 - on TPU, a fusion that contains the collective and the custom call `AsyncCollectiveStart`, compute
   fusions that contain the collective again and continue it, and a fusion with the custom call
   `AsyncCollectiveDone`.
 
-The ledger counts only the start.
+The ledger counts only the start, so that each execution is counted once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 CALLED = "called_computations"
 """The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
-# Operations that keep no compute unit busy. `_computes` knows operations on scalars by their shape.
+# Operations that keep no compute unit busy. `_computes` recognizes operations on scalars by shape.
 _IDLE = {
     "after-all",
     "bitcast",
@@ -50,16 +50,17 @@ _IDLE = {
 
 
 def collective_kind(instruction: Instruction) -> CollectiveKind | None:
-    """Return the kind of collective that an instruction begins, or None for all others."""
+    """Return the kind of collective that an instruction begins, or None for other instructions."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or of its custom calls, if there is any.
+    """Return the first collective of a computation or of its custom calls.
 
-    The result is a pair of the collective and the computation that contains it.
+    The result is a pair of the collective and the computation that contains the collective, or None
+    if there is no collective.
     """
     for instruction in computation.instructions:
         if collective_kind(instruction) is not None:
@@ -74,8 +75,8 @@ def collective_in(
 def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:
     """Return whether an all-reduce inside a fusion runs as a reduce-scatter.
 
-    XLA:TPU writes a reduce-scatter as `fusion(x), calls=%all-reduce-scatter`: an all-reduce, of
-    whose result only a dynamic-slice is used.
+    XLA:TPU writes a reduce-scatter as `fusion(x), calls=%all-reduce-scatter`. The fusion contains
+    an all-reduce, and uses only a dynamic-slice of the result.
     """
     if instruction.opcode != "all-reduce":
         return False
@@ -105,7 +106,7 @@ def channels_in_flight(module: Module) -> frozenset[int]:
 def is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
     """Return whether compute is scheduled between an asynchronous start and its done.
 
-    If the done is in the next iteration of the loop, everything after the start is in between.
+    If the done is in the loop's next iteration, only instructions after the start are considered.
     """
     first = computation.positions[start.name] + 1
     end = done_of(start, computation, module)
@@ -116,18 +117,20 @@ def is_overlapped(start: Instruction, computation: Computation, module: Module) 
 def done_of(
     start: Instruction, computation: Computation, module: Module, index: int | None = None
 ) -> str | int | None:
-    """Find where the operation in flight that `start` begins or returns is waited for.
+    """Find the instruction that waits for an asynchronous operation.
 
     Args:
-      start: the instruction that starts the operation, or that has it as an element of its tuple.
+      start: the instruction that starts the operation, or an instruction whose result is a tuple
+        that contains the operation in flight.
       computation: the computation that contains `start`.
       module: the program.
-      index: the element that is in flight, if `start` is a tuple (a loop's result or a
-        computation's parameter).
+      index: the index of the operation in flight in the tuple of `start`, which is a loop or a
+        parameter. For an instruction that starts the operation it is None.
 
     Returns:
-      The name of the instruction that waits; otherwise the index in the computation's result of the
-      operation in flight, or None where the operation is neither waited for nor returned.
+      The name of the instruction that waits. If the computation returns the operation in flight,
+      the result is the index of the operation in the returned tuple. If there is neither, the
+      result is None.
     """
     carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]
@@ -156,8 +159,8 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
     """Return the instruction at which an asynchronous operation starts to run.
 
     An operation whose start has operands runs at once. For work on SparseCores, XLA writes a start
-    that has no operands and only reserves scratch memory, and an update that hands the operands
-    over when they are ready.
+    without operands, which only reserves scratch memory. A later update passes the operands when
+    they are ready, and is returned.
     """
     if start.opcode != "async-start" or start.operands:
         return start
@@ -166,7 +169,10 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
 
 
 def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:
-    """Return the targets of the custom calls inside a fusion, none for other instructions."""
+    """Return the targets of the custom calls inside a fusion.
+
+    The set is empty for other instructions.
+    """
     if instruction.opcode != "fusion":
         return frozenset()
     return module.computations[instruction.called("calls")[0]].custom_call_targets

@@ -1,15 +1,15 @@
-"""A simulation of a TPU program's schedule: the start of each instruction, and its waits.
+"""A simulation of a TPU program's schedule, which gives the time of the program.
 
 A device runs the instructions of a computation in sequence, in the order of the text. A collective
 or a copy that is split into start and done runs concurrently with other instructions. The operation
 begins when its start is reached and its links are free, and its done waits until the operation
-ends. The first iteration of a loop is simulated, and a second if an operation is still in flight at
-the end of the first; the other iterations are assumed to be the same.
+ends. The first iteration of a loop is simulated, and the second iteration if an operation is still
+in flight at the end of the first. The other iterations are assumed to be the same.
 
-In a loop of ticks (`jaxdist.hlo.lockstep`) every tick is simulated once for each choice of branches
-that some group of devices takes in it. The groups begin each tick together, so that a tick lasts as
-long as the longest group's work. The entry of an instruction has the mean over groups, and the
-entry of the loop has the time that groups wait for longer groups, on average.
+In a loop of ticks (`jaxdist.hlo.lockstep`), a tick is simulated once for each combination of
+branches that a group of devices takes. All groups begin a tick together, so that the tick takes the
+time of the slowest group. The entry of an instruction has the mean time over groups. The entry of
+the loop has the mean time for which a group waits for slower groups.
 
 Every second of the result belongs to an instruction: `Entry.waited_seconds` of all entries add up
 to the total.
@@ -60,8 +60,8 @@ class _Flight:
 class _Piece:
     timeline: ProgramTimeline
     pending: Mapping[int, _Flight]
-    """Operations in flight, by index in the returned tuple. The time at which an operation ends is
-    relative to the end of the computation."""
+    """The operations in flight, by index in the returned tuple. The end of an operation is in
+    seconds after the end of the computation."""
 
 
 def play(
@@ -72,15 +72,16 @@ def play(
     dearest: bool = True,
     lockstep: Lockstep | None = None,
 ) -> ProgramTimeline:
-    """Simulate the whole program.
+    """Simulate a program, and return its timeline.
 
     Args:
       module: the program.
       layout: the layout of the mesh that the program was compiled for.
       rates: the speeds of the device and of its links.
-      dearest: whether a conditional takes its longest branch; otherwise its shortest.
-      lockstep: the branches taken in the program's loop of ticks, which must match the program
-        (`jaxdist.hlo.lockstep.mismatch`).
+      dearest: whether a conditional whose branch is unknown takes the longest branch. If False, it
+        takes the shortest branch.
+      lockstep: the branches in the program's loop of ticks, or None without such a loop. They must
+        match the program (`jaxdist.hlo.lockstep.mismatch`).
     """
     player = _Player(module, layout, rates, max if dearest else min, lockstep)
     return player.computation(Frame(module, module.entry), {}).timeline
@@ -100,14 +101,20 @@ class _Player:
         self.loop = tick_loops(module)[0].name if lockstep else ""
         self.choices: Mapping[str, float] = {}
         self.in_flight = channels_in_flight(module)
-        # A cache, since a computation may be simulated many times.
+        # Collectives are cached, since a computation may be simulated many times.
         self.collectives: dict[Instruction, Collective | None] = {}
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
         return _Run(self, frame, pending).piece()
 
     def turn(self, body: Frame, choices: Choices, pending: Mapping[int, _Flight]) -> _Piece:
-        """Simulate an iteration of the loop of ticks, with the chosen branches."""
+        """Simulate an iteration of the loop of ticks.
+
+        Args:
+          body: the frame of the loop's body.
+          choices: the branches that a group of devices takes.
+          pending: the operations that the previous iteration left in flight.
+        """
         self.choices = dict(choices)
         piece = self.computation(body, pending)
         self.choices = {}
@@ -115,7 +122,7 @@ class _Player:
 
 
 class _Run:
-    """The simulation of a computation: the clock, the links, operations in flight."""
+    """The simulation of a computation, with the clock, the links and the operations in flight."""
 
     def __init__(self, player: _Player, frame: Frame, pending: Mapping[int, _Flight]) -> None:
         self.player, self.frame = player, frame
@@ -154,7 +161,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # a start that only reserves memory: the time is that of its update
+            pass  # the start only reserves memory, and its update takes the time
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -163,7 +170,10 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """Return the asynchronous start whose operation an update starts, or None."""
+        """Return the asynchronous start to whose operation an update passes operands.
+
+        The result is None if the instruction is not such an update.
+        """
         if update.opcode != "async-update":
             return None
         start = self.body.by_name[update.operands[0]]
@@ -210,8 +220,8 @@ class _Run:
         piece = self.player.computation(body, {})
         self._inline(piece)
         rest = 0 if trips is None else trips - 1
-        # Operations that the first iteration leaves in flight delay the second. All iterations from
-        # the second on are assumed to be equal, and only the second is simulated.
+        # The operations that the first iteration leaves in flight delay the second iteration. All
+        # later iterations are assumed to be equal to the second, which alone is simulated.
         if rest and piece.pending:
             piece = self.player.computation(body, piece.pending)
         if rest:
@@ -220,7 +230,7 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
-        """Simulate the loop of ticks: the mean group's work, and its wait for other groups."""
+        """Simulate the loop of ticks, and add the mean work of a group and its mean waits."""
         body = self.frame.enter_loop(loop, "body")
         played: dict[tuple[Choices, frozenset[tuple[int, _Flight]]], _Piece] = {}
         groups: dict[_Piece, int] = defaultdict(int)
@@ -247,8 +257,8 @@ class _Run:
     def _branch(self, instruction: Instruction) -> None:
         taken = self.player.choices.get(conditional_name(instruction) or "")
         if taken is not None:
-            # A fraction is the mean number over a loop within the tick, in which some iterations
-            # take one branch, and the rest the next branch.
+            # A fraction is the mean number over a loop within the tick. Some iterations of that
+            # loop take a branch, and the others take the branch with the next number.
             number, share = divmod(taken, 1)
             for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
                 if times:
@@ -265,7 +275,7 @@ class _Run:
     # The methods for operations that run concurrently with instructions.
 
     def _collective(self, instruction: Instruction) -> Collective | None:
-        """Return the collective that an instruction begins, directly or in a callee."""
+        """Return the collective that an instruction or its callee begins, or None."""
         known = self.player.collectives
         if instruction not in known:
             known[instruction] = self._described(instruction)
@@ -341,7 +351,13 @@ class _Run:
         self._follow(start, _Flight(start.name, end))
 
     def _follow(self, start: Instruction, flight: _Flight, index: int | None = None) -> None:
-        """Find where an operation in flight is waited for: here, or after the returned tuple."""
+        """Record which instruction waits for an operation in flight.
+
+        Args:
+          start: the instruction that starts the operation, or whose result contains it.
+          flight: the operation.
+          index: the index of the operation in the tuple of `start`, or None.
+        """
         place = done_of(start, self.body, self.player.module, index)
         if isinstance(place, int):
             self.leaves[place] = flight
@@ -351,7 +367,11 @@ class _Run:
             self.lost[flight.entry] = flight
 
     def _arrive(self, pending: Mapping[int, _Flight]) -> None:
-        """Add the operations that the previous iteration left in flight, by index in its result."""
+        """Record the operations that the previous iteration left in flight.
+
+        Args:
+          pending: the operations, by index in the result of the previous iteration.
+        """
         parameters = [i for i in self.body.instructions if i.opcode == "parameter"]
         for index, flight in pending.items():
             self._follow(parameters[0], flight, index)
@@ -366,7 +386,12 @@ class _Run:
             self._add(done, "compiler", done.opcode, seconds, seconds)
 
     def _wait(self, flight: _Flight, source: str) -> None:
-        """Wait until an operation ends, and add that wait to the operation's entry."""
+        """Wait until an operation ends, and add the wait to the operation's entry.
+
+        Args:
+          flight: the operation.
+          source: the source of a new entry, which is made if the operation has no entry yet.
+        """
         waited = flight.end - self.now
         if waited <= 0:
             return

@@ -1,1 +1,1 @@
-"""The ties between a program and the code that it is made of: lines, and names of values."""
+"""The connections of a compiled program to its source code: lines of code, and names of values."""

@@ -1,4 +1,4 @@
-"""The lines of code for which a compiled program has its instructions."""
+"""The lines of source code to which the instructions of a compiled program belong."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from jaxdist.hlo.parse import Module
 
 
 class Lines:
-    """A function from an instruction to its line of code, by the tables in a compiled program.
+    """A function from the name of an instruction to its line of code.
+
+    The lines are from tables in the text of a compiled program.
 
     Args:
       text: the text of the compiled program.
       module: the same program, parsed.
-      libraries: parts of the paths of files that are never the place of a line.
+      libraries: parts of paths. A file whose path has any of them is skipped.
     """
 
     def __init__(self, text: str, module: Module, libraries: Sequence[str]) -> None:
@@ -35,7 +37,10 @@ class Lines:
         }
 
     def __call__(self, name: str) -> str:
-        """Return the file and line of the innermost frame that is not in a library."""
+        """Return the file and line of an instruction's innermost frame outside of libraries.
+
+        The result is "in a library" if there is no such frame.
+        """
         found = re.search(r"stack_frame_id=(\d+)", self._attributes.get(name, ""))
         frame, seen = found[1] if found else "", set[str]()
         while frame in self._frames and frame not in seen:

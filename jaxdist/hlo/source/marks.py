@@ -1,8 +1,8 @@
-"""The marks around what devices compute step by step together, for `jaxdist.proofs`.
+"""The marks around code whose result over all devices `jaxdist.proofs` cannot derive.
 
-A program does not show that a codec's messages, or a tree of sums in a fixed order, add up to the
-sum over all devices, nor that blocks of keys which travel from device to device give each query its
-attention: tests show it. The marks are names of values, and compile to nothing.
+A program does not show that the messages of a codec, or sums in a fixed order, add up to the sum
+over all devices. It also does not show that attention over blocks of keys, which travel from device
+to device, is right. Tests show both. The marks are names of values, and compile to nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,47 @@ ENTERS, LEAVES = "jaxdist_shard_enters", "jaxdist_shard_leaves"
 
 
 def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Mark this device's term of a sum over `axis`; `number` tells the sums of a program apart."""
+    """Return a device's term of a sum, with the mark at which the sum begins.
+
+    Args:
+      x: the term.
+      axis: the mesh axes over which the devices sum.
+      number: a number that identifies the sum in the program.
+    """
     return _named(x, BEGINS, axis, number)
 
 
 def ends(x: jax.Array, axis: str | Sequence[str], number: int, dim: int | None = None) -> jax.Array:
-    """Mark the sum over `axis` of the terms with this number, or its shard along `dim`."""
+    """Return the result of a sum, with the mark at which the sum ends.
+
+    Args:
+      x: the sum, or a shard of the sum.
+      axis: the mesh axes over which the devices sum.
+      number: the number of the sum, as in `begins`.
+      dim: the dim along which `x` is a shard of the sum, or None if `x` is the sum.
+    """
     return _named(x, ENDS, axis, number, "" if dim is None else str(dim))
 
 
 def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Mark this device's shard of an operand; `number` tells the operands of a function apart."""
+    """Return a device's shard of an operand, with the mark at which it enters a function.
+
+    Args:
+      x: the shard.
+      axis: the mesh axes that split the operand.
+      number: a number that identifies the operand in the function.
+    """
     return _named(x, ENTERS, axis, number)
 
 
 def leaves(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Mark a result of which each device has the shard that it has of the operand `number`."""
+    """Return a device's shard of a result, with the mark at which it leaves a function.
+
+    Args:
+      x: the shard.
+      axis: the mesh axes that split the result.
+      number: the number of an operand that is split like the result.
+    """
     return _named(x, LEAVES, axis, number)
 
 
