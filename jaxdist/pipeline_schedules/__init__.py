@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables of tasks: generate, check, time, draw, read and write them."""
+"""Pipeline schedules as tables of tasks: generation, checks, simulation, drawing and files."""

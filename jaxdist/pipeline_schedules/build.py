@@ -1,4 +1,4 @@
-"""The choice of a schedule in a config, by `type:`."""
+"""The config section that chooses a pipeline schedule by its `type`."""
 
 from __future__ import annotations
 
@@ -30,4 +30,5 @@ PipelineScheduleConfig = Annotated[
     | Csv,
     Field(discriminator="type"),
 ]
-"""The schedules of a config; `build(stages, microbatches)` returns the `Schedule`, or refuses."""
+"""The configs of all schedules. The method `build(stages, microbatches)` of each returns the
+`Schedule`, or raises ConfigError if the schedule does not support these numbers."""

@@ -1,4 +1,8 @@
-"""The rules of a schedule; an error names the first violation, its task, stage and place."""
+"""The check that a schedule can run, and the microbatches whose activations it keeps.
+
+The error message of the check names the task, its stage and its place, which is the index of the
+task in the stage's row.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,25 @@ _SAME_WORK = {
 
 
 def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
-    """Raise ConfigError unless the schedule can be run.
+    """Raise ConfigError unless a schedule can run.
 
-    The checks, in order: Every chunk is on a stage. Every task is known, and occurs once, on the
-    stage of its chunk. No task is missing; a schedule without any backward task is for evaluation.
-    No stage waits for ever. No activation that is still needed is overwritten in a ring buffer.
+    These rules are checked, in this order:
+
+    1. Every chunk is on a stage, and every stage has a chunk.
+    2. Every task has a known chunk and microbatch, occurs once, and is on the stage of its chunk.
+    3. No task is missing. A schedule without backward tasks is for evaluation.
+    4. No stage waits forever.
+    5. No activation is overwritten in a ring buffer while it is still needed.
 
     Args:
-      slots: the size of the ring buffer of a chunk's activations, a number or a number for each
-        chunk: microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or
-        WEIGHT task. With None, slots are not checked.
+      schedule: the schedule.
+      slots: the size of the ring buffer of a chunk's activations, as a number for all chunks or a
+        sequence with a number for each chunk, or None to skip the last check. The activation of
+        microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or WEIGHT
+        task.
 
     Raises:
-      ConfigError: the first violation.
+      ConfigError: a rule is violated; the message describes the first violation.
 
     >>> rows = ((Task(TaskKind.FULL, 0, 0),),)
     >>> check_schedule(Schedule("half", microbatches=1, placement=(0,), rows=rows))
@@ -67,7 +77,7 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_row(schedule: Schedule, stage: int) -> None:
-    """Check that no task of a row is unknown, on the wrong stage, or a duplicate."""
+    """Check that every task of a stage is known, is on the right stage, and occurs once."""
     found: dict[Task, int] = {}
     for place, task in enumerate(schedule.rows[stage]):
         if task is None:
@@ -91,7 +101,7 @@ def _check_row(schedule: Schedule, stage: int) -> None:
 
 
 def _same_work(task: Task) -> list[Task]:
-    """Return the task, and the other kinds of task that would repeat part of its work."""
+    """Return a task, and the tasks of other kinds that would repeat a part of its work."""
     others = _SAME_WORK[task.kind]
     return [task, *(Task(kind, task.chunk, task.microbatch) for kind in others)]
 
@@ -107,7 +117,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
-    """Return the first missing task: its stage, its name, its microbatch."""
+    """Return the stage, the name and the microbatch of the first missing task, or None."""
     found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
     trained = any(task.kind is not TaskKind.FORWARD for row in found for task in row)
     for chunk, stage in enumerate(schedule.placement):
@@ -167,9 +177,9 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
 
 
 def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
-    """Return a deadlock: stages each of which waits for the next, and the last for the first."""
-    # Every blocked stage waits for another blocked stage, so this walk must come back to its
-    # trail.
+    """Return the stages of a deadlock: each waits for the next, and the last for the first."""
+    # Every blocked stage waits for another blocked stage, so this walk must return to a stage of
+    # its trail.
     trail = [min(blocked)]
     while True:
         missing = blocked[trail[-1]][1]
@@ -194,7 +204,7 @@ def _chain(
 
 
 def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
-    """Return, after each task of a chunk, the microbatches whose activations are live.
+    """Return the tasks of a chunk, each with the microbatches whose activations are live after it.
 
     The result is empty for a schedule without backward tasks, which keeps no activations.
     """
@@ -213,7 +223,7 @@ def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozen
 
 
 def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
-    """Return the fewest slots per chunk of a ring buffer that is never overwritten too early.
+    """Return the smallest size of each chunk's ring buffer that `check_schedule` accepts.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))
@@ -223,8 +233,8 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     for chunk in range(schedule.chunks):
         together = {live for _, live in live_microbatches(schedule, chunk)}
         size = max((len(live) for live in together), default=1) or 1
-        # As many slots as live microbatches may not suffice: two of them can have equal numbers
-        # modulo the size.
+        # More slots than live microbatches may be necessary, because the indices of two live
+        # microbatches may be equal modulo the size.
         while any(len({b % size for b in live}) < len(live) for live in together):
             size += 1
         sizes.append(size)

@@ -1,4 +1,4 @@
-"""The costs of a schedule's tasks: the input of simulation and of automatic schedules."""
+"""The costs of a schedule's tasks, for the simulation and for automatic schedules."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Times = float | Sequence[float]
-"""A number for every chunk, or a number for each."""
+"""A number for all chunks, or a sequence with a number for each chunk."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a chunk's tasks, in any common unit; a number, or a number for each chunk.
+    """The times of tasks and messages, and the memory of activations.
+
+    Each cost except `kept` is a number for all chunks or a sequence with a number for each chunk.
+    All times have the same unit, which may be any unit, and so does the memory.
 
     Attributes:
-      forward: time of a FORWARD task.
-      backward_input: time of an INPUT task.
-      backward_weight: time of a WEIGHT task.
-      full: time of a FULL task, or None for the sum of its two halves.
-      transfer: time of a message between chunk c and chunk c + 1, in either direction, where they
-        are on different stages. The number of the last chunk is not used. Messages travel while
-        stages work, and do not wait for each other.
-      activation: memory that a microbatch's forward pass leaves for its backward pass.
-      kept: the fraction of `activation` that an INPUT task leaves for the WEIGHT task.
+      forward: the time of a FORWARD task.
+      backward_input: the time of an INPUT task.
+      backward_weight: the time of a WEIGHT task.
+      full: the time of a FULL task, or None for the sum of the times of its two halves.
+      transfer: the time of a message between chunk c and chunk c + 1, in either direction, if they
+        are on different stages. The number for the last chunk is not used. Stages work while
+        messages are sent, and messages do not wait for each other.
+      activation: the memory that the forward pass of a microbatch keeps for the backward pass.
+      kept: the fraction of `activation` that is still kept after the INPUT task, for the WEIGHT
+        task.
     """
 
     forward: Times = 1.0
@@ -41,10 +45,13 @@ class Costs:
     kept: float = 1.0
 
     def durations(self, chunks: int) -> dict[TaskKind, tuple[float, ...]]:
-        """Return the time of each kind of task by chunk.
+        """Return the times of each kind of task, with a number for each chunk.
+
+        Args:
+          chunks: the number of chunks of the schedule.
 
         Raises:
-          ConfigError: a list whose length is not the number of chunks, or a negative time.
+          ConfigError: a sequence does not have a number for each chunk, or a time is negative.
 
         >>> Costs(forward=[1, 2]).durations(2)[TaskKind.FORWARD]
         (1, 2)
@@ -60,11 +67,11 @@ class Costs:
         }
 
     def transfers(self, chunks: int) -> tuple[float, ...]:
-        """Return the time of a message between each chunk and the next."""
+        """Return the time of a message between each chunk and the next chunk."""
         return _by_chunk(self.transfer, chunks, "transfer")
 
     def activations(self, chunks: int) -> tuple[float, ...]:
-        """Return the size of a microbatch's activations by chunk."""
+        """Return the memory of a microbatch's activations in each chunk."""
         return _by_chunk(self.activation, chunks, "activation")
 
 
@@ -88,20 +95,20 @@ Time = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class CostsConfig(Config):
-    """`Costs` in a configuration: each entry is a number, or a list with a number per chunk."""
+    """The costs of a schedule's tasks: each is a number, or a list with a number for each chunk."""
 
     forward: Time | tuple[Time, ...] = 1.0
-    """Time of a forward task, in any unit."""
+    """The time of a forward task, in any unit, which is also the unit of the other times."""
     backward_input: Time | tuple[Time, ...] = 1.0
-    """Time of the input half of a backward task."""
+    """The time of the input half of a backward task."""
     backward_weight: Time | tuple[Time, ...] = 1.0
-    """Time of the weight half of a backward task."""
+    """The time of the weight half of a backward task."""
     transfer: Time | tuple[Time, ...] = 0.0
-    """Time of a message from a chunk to the next, or back."""
+    """The time of a message between a chunk and the next chunk, in either direction."""
     activation: Time | tuple[Time, ...] = 1.0
-    """Memory that a forward task leaves for its backward task, in any unit."""
+    """The memory that a forward task keeps for its backward task, in any unit."""
     kept: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Fraction of `activation` that the input half leaves for the weight half."""
+    """The fraction of `activation` that is still kept after the input half, for the weight half."""
 
     def costs(self) -> Costs:
         return Costs(**dict(self))

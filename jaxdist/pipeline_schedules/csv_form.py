@@ -1,11 +1,12 @@
-"""The CSV form of torch.distributed.pipelining: one row per stage, one cell per task.
+"""Schedules as CSV files in the form of torch.distributed.pipelining.
 
-A cell is chunk, kind, microbatch, as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL);
-an empty cell is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, two tasks that run together, is read as
-one task after the other. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
-`0REDUCE_GRAD`, and `WAIT_` before any of these) are ignored: messages follow from the tasks.
-torch's own order of 1F1B numbers the forwards of its last stage from 1 and its backwards from 0;
-such a chunk is read as if both began at 0.
+A file has a row for each stage and a cell for each task. A cell has the chunk, the kind and the
+microbatch, such as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL). An empty cell is a
+unit of waiting. `(0F4;7B1)OVERLAP_F_B` has two tasks that run together; these are read as two tasks
+in sequence. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
+`0REDUCE_GRAD`, and `WAIT_` before any of these) are ignored, because the messages follow from the
+tasks. PyTorch's 1F1B schedule counts the forward tasks of the last stage from 1 but the backward
+tasks from 0. Such a chunk is read as if both were counted from 0.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _COMMUNICATION = re.compile(
 
 
 class Csv(Config):
-    """A schedule of your own, in a file: `read_csv`."""
+    """A schedule that is read from a CSV file (`read_csv`)."""
 
     type: Literal["csv"] = "csv"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
     path: Annotated[str, Field(min_length=1)]
-    """The CSV file: one row per stage."""
+    """The path of the CSV file, which has a row for each stage."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         schedule = read_csv(self.path)
@@ -56,11 +57,14 @@ class Csv(Config):
 
 
 def read_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Read a schedule from a file, with its numbers of stages, chunks and microbatches.
+    """Read a schedule from a CSV file.
+
+    The numbers of stages, chunks and microbatches follow from the file.
 
     Raises:
-      ConfigError: the file cannot be read, a cell is not a task, a task is missing, duplicate or on
-        two stages (with row, column and value), or the order cannot be kept.
+      ConfigError: the file cannot be read; or a cell is not a task, a task is missing or occurs
+        twice, or a chunk is on two stages (the message names row, column and value); or a stage
+        would wait forever.
     """
     try:
         # Some spreadsheet programs begin a file with a byte order mark, which `-sig` drops.
@@ -74,12 +78,12 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule as a CSV file, which `read_csv` and torch can read."""
+    """Write a schedule as a CSV file, which `read_csv` and PyTorch can read."""
     Path(path).write_text(format_csv(schedule), encoding="utf-8")
 
 
 def format_csv(schedule: Schedule) -> str:
-    r"""A schedule as CSV text.
+    r"""Return a schedule as CSV text.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> format_csv(gpipe(stages=2, microbatches=1))
@@ -93,7 +97,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 class _Cell(NamedTuple):
-    """A task and its position, with rows and columns counted from 1."""
+    """A task, or None for a unit of waiting, with its row and column, which are counted from 1."""
 
     row: int
     column: int
@@ -105,7 +109,11 @@ class _Cell(NamedTuple):
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
-    r"""The schedule that a CSV text holds; see `read_csv`.
+    r"""Return the schedule of a CSV text, as `read_csv` does.
+
+    Args:
+      text: the CSV text.
+      name: the name of the schedule, which is also in error messages.
 
     >>> schedule = parse_csv("0F0,,,0B0\n,1F0,1B0\n")
     >>> schedule.stages, schedule.microbatches, str(schedule.rows[1][1])
@@ -159,7 +167,10 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
 
 
 def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
-    """Renumber forward tasks from 0 where they count from 1 but backward tasks from 0."""
+    """Renumber the forward tasks of chunks whose forward tasks are counted from 1.
+
+    A chunk is renumbered only if its backward tasks are counted from 0 (the 1F1B of PyTorch).
+    """
     forward: dict[int, set[int]] = {}
     backward: dict[int, set[int]] = {}
     for task in (cell.task for row in cells for cell in row if cell.task is not None):
@@ -178,7 +189,11 @@ def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
 
 
 def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, ...]:
-    """Return the row of each chunk."""
+    """Return the stage of each chunk, which is the index of the row with the chunk's tasks.
+
+    Raises:
+      ConfigError: the tasks of a chunk are in two rows, or a chunk has no task.
+    """
     first: dict[int, _Cell] = {}
     for row in cells:
         for cell in row:

@@ -1,4 +1,4 @@
-"""Schedules derived from others: with earlier forward passes, or with forward passes only."""
+"""Schedules that follow from other schedules: earlier forward tasks, or forward tasks only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 def eager(schedule: Schedule) -> Schedule:
-    """Move forward tasks earlier, for ticks that hold a forward and a backward task.
+    """Move forward tasks earlier, for an executor whose ticks have a forward and a backward task.
 
-    A forward task of a chunk that has n chunks after it moves before n more backward tasks. A
-    microbatch takes a tick per hop to the last chunk and a tick per hop back, so twice as many must
-    be in flight as when ticks hold a single task. 1F1B of m microbatches on p stages then takes
-    m + p - 1 ticks of forward and backward, and stage s holds 2 (p - s) - 1 microbatches instead of
-    p - s. Interleaved 1F1B as published already has this order (Narayanan et al., arXiv 2104.04473
-    section 2.2).
+    If a chunk has n chunks after it, its forward tasks move before n more backward tasks. A
+    microbatch takes a tick for each hop to the last chunk and a tick for each hop back. Therefore
+    twice as many microbatches must be in flight as with a single task per tick. 1F1B with m
+    microbatches on p stages then takes m + p - 1 ticks, and stage s keeps the activations of
+    2 (p - s) - 1 microbatches instead of p - s. The published form of interleaved 1F1B already has
+    this order (Narayanan et al., arXiv 2104.04473 section 2.2).
 
     >>> from jaxdist.pipeline_schedules.schedule import TaskKind, Schedule, Task
     >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)
@@ -51,16 +51,17 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """Schedule an evaluation, in which each microbatch passes once through all chunks.
+    """Return a schedule for evaluation, which has forward tasks only.
 
-    A stage runs the latest of its chunks that has an input. With one chunk per stage the bubble is
-    (stages - 1) F.
+    In each tick a stage runs the last of those of its chunks that have an input. With one chunk per
+    stage the bubble is (stages - 1) F, where F is the time of a forward task.
 
     Args:
-      placement: the stage of each chunk, from the schedule of training.
+      placement: the stage of each chunk, from the schedule for training.
+      microbatches: the number of microbatches.
 
     Raises:
-      ConfigError: no chunk, or no microbatch.
+      ConfigError: there is no chunk or no microbatch.
 
     >>> [str(task) for task in forward_only((0, 1, 1, 0), microbatches=2).tasks(0)]
     ['0F0', '0F1', '3F0', '3F1']
@@ -72,7 +73,8 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
     done = [0] * chunks
     rows: list[list[Slot]] = [[] for _ in range(stages)]
     while done[-1] < microbatches:
-        # All stages decide on the state before this tick: a message sent in it arrives in the next.
+        # All stages decide by the state before this tick, since a message that is sent in a tick
+        # arrives in the next tick.
         before = [microbatches, *done]
         for stage, held in enumerate(mine):
             chunk = next((c for c in held if done[c] < before[c]), None)

@@ -1,4 +1,4 @@
-"""DualPipeV: chunks in a V, with a forward and a backward task of two microbatches in pairs."""
+"""The schedule DualPipeV, which pairs forward tasks with backward tasks of other microbatches."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shap
 
 
 class DualPipeV(Config):
-    """Forward tasks paired with backward tasks, with the chunks in a V: `dual_pipe_v`."""
+    """The schedule DualPipeV: pairs of forward and backward tasks, with chunks in a V."""
 
     type: Literal["dual_pipe_v"] = "dual_pipe_v"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return dual_pipe_v(stages, microbatches)
 
 
 def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
-    """Return the V-shaped half of DualPipe, in which each stage stores its parameters once.
+    """Return the schedule DualPipeV: one half of DualPipe, with the chunks in a V.
 
-    In the middle of a row every FORWARD task comes directly before a FULL task of the other
-    direction, so that the messages of each can overlap with the work of the other. Let F, I and W
-    take equally long. If such a pair is a single task of time F&B, at whose end both results are
-    sent, the bubble is (stages - 1) (F&B + B - 3 W). If the forward result is sent as soon as it is
-    computed, as in `simulate`, the bubble is (stages - 1) W. Every stage keeps 2 stages + 1
-    activations of a chunk. The sources are DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and
-    github.com/deepseek-ai/DualPipe for the V form.
+    A stage stores its parameters once, instead of twice as in DualPipe. In the middle of a row,
+    every FORWARD task comes directly before a FULL task of the stage's other chunk. The messages of
+    each of these tasks can overlap with the computation of the other.
+
+    Let the times F, I and W be equal. If such a pair is a single task with the time F&B, whose
+    results are sent when it ends, the bubble is (stages - 1) (F&B + B - 3 W). If the forward result
+    is sent as soon as it is computed, as in `simulate`, the bubble is (stages - 1) W. Every stage
+    keeps 2 * stages + 1 activations of a chunk. The sources are DeepSeek-V3, arXiv 2412.19437
+    section 3.2.1, and github.com/deepseek-ai/DualPipe for the V form.
 
     Raises:
-      ConfigError: fewer than 2 stages microbatches.
+      ConfigError: there are fewer than 2 * stages microbatches.
 
     >>> [str(task) for task in dual_pipe_v(stages=1, microbatches=2).tasks(0)]
     ['0F0', '1F0', '0F1', '1B0', '1F1', '0B0', '1B1', '0I1', '0W1']
@@ -43,7 +45,7 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _Writer:
-    """A writer of a stage's row, which keeps weight tasks in a queue until their turn."""
+    """A writer of the tasks of a stage, which keeps delayed weight tasks in a queue."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.stages = stage, stages
@@ -76,7 +78,10 @@ class _Writer:
         return tuple(self.tasks)
 
     def _drain(self, after: int) -> None:
-        """Write the backward tasks of the last microbatches, the second half of them split."""
+        """Write the backward tasks of the last microbatches.
+
+        The later backward tasks are split into INPUT and WEIGHT tasks.
+        """
         left = 2 * (self.stage + 1)
         for number in range(left):
             self._back(self.down if number % 2 else self.up, split=number > self.stage)

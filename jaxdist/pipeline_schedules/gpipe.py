@@ -1,4 +1,4 @@
-"""GPipe: all microbatches forward, then all backward."""
+"""The schedule GPipe, which runs all forward tasks, then all backward tasks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class GPipe(Config):
-    """All microbatches forward, then all backward: `gpipe`."""
+    """The schedule GPipe: all forward tasks, then all backward tasks."""
 
     type: Literal["gpipe"] = "gpipe"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return gpipe(stages, microbatches)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Return the schedule of all forward passes, then all backward passes.
+    """Return the schedule GPipe: on each stage all forward tasks, then all backward tasks.
 
-    The bubble is (stages - 1) (F + B); every stage keeps the activations of all microbatches. The
-    source is Huang et al., arXiv 1811.06965.
+    The bubble is (stages - 1) (F + B), where F and B are the times of a forward and a backward
+    task. Every stage keeps the activations of all microbatches. The source is Huang et al., arXiv
+    1811.06965.
 
     Raises:
-      ConfigError: no stage, or no microbatch.
+      ConfigError: there is no stage or no microbatch.
 
     >>> [str(task) for task in gpipe(stages=2, microbatches=2).tasks(0)]
     ['0F0', '0F1', '0B0', '0B1']

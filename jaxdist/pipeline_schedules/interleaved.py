@@ -1,6 +1,7 @@
-"""Several chunks on a stage, in rounds: the bubble is shorter by the number of chunks.
+"""The schedules with several chunks per stage: interleaved 1F1B and breadth-first GPipe.
 
-The price is messages: a microbatch passes every stage once for each of its chunks.
+The bubble is divided by the number of chunks per stage, and the number of messages is multiplied by
+about the same number.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, loop
 
 
 class Interleaved(Config):
-    """1F1B over several chunks per stage: `interleaved`."""
+    """The schedule interleaved 1F1B, with several chunks per stage."""
 
     type: Literal["interleaved"] = "interleaved"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
     chunks: Annotated[int, Field(ge=2, le=1024)]
     """Chunks of the model on each stage."""
 
@@ -28,14 +29,16 @@ class Interleaved(Config):
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Return 1F1B over `chunks` chunks per stage, `stages` microbatches at a time (depth first).
+    """Return the schedule interleaved 1F1B, with `chunks` chunks per stage.
 
-    If F and B are the times of a stage, the bubble is (stages - 1) (F + B) / chunks. The first
-    stage keeps stages (1 + (stages - 1) / (stages chunks)) activations, but no more than there are
+    A stage runs its chunks in turn, each for a round of `stages` microbatches (depth first). The
+    bubble is (stages - 1) (F + B) / chunks, where F and B are the times of all chunks of a stage.
+    The first stage keeps stages + (stages - 1) / chunks activations, but no more than there are
     microbatches. The source is Narayanan et al., arXiv 2104.04473 section 2.2.
 
     Raises:
-      ConfigError: fewer than 2 chunks, or microbatches that are not a multiple of the stages.
+      ConfigError: there are fewer than 2 chunks per stage, or the number of microbatches is not a
+        multiple of the number of stages.
 
     >>> schedule = interleaved(stages=2, microbatches=2, chunks=2)
     >>> [str(task) for task in schedule.tasks(1)]
@@ -62,7 +65,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
-    """Return a stage's tasks of a kind, round by round; within a round, chunk by chunk."""
+    """Return the tasks of one kind of a stage, by round, then by chunk, then by microbatch."""
     turns = range(chunks) if kind is TaskKind.FORWARD else reversed(range(chunks))
     order = [turn * stages + stage for turn in turns]
     return [
@@ -74,10 +77,10 @@ def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: 
 
 
 class BreadthFirst(Config):
-    """GPipe over several chunks per stage: `breadth_first`."""
+    """The schedule breadth-first GPipe, with several chunks per stage."""
 
     type: Literal["breadth_first"] = "breadth_first"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
     chunks: Annotated[int, Field(ge=2, le=1024)]
     """Chunks of the model on each stage."""
 
@@ -86,14 +89,16 @@ class BreadthFirst(Config):
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Return GPipe over `chunks` chunks per stage: all microbatches pass a chunk before the next.
+    """Return the schedule breadth-first GPipe, with `chunks` chunks per stage.
 
-    The bubble is that of `interleaved`. Every stage keeps all activations, but each chunk's weights
-    are used without interruption in each pass, so that weights can be gathered, and their gradients
-    reduced, once per step. The source is Lamy-Poirier, arXiv 2211.05953.
+    A stage runs all microbatches through one chunk before it begins the next chunk. The bubble is
+    the same as for `interleaved`. Every stage keeps the activations of all microbatches. But each
+    pass uses the weights of a chunk without interruption. The weights can therefore be gathered
+    once per pass, and their gradients can be reduced once per step. The source is Lamy-Poirier,
+    arXiv 2211.05953.
 
     Raises:
-      ConfigError: fewer than 2 chunks, or fewer microbatches than stages.
+      ConfigError: there are fewer than 2 chunks per stage, or fewer microbatches than stages.
 
     >>> schedule = breadth_first(stages=2, microbatches=2, chunks=2)
     >>> [str(task) for task in schedule.tasks(1)]

@@ -1,4 +1,4 @@
-"""1F1B: forward passes until the first gradient arrives, then forward and backward in turn."""
+"""The schedule 1F1B, which alternates forward and backward tasks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class OneFOneB(Config):
-    """A forward task and a backward task in turn: `one_f_one_b`."""
+    """The schedule 1F1B, which alternates forward and backward tasks."""
 
     type: Literal["1f1b"] = "1f1b"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return one_f_one_b(stages, microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Return the schedule that takes a forward and a backward task in turn.
+    """Return the schedule 1F1B, in which each stage alternates forward and backward tasks.
 
-    The bubble is (stages - 1) (F + B), as with GPipe; stage i keeps the activations of
-    min(microbatches, stages - i) microbatches. The source is Narayanan et al., arXiv 2006.09503.
+    A stage first runs forward tasks until its first gradient arrives. The bubble is (stages - 1)
+    (F + B), as with GPipe. Stage i keeps the activations of min(microbatches, stages - i)
+    microbatches. The source is Narayanan et al., arXiv 2006.09503.
 
     Raises:
-      ConfigError: no stage, or no microbatch.
+      ConfigError: there is no stage or no microbatch.
 
     >>> [str(task) for task in one_f_one_b(stages=2, microbatches=3).tasks(0)]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']

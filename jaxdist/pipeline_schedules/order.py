@@ -1,4 +1,4 @@
-"""Rows of tasks: writing a stage's row, and visiting all tasks in an order that can run."""
+"""Tools for the rows of a schedule: dependencies of tasks, a walk in time, and a writer of rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 Dependency = tuple[bool, int, int]
-"""The result that a task may wait for: (whether it is a backward task's, chunk, microbatch).
+"""A result for which a task may wait: (whether a backward task computes it, chunk, microbatch).
 
-FULL and INPUT tasks are equivalent here: both send the gradient of the chunk's input.
+FULL and INPUT tasks have the same result here, namely the gradient of the chunk's input.
 """
 
 
 def key(task: Task) -> Dependency:
-    """Return the dependency that this FORWARD, FULL or INPUT task fulfils."""
+    """Return the result of a FORWARD, FULL or INPUT task, for which other tasks may wait."""
     return task.kind is not TaskKind.FORWARD, task.chunk, task.microbatch
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """Return the results that a task needs; `schedule.needs` returns the tasks that make them."""
+    """Return the results that a task needs; `schedule.needs` returns the tasks instead."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
@@ -32,11 +32,15 @@ def needed(task: Task, chunks: int) -> list[Dependency]:
 
 
 class Walk:
-    """A pass over a schedule, in which each stage runs its tasks in order, as early as possible.
+    """A walk over the tasks of a schedule, in which each stage runs its tasks in order.
 
-    Iterating yields (stage, task), every task after its dependencies. It ends when all tasks are
-    done, or when no stage can continue: `blocked` then has the place in its row and the missing
-    dependency of each waiting stage.
+    Iterating over a walk yields pairs (stage, task). Each task comes after the tasks whose results
+    it needs. The iteration ends when all tasks are done, or when no stage can continue.
+
+    Attributes:
+      schedule: the schedule.
+      blocked: for each stage that waits, the index of its next task in its row, and the missing
+        result. After the iteration, it is empty if all tasks are done.
 
     >>> rows = ((Task(TaskKind.FORWARD, 0, 0),), (Task(TaskKind.FORWARD, 1, 0),))
     >>> walk = Walk(Schedule("two", microbatches=1, placement=(0, 1), rows=rows))
@@ -63,7 +67,7 @@ class Walk:
                 if task is not None:
                     missing = _missing(task, chunks, done)
                     if missing is not None:
-                        # Other dependencies may be missing too: they are looked up on waking.
+                        # Other results may be missing too. The next visit of the stage finds them.
                         waiting.setdefault(missing, []).append(stage)
                         self.blocked[stage] = (place[stage], missing)
                         break
@@ -82,7 +86,7 @@ def _missing(task: Task, chunks: int, done: set[Dependency]) -> Dependency | Non
 
 
 def places(row: tuple[Slot, ...]) -> dict[Task, int]:
-    """Return each task's place in a row, counted from 0; for a duplicate, the first place."""
+    """Return the index of each task in a row; a task that occurs twice has the first index."""
     found: dict[Task, int] = {}
     for place, task in enumerate(row):
         if task is not None:
@@ -91,7 +95,11 @@ def places(row: tuple[Slot, ...]) -> dict[Task, int]:
 
 
 class RowWriter:
-    """A writer of a stage's tasks, which counts the microbatches of each kind and chunk.
+    """A writer of the tasks of a stage, which counts the microbatches of each kind and chunk.
+
+    Attributes:
+      tasks: the tasks that are written so far.
+      count: for each pair of kind and chunk, the number of its tasks.
 
     >>> row = RowWriter()
     >>> row.add((TaskKind.FORWARD, 2), times=2)
@@ -105,7 +113,12 @@ class RowWriter:
         self.count: Counter[tuple[TaskKind, int]] = Counter()
 
     def add(self, *pattern: tuple[TaskKind, int], times: int = 1) -> None:
-        """Add the next microbatch of each (kind, chunk) in order; repeat this `times` times."""
+        """Add a task for each pair (kind, chunk) of a pattern, with the pair's next microbatch.
+
+        Args:
+          pattern: the pairs, in order.
+          times: how often to repeat the pattern.
+        """
         for _ in range(times):
             for kind, chunk in pattern:
                 self.tasks.append(Task(kind, chunk, self.count[kind, chunk]))
@@ -113,7 +126,7 @@ class RowWriter:
 
 
 def refuse_small(name: str, stages: int, microbatches: int) -> None:
-    """Raise ConfigError unless there is at least a stage and a microbatch."""
+    """Raise ConfigError unless there is at least one stage and at least one microbatch."""
     if stages < 1 or microbatches < 1:
         raise ConfigError(
             f"schedule {name}: {stages} stages and {microbatches} microbatches: give at least one "
@@ -122,7 +135,15 @@ def refuse_small(name: str, stages: int, microbatches: int) -> None:
 
 
 def refuse_fewer(name: str, stages: int, microbatches: int, least: int, instead: str) -> None:
-    """Raise ConfigError where a schedule has too few microbatches for its stages."""
+    """Raise ConfigError if a schedule has fewer microbatches than it needs.
+
+    Args:
+      name: the name of the schedule.
+      stages: the number of stages.
+      microbatches: the number of microbatches.
+      least: the number of microbatches that the schedule needs.
+      instead: the name of another schedule, for the error message.
+    """
     refuse_small(name, stages, microbatches)
     if microbatches < least:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""A pipeline schedule as data: the tasks of each stage, in order.
+"""Pipeline schedules as data: the tasks of each stage, in order.
 
-A *stage* is a position along the `stage` axis, a *chunk* a slice of the model's layers, counted in
-the order in which activations pass through them. A stage holds one chunk, or several. For the same
-microbatch, the forward task of chunk c needs the forward task of chunk c - 1; the backward task of
-chunk c needs the backward task of chunk c + 1, and the forward task of chunk c.
+A *stage* is a position along the `stage` axis. A *chunk* is a slice of the model's layers; chunks
+are counted in the order of the forward pass. A stage holds one chunk or several. For the same
+microbatch, the forward task of chunk c needs the forward task of chunk c - 1. The backward task of
+chunk c needs the backward task of chunk c + 1 and the forward task of chunk c.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from enum import StrEnum
 
 
 class TaskKind(StrEnum):
-    """The work of a task on its microbatch; the letters are those of the CSV form.
+    """The kind of a task. The values are the letters in the CSV form of a schedule.
 
-    A backward pass is a FULL task, or two tasks: an INPUT task computes the gradient of the chunk's
-    input, which the previous stage waits for, and a later WEIGHT task that of the chunk's weights.
+    The backward pass of a chunk is a FULL task, or two tasks. Of these two, the INPUT task computes
+    the gradient of the chunk's input, for which the previous stage waits. The later WEIGHT task
+    computes the gradients of the chunk's weights.
     """
 
     FORWARD = "F"
@@ -27,7 +28,12 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Task:
-    """A unit of work of a stage.
+    """A task of a stage: a pass of a microbatch through a chunk.
+
+    Attributes:
+      kind: the kind of the pass.
+      chunk: the index of the chunk in the model.
+      microbatch: the index of the microbatch.
 
     >>> print(Task(TaskKind.FORWARD, chunk=3, microbatch=2))
     3F2
@@ -42,20 +48,20 @@ class Task:
 
 
 Slot = Task | None
-"""A task, or None where the stage waits for a unit of time."""
+"""A task, or None if the stage waits for a unit of time."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tasks of every stage.
+    """A pipeline schedule: the order of the tasks on each stage.
 
     Attributes:
-      name: name of the schedule, such as "1f1b".
-      microbatches: number of microbatches in a step.
+      name: the name of the schedule, such as "1f1b".
+      microbatches: the number of microbatches in a step.
       placement: the stage of each chunk.
-      rows: the tasks of each stage, in order. Waiting may be left out: a stage waits for the
-        dependencies of its next task. If waiting is included, a row is a timeline in units of
-        tasks.
+      rows: the row of each stage: its tasks, in order. A row may contain None for units of waiting,
+        and is then a timeline in which each task takes a unit of time. Without None a stage still
+        waits until its next task can run.
     """
 
     name: str
@@ -70,7 +76,7 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of the model, on all stages together."""
+        """The number of chunks on all stages together."""
         return len(self.placement)
 
     def tasks(self, stage: int) -> tuple[Task, ...]:
@@ -79,10 +85,14 @@ class Schedule:
 
 
 def needs(task: Task, chunks: int) -> tuple[Task, ...]:
-    """Return the dependencies of a task, apart from its stage's order.
+    """Return the tasks whose results a task needs.
 
-    A backward task needs the next chunk's FULL or INPUT task, whichever the schedule has; both are
-    returned.
+    A backward task needs the FULL or the INPUT task of the next chunk. A schedule has only one of
+    these two tasks, but both are in the result.
+
+    Args:
+      task: the task.
+      chunks: the number of chunks of the schedule.
 
     >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
     ['0F5', '1B5', '1I5']

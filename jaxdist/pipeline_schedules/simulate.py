@@ -1,4 +1,4 @@
-"""The timeline of a schedule under given task times, without devices: bubbles, memory, messages."""
+"""The simulation of a schedule with given times of tasks: its timeline, bubble and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.types import JsonObject
 
 
 class Span(NamedTuple):
-    """A task with its start and end."""
+    """A task with the times of its start and end."""
 
     start: float
     end: float
@@ -23,17 +23,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The tasks of each stage in time.
+    """The result of a simulation: when each task of a schedule runs.
+
+    The activations of a microbatch in a chunk are live from the FORWARD task to the end of the FULL
+    or WEIGHT task. After an INPUT task only the fraction `kept` of the costs is live.
 
     Attributes:
       schedule: the simulated schedule.
       spans: for each stage, its tasks with their start and end, in order.
-      peak_activations: for each stage, the most activations that are live at once: a microbatch
-        through a chunk counts `activation` of the costs, divided by the chunks per stage (chunks
-        over stages). With the default costs the unit is thus a microbatch through a whole stage:
-        stage i of 1F1B has stages - i. Activations are live from the FORWARD task to the end of the
-        FULL task, or of the WEIGHT task where the backward pass is split (after the INPUT task,
-        only the fraction `kept`).
+      peak_activations: for each stage, the maximum of the live activations. A microbatch in a chunk
+        counts as `activation` of the costs, divided by the number of chunks per stage. With the
+        default costs the unit is a microbatch in all chunks of a stage, so stage i of 1F1B has
+        stages - i.
       sent: for each stage, the number of messages that it sends to other stages.
       received: for each stage, the number of messages that it receives from other stages.
     """
@@ -46,52 +47,55 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """The time from the first task's start to the last task's end."""
+        """The time from the start of the first task to the end of the last task of all stages."""
         return max((row[-1].end for row in self.spans if row), default=0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time in which each stage works."""
+        """For each stage, the sum of the times of its tasks."""
         return tuple(sum(span.end - span.start for span in row) for row in self.spans)
 
     @cached_property
     def period(self) -> float:
-        """The time from a step to the next, if a stage may begin a step before the others end one.
+        """The time of a step if a stage may begin the next step before other stages end this step.
 
-        The period is the longest time between a stage's first start and its last end. It equals the
-        makespan where the first stage starts first and ends last (GPipe, 1F1B, interleaved).
-        Zero-bubble schedules minimize it; it requires an optimizer step that waits for no other
-        stage (arXiv 2401.10241 section 4).
+        The period is the maximum over stages of the time from the start of the stage's first task
+        to the end of its last task. It equals the makespan if the first stage starts first and ends
+        last (GPipe, 1F1B, interleaved). Zero-bubble schedules minimize the period. To reach it, the
+        optimizer step of a stage must not wait for other stages (arXiv 2401.10241 section 4).
         """
         return max((row[-1].end - row[0].start for row in self.spans if row), default=0)
 
     @property
     def bubble(self) -> float:
-        """The time that the busiest stage waits in a step: the period less that stage's work."""
+        """The time in which the busiest stage waits: the period minus the stage's busy time."""
         return self.period - max(self.busy, default=0)
 
     @property
     def bubble_fraction(self) -> float:
-        """The fraction of a step (its period) in which the busiest stage waits."""
+        """The fraction of the period in which the busiest stage waits."""
         return self.bubble / self.period if self.period else 0.0
 
     @property
     def flushed_bubble_fraction(self) -> float:
-        """The bubble fraction if all stages end a step before any begins the next."""
+        """The fraction of the makespan in which the busiest stage waits.
+
+        This is the bubble fraction if all stages end a step before any stage begins the next step.
+        """
         return 1 - max(self.busy, default=0) / self.makespan if self.makespan else 0.0
 
     @property
     def messages(self) -> int:
-        """The number of messages between stages, activations and gradients together."""
+        """The number of messages between stages, with activations or with gradients."""
         return sum(self.sent)
 
     @property
     def peak(self) -> float:
-        """The most activations that are live at once on any stage."""
+        """The maximum over stages of `peak_activations`."""
         return max(self.peak_activations, default=0)
 
     def as_json(self) -> JsonObject:
-        """Return the figures of the whole step by name; bubbles are fractions of the step."""
+        """Return the main numbers of the timeline by name, with bubbles as fractions."""
         return {
             "bubble": self.bubble_fraction,
             "flushed_bubble": self.flushed_bubble_fraction,
@@ -102,14 +106,19 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run every stage's tasks in order, each as soon as its dependencies have arrived.
+    """Simulate a schedule, and return the timeline.
+
+    Each stage runs its tasks in order. A task starts as soon as the stage is free and the results
+    that the task needs have arrived.
 
     Args:
-      schedule: the schedule; explicit waiting (None) in it takes no time.
-      costs: times per chunk, by default 1 for each of F, I and W and none for messages.
+      schedule: the schedule. A unit of waiting (None) in a row takes no time.
+      costs: the costs, or None for the default costs: F, I and W take 1 unit of time each, and
+        messages take no time.
 
     Raises:
-      ConfigError: the schedule breaks a rule (`check_schedule`), or the costs do not fit it.
+      ConfigError: the schedule violates a rule of `check_schedule`, or a sequence in the costs does
+        not have a number for each chunk.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> timeline = simulate(one_f_one_b(stages=4, microbatches=8))
@@ -135,7 +144,8 @@ def _spans(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
         for need in needed(task, chunks):
             end = ends[need]
             if placement[need[1]] != stage:
-                # The hop between chunks c and c + 1 has the number c in both directions.
+                # The time of a message between chunks c and c + 1 has the index c in both
+                # directions.
                 end += transfers[min(need[1], task.chunk)]
             start = max(start, end)
         end = start + durations[task.kind][task.chunk]
@@ -161,9 +171,9 @@ def _messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None) -> float:
-    """Return the most activations that are live at once on a stage, in the unit of `Timeline`.
+    """Return the maximum of the live activations on a stage, in the unit of `Timeline`.
 
-    In a schedule without backward tasks, an activation is live only in its task.
+    In a schedule without backward tasks, an activation is live only during its task.
     """
     costs = costs or Costs()
     sizes = costs.activations(schedule.chunks)
@@ -184,16 +194,18 @@ def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None)
 
 
 def in_ticks(schedule: Schedule) -> Schedule:
-    """Insert None where a stage waits: each row is then a timeline with a unit per task.
+    """Insert None into the rows of a schedule for each unit of time in which a stage waits.
+
+    Each task takes a unit of time, so all rows of the result have the same length.
 
     Raises:
-      ConfigError: the schedule breaks a rule (see `check_schedule`).
+      ConfigError: the schedule violates a rule of `check_schedule`.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> [" ".join(str(t or "-") for t in row) for row in in_ticks(gpipe(2, 1)).rows]
     ['0F0 - - 0B0', '- 1F0 1B0 -']
     """
-    # Every task takes one tick, a FULL task too, whose default would be the sum of its halves.
+    # Every task takes one unit. By default a FULL task would take the sum of its two halves.
     timeline = simulate(schedule, Costs(full=1.0))
     rows: list[tuple[Slot, ...]] = []
     for spans in timeline.spans:

@@ -1,1 +1,1 @@
-"""Timelines as text, pictures and traces."""
+"""The drawing of timelines as text, as pictures and as traces."""

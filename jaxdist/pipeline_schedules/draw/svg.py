@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture."""
+"""The drawing of a timeline as an SVG picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {
     TaskKind.INPUT: ("#1f8a8a", "#9fd8d8"),
     TaskKind.WEIGHT: ("#8b5fbf", "#cdb8e6"),
 }
-"""The colours of a stage's first chunk and of its last chunk, by kind."""
+"""The colors of the first chunk and of the last chunk of a stage, by kind of task."""
 _NAMES = {
     TaskKind.FORWARD: "F forward",
     TaskKind.FULL: "B backward",
@@ -27,16 +27,21 @@ _NAMES = {
 _LEFT, _TOP, _ROW, _GAP = 70, 34, 26, 4
 _FONT = 11
 _LETTER = 0.62 * _FONT
-"""The width of a digit, in the units of the picture."""
+"""The width of a digit, in pixels."""
 
 
 def draw_svg(timeline: Timeline, width: int = 1200) -> str:
-    """Draw stages downwards, time to the right, and a box for each task with its microbatch number.
+    """Draw a timeline as an SVG picture, with a row for each stage and a box for each task.
 
-    Later chunks of a stage are lighter. The number is left out if its box is too narrow.
+    Time increases to the right. A box has the number of its microbatch, unless the box is too
+    narrow. The later chunks of a stage have lighter colors.
 
     Args:
-      width: width of the whole picture, in pixels.
+      timeline: the timeline.
+      width: the width of the picture, in pixels.
+
+    Returns:
+      The text of the SVG file.
     """
     rows = len(timeline.spans)
     height = _TOP + rows * (_ROW + _GAP) + 64
@@ -63,7 +68,7 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
 
 
 def write_svg(timeline: Timeline, path: str | os.PathLike[str], width: int = 1200) -> None:
-    """Write the picture of `draw_svg`."""
+    """Write the picture that `draw_svg` returns to a file."""
     Path(path).write_text(draw_svg(timeline, width), encoding="utf-8")
 
 
@@ -89,7 +94,7 @@ def _boxes(timeline: Timeline, scale: float) -> Iterator[str]:
 
 
 class _Shades:
-    """The colours of tasks by kind, lighter for the later chunks of a stage."""
+    """The colors of tasks, which depend on the kind and are lighter for later chunks of a stage."""
 
     def __init__(self, timeline: Timeline) -> None:
         placement = timeline.schedule.placement
@@ -97,7 +102,7 @@ class _Shades:
         self.most = max(self.order, default=0)
 
     def of(self, task: Task) -> tuple[str, str]:
-        """Return the colour of the box, and of its text."""
+        """Return the color of a task's box, and the color of the text in the box."""
         part = self.order[task.chunk] / self.most if self.most else 0.0
         dark, light = (_channels(colour) for colour in _COLOURS[task.kind])
         mixed = [round(a + (b - a) * part) for a, b in zip(dark, light, strict=True)]
@@ -111,10 +116,10 @@ def _channels(colour: str) -> list[int]:
 
 
 def _axis(timeline: Timeline, scale: float, top: float) -> Iterator[str]:
-    """Draw times at steps of 1, 2 or 5 times a power of ten, about ten of them."""
+    """Draw an axis with at most about ten times, in steps of 1, 2 or 5 times a power of ten."""
     step = _step(timeline.makespan / 10)
     tick = 0.0
-    # The tolerance draws the last tick although sums of steps are rounded.
+    # With the tolerance, the last tick is drawn although the sum of the steps is rounded.
     while step and tick <= timeline.makespan * (1 + 1e-9):
         left = _LEFT + tick * scale
         yield f'<path d="M{left:.2f} {top}v5" stroke="#666666"/>'

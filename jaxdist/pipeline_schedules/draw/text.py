@@ -1,4 +1,4 @@
-"""A timeline as text for a terminal."""
+"""The drawing of a timeline as text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ _COLOURS = {
     TaskKind.INPUT: "46",
     TaskKind.WEIGHT: "45",
 }
-"""The background colours in a terminal, by kind."""
+"""The codes of the background colors in a terminal, by kind of task."""
 
 
 def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
-    """Draw stages downwards and time to the right, followed by a legend and the figures.
+    """Draw a timeline as text, with a line for each stage, a line on the scale, and a summary.
 
-    If the picture fits the columns, each task shows its kind and microbatch, and its chunk where
-    stages have several. Otherwise each character is a unit of time: F, B, I or W, or a dot where
-    the stage waits. Text beyond the columns is cut off, and the line below the picture mentions it.
-    Times without a common unit are drawn to scale: a character shows the task that runs at the
-    middle of the character's time.
+    Time increases to the right. If the text fits into the columns, a task is drawn as its kind and
+    microbatch, with its chunk if a stage has several chunks. Otherwise each character is a unit of
+    time: the letter of a task (F, B, I or W), or a dot if the stage waits. Characters beyond the
+    columns are cut off, and the line on the scale says so. If the times have no common unit, the
+    columns are equal parts of the makespan, and a character is the task that runs in the middle of
+    its part.
 
     Args:
-      columns: width of the terminal, at least 40.
-      colour: whether to colour backgrounds by kind, with ANSI escapes.
+      timeline: the timeline.
+      columns: the width of the terminal, in characters; a width below 40 counts as 40.
+      colour: whether to color backgrounds by kind of task, with ANSI escapes.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> from jaxdist.pipeline_schedules.simulate import simulate
@@ -61,7 +63,7 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
 
 
 def summary(timeline: Timeline) -> str:
-    """Format the figures of a timeline in a line."""
+    """Describe a timeline in one line: its sizes, bubble, peak of activations and messages."""
     schedule = timeline.schedule
     chunks = "" if schedule.chunks == schedule.stages else f", {schedule.chunks} chunks"
     return (
@@ -72,7 +74,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Return the largest time that divides all starts and ends, or 0 if a time is fractional."""
+    """Return the largest time that divides all starts and ends, or 0 if they are not integers."""
     times = {time for row in timeline.spans for span in row for time in span[:2]}
     if any(time != int(time) for time in times):
         return 0.0
@@ -97,7 +99,17 @@ def _line(
     label: Callable[[Task], str],
     colour: bool,
 ) -> str:
-    """Draw a stage: a cell shows the task at the cell's middle, labelled in its first cell."""
+    """Draw the line of a stage, in which each cell has the task that runs in the cell's middle.
+
+    Args:
+      row: the tasks of the stage.
+      cells: the number of cells.
+      unit: the time of a cell.
+      wide: the width of a cell, in characters. If it is more than 1, only the first cell of a task
+        has the label.
+      label: the function from a task to its label.
+      colour: whether to color the cells.
+    """
     parts: list[str] = []
     spans = iter(row)
     span, shown = next(spans, None), None

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
+"""The conversion of a timeline to a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _NAMES = {
 
 
 def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
-    """Convert a timeline to a thread for each stage and an event for each task.
+    """Convert a timeline to a Chrome trace with a thread for each stage and an event for each task.
 
     Args:
-      unit_seconds: seconds of a unit of the timeline's costs; the trace is in microseconds.
+      timeline: the timeline.
+      unit_seconds: the length of the timeline's unit of time, in seconds. The trace is in
+        microseconds.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> from jaxdist.pipeline_schedules.simulate import simulate
@@ -53,7 +55,7 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], unit_seconds: float = 1e-3
 ) -> None:
-    """Write the trace of `chrome_trace` as JSON."""
+    """Write the trace that `chrome_trace` returns to a file, as JSON."""
     Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
 
 

@@ -1,1 +1,1 @@
-"""Zero-bubble schedules: weight gradients fill the gaps between the other tasks."""
+"""The zero-bubble schedules, whose WEIGHT tasks fill the gaps between other tasks."""

@@ -1,9 +1,10 @@
-"""Zero bubble for given times and a given memory: a heuristic with a search around it.
+"""The automatic zero-bubble schedule, which is searched for given times and a given memory.
 
-The heuristic is that of Qi et al., arXiv 2401.10241 section 3.1. It takes as many forward passes as
-fit before the first gradient arrives, then forward and backward in turn, with weight halves in the
-gaps and where memory is short, and tries a grid of the remaining choices. Where the paper solves an
-integer program, a local search changes the numbers of first forward passes.
+The search begins with the heuristic of Qi et al., arXiv 2401.10241 section 3.1. Each stage begins
+with as many forward tasks as fit before the first gradient arrives, and then alternates INPUT and
+FORWARD tasks. WEIGHT tasks run in the gaps, or earlier if memory is short. A small grid of the
+remaining choices is tried. The paper then solves an integer program. This module instead runs a
+local search over the numbers of first forward tasks.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _OVERRUNS = (0.0, 0.5, 1.0)
-"""Lengths by which the first forward passes may extend past the first gradient, in passes."""
+"""The times by which the first forward tasks of a stage may end after the arrival of the first
+gradient, in units of a forward task."""
 _PATIENCES = (1.0, 0.5, 0.0)
 _ROOM = 1e-9
 
 
 class ZBAuto(Config):
-    """Zero bubble for given times and memory: `zb_auto`."""
+    """The zero-bubble schedule that is searched for given times and a given memory."""
 
     type: Literal["zb_auto"] = "zb_auto"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
     memory_limit: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    """The most activations on any stage, in units of 1F1B's maximum."""
+    """The limit of the activations on each stage, in units of the maximum of 1F1B."""
     costs: CostsConfig = CostsConfig()
-    """Times and memory of the tasks, by stage."""
+    """The times of the tasks and the memory of activations, by stage."""
     search: Annotated[int, Field(ge=0, le=100_000)] = 30
-    """Number of schedules to try after the first grid; each takes about 10 us per task."""
+    """The number of schedules to try after the first grid. Each takes about 10 us per task."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_auto(
@@ -56,21 +58,26 @@ def zb_auto(
     memory_limit: float = 2.0,
     search: int = 30,
 ) -> Schedule:
-    """Return the schedule with the shortest period that was found within the memory.
+    """Search a zero-bubble schedule within a limit of memory, and return the best that was found.
 
-    If all times are equal, there is no bubble in twice 1F1B's memory for at least 2 stages - 1
-    microbatches, and the bubble of ZB-H1 in the memory of 1F1B. Where W is shorter than F and I,
-    more memory shortens the bubble further; the smaller `costs.kept` is, the more it does.
+    The best schedule has the shortest period. If all times are equal, the bubble is 0 with twice
+    the memory of 1F1B and at least 2 * stages - 1 microbatches. With the memory of 1F1B the bubble
+    is the bubble of ZB-H1. If W is shorter than F and I, more memory shortens the bubble further,
+    in particular if `costs.kept` is small.
 
     Args:
-      costs: times and activations of the stages, with a chunk each; by default all times are equal.
-      memory_limit: the most activations on any stage, in units of 1F1B's maximum. That is
-        `stages` activations; if their sizes differ, the largest of (stages - i) times stage i's.
-      search: number of schedules to try after the grid of a dozen; each takes about 10 us per task.
+      stages: the number of stages, each with one chunk.
+      microbatches: the number of microbatches.
+      costs: the costs of the stages, or None for equal times.
+      memory_limit: the limit of the activations on each stage, in units of the maximum of 1F1B.
+        This maximum is `stages` activations, or the largest product of stages - i and the size of
+        stage i's activations if their sizes differ.
+      search: the number of schedules to try after the grid of about a dozen. Each takes about 10 us
+        per task.
 
     Raises:
-      ConfigError: no stage or microbatch, costs that do not fit, or less memory than a single
-        microbatch takes.
+      ConfigError: there is no stage or no microbatch, a sequence in the costs does not have a
+        number for each stage, or the limit is below the memory of a single microbatch.
 
     >>> from jaxdist.pipeline_schedules.simulate import simulate
     >>> simulate(zb_auto(stages=4, microbatches=8)).bubble
@@ -87,7 +94,14 @@ def zb_auto(
 
 
 class _Found(NamedTuple):
-    """A schedule that was tried; `rows` is None if it needs more than the memory."""
+    """A schedule that the search tried.
+
+    Attributes:
+      period: the period of the schedule, or infinity if it exceeds the limit of memory.
+      first: for each stage, the number of forward tasks with which it begins.
+      patience: the patience of the `Fill`.
+      rows: the tasks of each stage, or None if the schedule exceeds the limit of memory.
+    """
 
     period: float
     first: tuple[int, ...]
@@ -96,7 +110,7 @@ class _Found(NamedTuple):
 
 
 class _Problem:
-    """A search problem: its stages, times and memory, and how to fill and vary a schedule."""
+    """The problem of the search, with methods that build and vary a schedule."""
 
     def __init__(self, stages: int, microbatches: int, costs: Costs, memory_limit: float) -> None:
         self.stages, self.microbatches, self.costs = stages, microbatches, costs
@@ -109,7 +123,11 @@ class _Problem:
         self.most = [self._most(stage, memory_limit) for stage in range(stages)]
 
     def _most(self, stage: int, memory_limit: float) -> int:
-        """Return the largest number of forward passes with which a stage may begin."""
+        """Return the maximum number of forward tasks with which a stage may begin.
+
+        Raises:
+          ConfigError: the limit of memory does not allow a single forward task.
+        """
         size = self.sizes[stage]
         room = int(self.limit / size + _ROOM) if size else self.microbatches
         if room < 1:
@@ -121,7 +139,11 @@ class _Problem:
         return min(room, self.microbatches)
 
     def starts(self) -> Iterator[tuple[int, ...]]:
-        """Yield, by stage, numbers of forward passes that fill the time to the first gradient."""
+        """Yield candidates for the numbers of forward tasks with which the stages begin.
+
+        The numbers are chosen so that the forward tasks fill the time until the first gradient
+        arrives.
+        """
         yield self._within(range(self.stages, 0, -1))
         ends = self._eager_ends()
         for overrun in _OVERRUNS:
@@ -137,13 +159,12 @@ class _Problem:
             yield self._within(first)
 
     def _within(self, first: Iterable[int]) -> tuple[int, ...]:
-        """Limit each stage's number of first forward passes.
+        """Reduce the numbers of forward tasks with which the stages begin, where necessary.
 
-        The number must fit the memory, and be smaller than that of the previous stage.
-
-        A stage that begins with as many forward passes as the previous stage would wait for the
-        last of them while gradients are ready. If the previous stage begins with all microbatches,
-        so may this stage.
+        A number must fit the memory, and must be smaller than the number of the previous stage.
+        Otherwise the stage would wait for the last of these forward tasks while gradients are
+        ready. The exception is a previous stage that begins with all microbatches: this stage may
+        then begin with all microbatches too.
         """
         found: list[int] = []
         for wanted, most in zip(first, self.most, strict=True):
@@ -153,7 +174,7 @@ class _Problem:
         return tuple(found)
 
     def _eager_ends(self) -> list[list[float]]:
-        """Return when forward passes end, by stage and microbatch, if nothing else runs."""
+        """Return the end of each forward task, by stage and microbatch, if no other tasks run."""
         arrivals = [0.0] * self.microbatches
         found = []
         for time, transfer in zip(self.forward, self.transfer, strict=True):
@@ -166,7 +187,14 @@ class _Problem:
         return found
 
     def fill(self, first: tuple[int, ...], patience: float) -> _Found:
-        """Run `first` forward passes, then input and forward tasks in turn, and weight tasks."""
+        """Build a schedule by `Fill`.
+
+        A stage begins with forward tasks, and then alternates INPUT and FORWARD tasks.
+
+        Args:
+          first: for each stage, the number of forward tasks with which it begins.
+          patience: the patience of the `Fill`.
+        """
         orders = []
         for stage, ahead in enumerate(first):
             row = RowWriter()
@@ -180,7 +208,11 @@ class _Problem:
         return _Found(period, first, patience, run.rows)
 
     def around(self, found: _Found) -> Iterator[_Found]:
-        """Yield neighbours: one forward pass more or less on the first stages, or a patience."""
+        """Yield schedules that differ little from `found`.
+
+        They begin with one forward task more or less on the first stages, or have a patience that
+        differs by 0.25.
+        """
         for change in (1, -1):
             for last in range(self.stages):
                 moved = [n + change if s <= last else n for s, n in enumerate(found.first)]
@@ -193,7 +225,11 @@ class _Problem:
 
 
 def _descend(problem: _Problem, found: _Found, tries: int) -> _Found:
-    """Move to the first better neighbour, until there is none or the tries are spent."""
+    """Return the result of a local search from `found`.
+
+    The search moves to the first neighbor with a shorter period. It ends if no neighbor is better,
+    or after `tries` schedules.
+    """
     neighbours = problem.around(found)
     for _ in range(tries):
         tried = next(neighbours, None)

@@ -1,7 +1,7 @@
-"""The placement of weight tasks in the gaps between forward and input tasks of a given order.
+"""The insertion of WEIGHT tasks into rows of FORWARD and INPUT tasks.
 
-A weight task may run any time after its input task. It is placed where its stage would wait anyway,
-or where the memory that it frees is needed; the remaining weight tasks come last.
+A WEIGHT task may run at any time after its INPUT task. It is inserted at a time when its stage
+would wait anyway, or when the memory that it frees is needed. The remaining WEIGHT tasks run last.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from jaxdist.pipeline_schedules.order import Dependency, key, needed
 from jaxdist.pipeline_schedules.schedule import Task, TaskKind
 
 _SLACK = 1e-9
-"""Relative tolerance for rounding in sums of activations and times."""
+"""The relative tolerance for rounding errors in sums of activations and of times."""
 _UNKNOWN = float("inf")
-"""The assumed arrival of a message whose task has not begun, so that any weight task fits before
-the message."""
+"""The assumed arrival of a message whose task has not begun. Any WEIGHT task then fits before it.
+"""
 
 
 class Fill:
-    """A run of the greedy placement; `rows` is its result.
+    """A greedy insertion of WEIGHT tasks, which runs when an instance is created.
 
-    All stages are simulated at once. A free stage runs its next forward or input task if that task
-    can begin now. If not, the stage runs its oldest weight task, provided that the memory is full
-    or that the wait is at least `patience` times as long as the weight task.
+    All stages are simulated together. A free stage runs its next FORWARD or INPUT task if this task
+    can begin now. Otherwise the stage runs its oldest WEIGHT task, on one of two conditions: the
+    memory is full, or the time to wait is at least `patience` times the time of the WEIGHT task.
 
     Attributes:
-      rows: for each stage, its tasks, or None where the order cannot be kept within the limit.
-      spent: for each stage, the time between its first start and its last end.
+      rows: the tasks of each stage, or None if the given order does not fit the limit of memory.
+      spent: for each stage, the time from the start of its first task to the end of its last task.
     """
 
     def __init__(
@@ -41,12 +41,16 @@ class Fill:
         limit: float,
         patience: float,
     ) -> None:
-        """Run the placement.
+        """Insert the WEIGHT tasks.
 
         Args:
-          orders: for each stage, FORWARD and INPUT tasks; each INPUT task implies its WEIGHT task.
-          limit: the most activations that may be live at once on a stage, in the unit of `costs`.
-          patience: with 0 a weight task goes into any gap, with 1 only where it delays nothing.
+          placement: the stage of each chunk.
+          orders: for each stage, its FORWARD and INPUT tasks in order. Each INPUT task has a WEIGHT
+            task to insert.
+          costs: the costs of the tasks.
+          limit: the maximum of the live activations on a stage, in the unit of `costs`.
+          patience: the fraction of a WEIGHT task's time that a gap must have. With 0 a WEIGHT task
+            runs in any gap, and with 1 only in a gap in which it delays no other task.
         """
         chunks = len(placement)
         self.placement, self.orders, self.limit, self.patience = placement, orders, limit, patience
@@ -71,7 +75,7 @@ class Fill:
         return [end - (start or 0) for start, end in zip(self.first, self.last, strict=True)]
 
     def _act(self, now: float, stage: int) -> None:
-        """Start a free stage's next task, if any."""
+        """Start a task of a free stage, or note for what the stage waits."""
         owed = self.owed[stage]
         if self.place[stage] == len(self.orders[stage]):
             if owed:
@@ -96,7 +100,7 @@ class Fill:
             heapq.heappush(self.events, (arrival, stage))
 
     def _arrival(self, task: Task, needs: Sequence[Dependency]) -> float:
-        """Return the time when all dependencies of a task have arrived."""
+        """Return the time when all results that a task needs have arrived."""
         latest = 0.0
         for need in needs:
             away = self.placement[need[1]] != self.placement[task.chunk]
@@ -121,9 +125,9 @@ class Fill:
         heapq.heappush(self.events, (end, stage))
 
     def _hand_on(self, task: Task, now: float, end: float) -> None:
-        """Record when a task will end, and wake the stage that waits for it."""
-        # The end is known when the task starts, so that a waiting stage can compare the rest of its
-        # wait with a weight task.
+        """Record the end of a task, and wake the stage that waits for the task's result."""
+        # The end is recorded when the task starts. A waiting stage can then compare the remaining
+        # time with the time of a WEIGHT task.
         self.ends[key(task)] = end
         waiter = self.waiting.pop(key(task), None)
         if waiter is not None:

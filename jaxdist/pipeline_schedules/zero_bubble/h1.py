@@ -1,7 +1,7 @@
-"""Handcrafted zero-bubble schedules: weight halves of the backward pass fill the waiting times.
+"""The handcrafted zero-bubble schedules ZB-H1 and ZB-H2.
 
-The source is Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of the forward pass
-and of the two halves of the backward pass of a stage.
+The source is Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of a FORWARD, an INPUT
+and a WEIGHT task of a stage.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class ZBH1(Config):
-    """Zero bubble in the memory of 1F1B: `zb_h1`."""
+    """The zero-bubble schedule ZB-H1, which needs the memory of 1F1B."""
 
     type: Literal["zb_h1"] = "zb_h1"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_h1(stages, microbatches)
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Return 1F1B with weight halves delayed, by more on later stages.
+    """Return the schedule ZB-H1: 1F1B with delayed WEIGHT tasks, and longer delays on later stages.
 
-    The bubble is (stages - 1) (F + I - W), a third of 1F1B's if F, I and W are equal. Every stage
-    keeps `stages` activations, as 1F1B's first stage does.
+    The bubble is (stages - 1) (F + I - W). If F, I and W are equal, this is a third of the bubble
+    of 1F1B. Every stage keeps `stages` activations, as does the first stage of 1F1B.
 
     Raises:
-      ConfigError: fewer microbatches than stages.
+      ConfigError: there are fewer microbatches than stages.
 
     >>> [str(task) for task in zb_h1(stages=2, microbatches=2).tasks(1)]
     ['1F0', '1I0', '1F1', '1I1', '1W0', '1W1']
@@ -40,24 +40,25 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 class ZBH2(Config):
-    """Zero bubble in twice the memory of 1F1B: `zb_h2`."""
+    """The zero-bubble schedule ZB-H2, which needs twice the memory of 1F1B."""
 
     type: Literal["zb_h2"] = "zb_h2"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_h2(stages, microbatches)
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Return a schedule whose forward passes begin so early that a started stage never waits.
+    """Return the schedule ZB-H2, in which a stage never waits after its first task.
 
-    The bubble is (stages - 1) (F + I - 2 W), and 0 if F, I and W are equal. Every stage keeps (2
-    stages) - 1 activations. Stage i begins and ends a step i forward passes after the first stage
-    (see `Timeline.period`).
+    Stages begin with so many forward tasks that they need not wait for gradients. The bubble is
+    (stages - 1) (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps 2 * stages - 1
+    activations. Stage i begins and ends a step later than the first stage, by the time of i forward
+    tasks (see `Timeline.period`).
 
     Raises:
-      ConfigError: fewer than 2 stages - 1 microbatches.
+      ConfigError: there are fewer than 2 * stages - 1 microbatches.
 
     >>> [str(task) for task in zb_h2(stages=2, microbatches=3).tasks(1)]
     ['1F0', '1I0', '1F1', '1I1', '1F2', '1I2', '1W0', '1W1', '1W2']
@@ -67,10 +68,11 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
-    """Begin stage i with reach * (stages - 1 - i) + 1 forwards; delay reach * i weight halves.
+    """Return a schedule with early forward tasks and delayed WEIGHT tasks.
 
-    Forward passes and delayed weight halves both hold activations: the sum of the two numbers is
-    the same on every stage.
+    Stage i begins with reach * (stages - 1 - i) + 1 forward tasks, and delays WEIGHT tasks by
+    reach * i microbatches. Both keep activations. The sum of the two numbers is the same on every
+    stage, and so is the memory.
     """
     rows = []
     for stage in range(stages):

@@ -1,10 +1,11 @@
-"""Zero bubble with the chunks in a V: the first and the last chunk are on the first stage.
+"""The zero-bubble schedules with chunks in a V: ZB-V, V-Half and V-Min.
 
-The source is Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every
-microbatch repeats the pattern of the previous microbatch six units of time later, a unit for each
-of its six tasks on a stage; the distances between these tasks determine the memory of the schedule.
-All tasks of a chunk are assumed to take one unit of time, in which bubbles are counted. Memory is
-counted in microbatches through a whole stage.
+The first and the last chunk are on the first stage. The source is Qi et al., "Pipeline parallelism
+with controllable memory", arXiv 2405.15362. All tasks are assumed to take one unit of time, which
+is also the unit of bubbles. A microbatch has six tasks on a stage: F, I and W of two chunks. Each
+microbatch repeats the pattern of the previous microbatch six units later. The distances between the
+tasks of a microbatch determine the memory. The unit of memory is the activations of a microbatch in
+both chunks of a stage.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shap
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _UNITS = 6
-"""The tasks of a microbatch on a stage: F, I and W of two chunks."""
+"""The number of tasks of a microbatch on a stage: F, I and W of two chunks."""
 
 
 class ZBV(Config):
-    """Zero bubble with the chunks in a V: `zb_v`."""
+    """The zero-bubble schedule ZB-V, with the chunks in a V."""
 
     type: Literal["zb_v"] = "zb_v"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_v(stages, microbatches)
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """Return a schedule without bubble in the memory of 1F1B, if all tasks take equally long.
+    """Return the schedule ZB-V, which needs the memory of 1F1B and has no bubble.
 
-    Every stage keeps `stages` activations. There are twice as many messages as in 1F1B.
+    The bubble is 0 if all tasks take the same time. Every stage keeps `stages` activations. There
+    are twice as many messages as in 1F1B.
 
     Raises:
-      ConfigError: fewer than 2 stages - 1 microbatches.
+      ConfigError: there are fewer than 2 * stages - 1 microbatches.
 
     >>> [str(task) for task in zb_v(stages=1, microbatches=2).tasks(0)]
     ['0F0', '1F0', '1I0', '1W0', '0F1', '0I0', '0W0', '1F1', '1I1', '1W1', '0I1', '0W1']
@@ -58,7 +60,7 @@ def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
     row.add(*turn, times=stages - stage)
     row.add(forward, *back, *turn, times=microbatches - 2 * stages + stage + 1)
     row.add(*back, *turn, times=stages - 1 - stage)
-    # In the last backward tasks, weight tasks wait until no other stage waits for an input task.
+    # Near the end, WEIGHT tasks are delayed until no other stage waits for an INPUT task.
     row.add(back[0], turn[1], times=stage)
     row.add(*back, times=stages - stage)
     row.add(turn[2], times=microbatches - row.count[turn[2]])
@@ -67,19 +69,25 @@ def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
 
 
 class _Block(NamedTuple):
-    """The building block: units of time between the tasks of a microbatch.
+    """The distances in time between the tasks of a microbatch.
+
+    A microbatch passes through all stages four times: with F of a stage's first chunk, F of its
+    second chunk, I of its second chunk, and I of its first chunk.
 
     Attributes:
-      hops: time from a stage to the next, for each of four tasks: F of the first chunk, F of the
-        second, I of the second, I of the first.
-      turns: time between one of these four tasks and the next, on the stage that runs both.
+      hops: for each of these four passes, the time from a stage to the next.
+      turns: for each of the first three passes, the time from its last task to the first task of
+        the next pass, which is on the same stage.
     """
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
 
     def times(self, stages: int, stage: int) -> tuple[int, int, int, int]:
-        """Return when microbatch 0's four tasks start on a stage; microbatch b is 6 b later."""
+        """Return the starts of the four F and I tasks of microbatch 0 on a stage.
+
+        The tasks of microbatch b start 6 b units later.
+        """
         last = stages - 1
         found: list[int] = []
         corner = 0
@@ -92,54 +100,59 @@ class _Block(NamedTuple):
 
 
 class VHalf(Config):
-    """Half of the memory of 1F1B: `v_half`."""
+    """The schedule V-Half, which needs half of the memory of 1F1B."""
 
     type: Literal["v_half"] = "v_half"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return v_half(stages, microbatches)
 
 
 def v_half(stages: int, microbatches: int) -> Schedule:
-    """Return a schedule with half of 1F1B's memory, and no more than half of its bubble.
+    """Return the schedule V-Half, which needs half of the memory of 1F1B.
 
     A stage keeps at most (stages + 1) / 2 activations if the number of stages is odd, and
-    stages / 2 + 1 if it is even. From 2 stages microbatches on, the bubble is 3 stages - 4 or
-    3 stages - 5 units, and 2 for two stages; that of 1F1B is 6 (stages - 1).
+    stages / 2 + 1 if it is even. With at least 2 * stages microbatches, the bubble is
+    3 * stages - 4 or 3 * stages - 5 units, and 2 units on two stages. The bubble of 1F1B is
+    6 (stages - 1) units.
 
     Raises:
-      ConfigError: no stage, or no microbatch.
+      ConfigError: there is no stage or no microbatch.
     """
     block = _Block((1, 2, 1, 2), (1, 1, 2) if stages % 2 else (4, 1, 5))
     return _repeat("v_half", stages, microbatches, block)
 
 
 class VMin(Config):
-    """A third of the memory of 1F1B: `v_min`."""
+    """The schedule V-Min, which needs a third of the memory of 1F1B."""
 
     type: Literal["v_min"] = "v_min"
-    """Selects this schedule."""
+    """The name that selects this schedule in a config."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return v_min(stages, microbatches)
 
 
 def v_min(stages: int, microbatches: int) -> Schedule:
-    """Return a schedule with a third of 1F1B's memory, and two thirds of its bubble.
+    """Return the schedule V-Min, which needs a third of the memory of 1F1B.
 
-    A stage keeps at most stages / 3 + 4 / 3 activations. From 2 stages microbatches on, the bubble
-    is 4 stages - 5 units; that of 1F1B is 6 (stages - 1).
+    A stage keeps at most (stages + 4) / 3 activations. With at least 2 * stages microbatches, the
+    bubble is 4 * stages - 5 units. The bubble of 1F1B is 6 (stages - 1) units.
 
     Raises:
-      ConfigError: no stage, or no microbatch.
+      ConfigError: there is no stage or no microbatch.
     """
     block = _Block((1, 1, 1, 1), (1, 1, 1) if stages % 3 else (3, 1, 3))
     return _repeat("v_min", stages, microbatches, block)
 
 
 def _repeat(name: str, stages: int, microbatches: int, block: _Block) -> Schedule:
-    """Repeat the block, and remove the waiting that no dependency requires."""
+    """Return a schedule that repeats a block for each microbatch, without unnecessary waiting.
+
+    Raises:
+      ConfigError: there is no stage or no microbatch.
+    """
     refuse_small(name, stages, microbatches)
     times = [block.times(stages, stage) for stage in range(stages)]
     orders = [_order(stage, stages, microbatches, times[stage]) for stage in range(stages)]
@@ -169,9 +182,16 @@ def _order(stage: int, stages: int, microbatches: int, times: Iterable[int]) -> 
 
 
 def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
-    """Return the most activations that are live at once on a stage while the block repeats.
+    """Return the maximum of the live activations on a stage if the block is repeated.
 
-    A weight task takes the first unit after its input task that is free in every block.
+    A WEIGHT task runs in the first unit after its INPUT task that is free in every repetition.
+
+    Args:
+      times: the starts of the F and I tasks of microbatch 0 on the stage.
+      microbatches: the number of microbatches.
+
+    Returns:
+      The number of microbatches in a chunk, over both chunks of the stage.
     """
     taken = {time % _UNITS for time in times}
     changes = [(time, 1) for time in times[:2]]
@@ -180,7 +200,7 @@ def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
         taken.add(weight % _UNITS)
         changes.append((weight + 1, -1))
     live = most = 0
-    # At the same time, -1 sorts before 1: memory is freed before it is taken.
+    # For the same time, -1 is sorted before 1, because memory is freed before it is used again.
     for _, change in sorted(
         (time + _UNITS * microbatch, change)
         for microbatch in range(microbatches)
