@@ -1,4 +1,8 @@
-"""Collectives from first principles: six operations, and several algorithms for each of them."""
+"""The collectives of jaxdist: six operations, and several algorithms for each operation.
+
+The operations are for use inside `jax.shard_map`. The algorithms except `Xla` send messages by
+`jax.lax.ppermute`.
+"""
 
 from jaxdist.collectives.algorithms.auto import Auto
 from jaxdist.collectives.algorithms.build import ReduceConfig

@@ -1,4 +1,4 @@
-"""The axis that a collective runs over: its names, its size, and a device's index along it."""
+"""Functions on the axis of a collective: its names, its size, the index of a device, permutes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jax import lax
 from jaxdist.errors import CollectiveError, did_you_mean
 
 Axis = str | tuple[str, ...]
-"""The name of an axis, or several names, slowest first: devices are counted over all these axes."""
+"""The name of a mesh axis, or a tuple of names, slowest first. With several names, the devices are
+counted over all these axes."""
 
 Pairs = Sequence[tuple[int, int]]
-"""Pairs (sender, receiver), each a rank along the axis."""
+"""Pairs (sender, receiver) of ranks along an axis."""
 
 
 def axis_size(axis: Axis) -> int:
@@ -39,17 +40,30 @@ def rank(axis: Axis) -> jax.Array:
 
 
 def neighbour(axis: Axis, offset: int) -> jax.Array:
-    """Return the index of the device `offset` places further along the ring of `axis`."""
+    """Return the index of the device `offset` hops further along the ring of `axis`.
+
+    The offset may be negative.
+    """
     size = axis_size(axis)
-    # Both operands are positive: `%` would add code for signs to each compiled kernel.
+    # Both operands are positive, and `%` would add code for negative operands to each kernel.
     return lax.rem(rank(axis) + offset % size, size)
 
 
 def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
-    """Send `x` along (sender, receiver) pairs of ranks; a device without a sender gets zeros."""
+    """Send `x` from each sender to its receiver, and return what this device receives.
+
+    A device that receives nothing gets zeros.
+
+    Args:
+      x: this device's array.
+      axis: the axis.
+      pairs: the pairs (sender, receiver). A device is in at most one pair as sender, and in at most
+        one pair as receiver.
+    """
     if isinstance(axis, str):
         return lax.ppermute(x, axis, pairs)
-    # lax.ppermute counts the devices of a tuple in the mesh's order, lax.axis_index in the tuple's.
+    # For a tuple of names, lax.ppermute counts devices in the order of the mesh, but lax.axis_index
+    # counts devices in the order of the tuple.
     order = jax.sharding.get_abstract_mesh().axis_names
     ordered = tuple(sorted(axis, key=order.index))
     sizes = [axis_size(name) for name in ordered]
@@ -59,28 +73,33 @@ def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
 
 
 def shift(x: jax.Array, axis: Axis, hops: int) -> jax.Array:
-    """Send `x` to the device `hops` further along the ring of `axis`, and return what arrives."""
+    """Send `x` to the device `hops` hops further along a ring, and return what this device gets."""
     size = axis_size(axis)
     return permute(x, axis, [(i, (i + hops) % size) for i in range(size)])
 
 
 def varying(x: jax.Array, axis: Axis) -> jax.Array:
-    """Type `x` as varying over the devices of `axis`; its values do not change."""
+    """Return `x` with the type "varying over `axis`", for `jax.shard_map` with `check_vma=True`."""
     for name in names(axis):
         try:
             x = lax.pcast(x, (name,), to="varying")
         except ValueError:
-            # `x` is varying already (jax has no public test for that), or a vmap binds the axis.
+            # `x` is varying already (jax has no public function to test this), or a vmap binds the
+            # axis.
             continue
     return x
 
 
 def checked(axis: object, operation: str) -> Axis:
-    """Normalize `axis` (a tuple with one name becomes the name).
+    """Check an axis, and return it; a tuple with one name is returned as the name.
+
+    Args:
+      axis: the axis.
+      operation: the name of the collective, for error messages.
 
     Raises:
-      CollectiveError: there is no name, a name is not a string or occurs twice, or the axis is not
-        bound here.
+      CollectiveError: there is no name, a name is not a string or occurs twice, or the current
+        `jax.shard_map` does not bind the axis.
     """
     where = f"{operation} over {axis!r}"
     found: tuple[Any, ...] = tuple(axis) if isinstance(axis, tuple | list) else (axis,)

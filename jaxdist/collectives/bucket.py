@@ -1,10 +1,10 @@
-"""Tensor fusion: one collective for many small tensors (Sergeev and Del Balso, 1802.05799, 3.3).
+"""Tensor fusion: a single collective for many small tensors.
 
-For a collective of a few kilobytes latency is the whole cost. Leaves are therefore packed into flat
-buckets, a collective runs on each bucket, and the leaves are cut out of its result. A bucket can be
-sent when its last leaf is computed, so leaves are packed in the reverse order of their use, because
-the backward pass computes the gradient of the last layer first. `split.py` packs the shards of a
-layer by the same plan.
+The source is Sergeev and Del Balso, arXiv 1802.05799, section 3.3. The cost of a collective of a
+few kilobytes is its latency. Leaves are therefore packed into flat buckets, and a collective runs
+on each bucket. A bucket can be sent when its last leaf is computed. The backward pass computes the
+gradient of the last layer first, so leaves are packed from the last to the first. `split.py` packs
+the shards of tensors by the same functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from jaxdist.trees import leaf_bytes
 from jaxdist.types import Leaf, TreeT
 
 BUCKET_BYTES = 32 * 2**20
-"""The size of a bucket for `bucket_bytes: auto`, for which latency is negligible on known links."""
+"""The bytes of a bucket for `bucket_bytes: auto`. On all known links, the latency of a message of
+this size is negligible."""
 
 
 def reduce_tree(
@@ -38,19 +39,22 @@ def reduce_tree(
     """All-reduce every leaf of `tree`, packed into buckets of `algorithm.bucket_bytes`.
 
     Args:
-      tree: arrays or scalars of this device, inside `jax.shard_map`.
-      axis, op: as for `all_reduce`.
+      tree: the arrays or scalars of this device, inside `jax.shard_map`.
+      axis: the name of a mesh axis, or a tuple of names.
+      op: "sum", "mean", "max" or "min", as in `all_reduce`.
       algorithm: the algorithm, whose `bucket_bytes` is the size of a bucket. The size "auto" is 32
-        MiB; but where the algorithm is `Xla`, or `Auto` chooses `Xla`, each leaf is sent
-        separately, because XLA merges collectives itself, unless `sends_apart`.
-      order: positions of the leaves (in the order of `jax.tree.leaves`), in the order in which they
-        are computed; None means from the last leaf to the first.
+        MiB. There is an exception for "auto" if the algorithm is `Xla`, or is `Auto` and chooses
+        `Xla`: each leaf is sent separately, because XLA merges collectives itself. The exception
+        does not apply if `sends_apart()` is true.
+      order: the indices of the leaves (in the order of `jax.tree.leaves`), in the order in which
+        the leaves are computed, or None for the order from the last leaf to the first.
 
     Returns:
-      A tree like `tree`.
+      A tree like `tree`, with the same values on all devices.
 
     Raises:
-      CollectiveError: as for `all_reduce`, or `order` is not a permutation of the leaves.
+      CollectiveError: an argument is invalid, as in `all_reduce`, or `order` is not a permutation
+        of the leaves.
     """
     axis = checked(axis, "reduce_tree")
     leaves, structure = jax.tree.flatten(tree)
@@ -68,7 +72,7 @@ def reduce_tree(
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
-    """Return the bytes of a bucket, with "auto" resolved, or None if each leaf is sent separately.
+    """Return the bytes of a bucket of an algorithm, or None if each leaf is sent separately.
 
     >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
     (None, 1024)
@@ -79,10 +83,10 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
 
 
 def sends_apart() -> bool:
-    """Return whether XLA sends the arrays of a collective separately, each with its own latency.
+    """Return whether XLA sends each array in a separate message, with the latency of a message.
 
-    XLA does so over gloo, between processes on CPUs, where a message of a few bytes takes as long
-    as a message of a megabyte.
+    This is so between processes on CPUs, where XLA uses gloo. A message of a few bytes then takes
+    the same time as a message of a megabyte.
     """
     return here_kind() == "cpu" and jax.process_count() > 1
 
@@ -90,10 +94,16 @@ def sends_apart() -> bool:
 def plan_buckets(
     leaves: Sequence[Leaf], bucket_bytes: int | None, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Return the positions of the leaves of each bucket, in the order of the buckets' completion.
+    """Assign leaves to buckets, and return the indices of the leaves of each bucket.
 
-    A bucket holds leaves of one dtype, in order, up to `bucket_bytes`; a larger leaf has a bucket
-    of its own. If `bucket_bytes` is None, each leaf has a bucket of its own.
+    The buckets are returned in the order in which they are complete. A bucket has leaves of one
+    dtype, in order, up to `bucket_bytes`. A leaf that is larger is alone in its bucket.
+
+    Args:
+      leaves: the leaves, or their shapes.
+      bucket_bytes: the maximum number of bytes of a bucket, or None for a bucket for each leaf.
+      order: the indices of the leaves in the order in which they are computed, or None for the
+        order from the last leaf to the first.
 
     >>> leaves = [np.zeros(2, "float32"), np.zeros(9, "float32"), np.zeros(3, "int8")]
     >>> plan_buckets([*leaves, *leaves], bucket_bytes=16)
@@ -118,22 +128,22 @@ def plan_buckets(
             bucket, used_bytes = [index], 0
         else:
             bucket = [*bucket, index]
-        # The bucket becomes the last entry of `filling`: the bucket that grew last is complete
-        # last.
+        # The bucket becomes the last entry of `filling`, because the bucket that grew last is
+        # complete last.
         if bucket:
             filling[dtype] = bucket, used_bytes + size_bytes
     return full + [bucket for bucket, _ in filling.values()]
 
 
 def pack(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate leaves of one dtype; a single leaf is only reshaped."""
+    """Concatenate leaves of one dtype to a flat array."""
     flat = [leaf.reshape(-1) for leaf in leaves]
     # A concatenation of a single array may remain a copy in the compiled program.
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
 def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
-    """Invert `pack`: cut `flat` into parts with the shapes of `like`."""
+    """Divide a flat array that `pack` returned into arrays with the shapes of `like`."""
     ends = np.cumsum([leaf.size for leaf in like])
     return [
         flat[end - leaf.size : end].reshape(leaf.shape)
@@ -142,7 +152,17 @@ def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
 
 
 def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
-    """Return whether a bucket is packed into one array, which XLA's own collectives do not need."""
+    """Return whether the leaves of a bucket are packed into one array.
+
+    This is false only if `Auto` with `bucket_bytes: auto` chooses `Xla`, since XLA merges
+    collectives itself.
+
+    Args:
+      algorithm: the algorithm.
+      kind: the operation.
+      axis: the axis of the collective.
+      payload_bytes: the bytes of the bucket.
+    """
     if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
         return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)
     return True

@@ -1,11 +1,11 @@
-"""A separate channel for each collective, because XLA:CPU matches collectives by their channels.
+"""The assignment of a separate channel to each collective of a program for CPUs.
 
-XLA:CPU may run a collective while a loop with earlier collectives still runs, if neither needs the
-other's results. XLA:CPU distinguishes such collectives by their channels, but jax gives all
-collectives under `jax.shard_map` the same channel: devices that have reached different collectives
+XLA:CPU may run a collective while a loop with other collectives runs, if neither needs the results
+of the other. XLA:CPU distinguishes such collectives by their channels, but jax gives the same
+channel to all collectives in a `jax.shard_map`. Devices that have reached different collectives may
 then join the same rendezvous, and the process aborts ("rendezvous ... Id can't be larger than the
-number of participating threads"; seen with jax 0.10 and 0.12). Collectives that XLA places itself
-have channels of their own.
+number of participating threads", with jax 0.10 and 0.12). Collectives that XLA inserts have
+separate channels already.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TYPE = re.compile(r"type = (\d+)")
 
 @dataclass(frozen=True)
 class SeparateChannels:
-    """A jitted function, compiled with a separate channel for each of its collectives.
+    """A jitted function that is compiled with a separate channel for each of its collectives.
 
-    The object is called, lowered and traced like the jitted function.
+    The object can be called, lowered and traced like the jitted function.
 
     Attributes:
-      jitted: the result of `jax.jit`, without static arguments.
+      jitted: the result of `jax.jit`, which must have no static arguments.
     """
 
     jitted: jax.stages.Wrapped
@@ -42,8 +42,8 @@ class SeparateChannels:
     def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # The plain function (which no stub declares) is called, because jax refuses a jit with
-            # compiler options inside another jit.
+            # The plain function is called, because jax refuses a jit with compiler options inside
+            # another jit. (The type stubs do not declare `__wrapped__`.)
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         # A compiled program accepts only the types and shardings for which it was compiled.
@@ -53,7 +53,7 @@ class SeparateChannels:
         return self._compiled[key](*args)
 
     def _cache_size(self) -> int:
-        """Return the number of compiled programs, like jitted functions' method of this name."""
+        """Return the number of compiled programs, like the same method of a jitted function."""
         return len(self._compiled)
 
     def trace(self, *args: PyTree) -> jax.stages.Traced:
@@ -68,7 +68,7 @@ class SeparateChannels:
 
 
 def separate(lowered: jax.stages.Lowered) -> None:
-    """Number the channels of a program consecutively, in place, before it is compiled."""
+    """Change a lowered program such that its collectives have the channels 1, 2, 3, ...."""
     numbers = itertools.count(1)
     module: Any = lowered.compiler_ir("stablehlo")
 

@@ -1,4 +1,7 @@
-"""Checks of the arguments of collectives: dtypes, shapes, dims and roots."""
+"""The checks of the arguments of collectives, whose errors name the operation.
+
+In all functions, `operation` is the name of the collective for error messages.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ COMBINE: dict[str, Combine] = {"sum": lax.add, "mean": lax.add, "max": lax.max, 
 
 
 def array(x: object, operation: str) -> jax.Array:
-    """Convert `x` to an array of numbers or truth values.
+    """Convert `x` to an array of numbers or bools.
 
     Raises:
-      CollectiveError: `x` is a tree, a text or an array of random keys.
+      CollectiveError: `x` is a tree, a string or an array of random keys.
     """
     try:
         found = jnp.asarray(x)
@@ -38,10 +41,10 @@ def array(x: object, operation: str) -> jax.Array:
 
 
 def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
-    """Return the function by which `op` combines two arrays.
+    """Return the function that combines two arrays for an op.
 
     Raises:
-      CollectiveError: the op is unknown, or the dtype does not support it.
+      CollectiveError: the op is unknown, or is not defined for the dtype of `x`.
     """
     if op not in COMBINE:
         raise CollectiveError(f"{operation} with op={op!r}: {did_you_mean(op, COMBINE)}")
@@ -84,10 +87,10 @@ def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
 
 
 def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
-    """Return a dim of `x` as an index from the front.
+    """Return the index of a dim of `x`, counted from the first dim; `dim` may be negative.
 
     Raises:
-      CollectiveError: `x` has no such dim.
+      CollectiveError: `x` has no such dim, or the index is traced.
     """
     index = _index(dim, f"{operation}: {name}")
     if not -x.ndim <= index < x.ndim:
@@ -99,10 +102,16 @@ def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
 
 
 def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
-    """Return the size to which a gathered dim of `total` elements is cut; None keeps all of them.
+    """Return the number of elements to keep of a gathered dim.
+
+    Args:
+      size: the number, or None for all elements.
+      total: the number of elements of the gathered dim.
+      axis: the axis of the collective, for error messages.
+      operation: the name of the collective.
 
     Raises:
-      CollectiveError: the size is larger than the gathered dim.
+      CollectiveError: the size is negative, larger than `total` or traced.
     """
     index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
     if not 0 <= index <= total:
@@ -113,7 +122,14 @@ def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
 
 
 def check_counts(count: int, values: Sequence[object], name: str, operation: str) -> None:
-    """Raise CollectiveError unless there is a value for each of `count` tensors."""
+    """Raise CollectiveError unless there is one value for each of `count` tensors.
+
+    Args:
+      count: the number of tensors.
+      values: the values.
+      name: the name of the values, for error messages.
+      operation: the name of the collective.
+    """
     if len(values) != count:
         raise CollectiveError(
             f"{operation}: {len(values)} {name} for {count} tensors; give one for each tensor"
@@ -121,7 +137,7 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
 
 
 def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str) -> None:
-    """Raise CollectiveError unless the axis divides the dim."""
+    """Raise CollectiveError unless the axis size `size` divides the length of dim `dim`."""
     if x.shape[dim] % size:
         padded = -(-x.shape[dim] // size) * size
         raise CollectiveError(

@@ -1,8 +1,9 @@
-"""The contract of algorithms: a frozen config with six methods on flat arrays, and their cost.
+"""The base class of algorithms: a frozen config with six methods on flat arrays, and their cost.
 
-The methods run inside `jax.shard_map` and see a single device's data. N is the size of the axis
-(the product of the sizes, when `axis` is a tuple), `rank` the device's index along it; `combine` is
-`lax.add`, `lax.max` or `lax.min`. `reference.py` defines the results on plain lists:
+The methods run inside `jax.shard_map` and see the data of a single device. N is the size of the
+axis, or the product of the sizes if `axis` is a tuple. `rank` is the index of the device along the
+axis. `combine` is `lax.add`, `lax.max` or `lax.min`. `reference.py` defines the same results on
+lists of arrays:
 
     all_reduce(flat[n])        -> [n]      the combination of all devices' arrays, on all of them
     reduce_scatter([N, c])     -> [c]      row `rank` of the combination
@@ -11,9 +12,9 @@ The methods run inside `jax.shard_map` and see a single device's data. N is the 
     reduce(flat[n], root)      -> [n]      the combination on `root`, anything elsewhere
     all_to_all([N, c])         -> [N, c]   row i is row `rank` of device i
 
-N is at least 2, n at least 1. Results of all_reduce, all_gather and broadcast have the same bits on
-all devices: each element is combined once, in a single order, and then copied. Checks, padding,
-casts and derivatives are common to all algorithms, in `operations.py`.
+N is at least 2, and n is at least 1. The results of all_reduce, all_gather and broadcast have the
+same bits on all devices: each element is combined once, in a single order, and then copied. The
+module `operations.py` has the checks, padding, casts and derivatives for all algorithms.
 """
 
 from __future__ import annotations
@@ -46,22 +47,24 @@ KINDS: tuple[Operation, ...] = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """The cost of a call; exact where the payload divides evenly among the devices.
+    """The cost of a call of a collective.
 
-    The time on links of latency a and bandwidth b is about `steps * a + serial_bytes / b`.
+    The numbers are exact if the payload divides evenly among the devices. On links with latency a
+    and bandwidth b, the time of the call is about `steps * a + serial_bytes / b`.
     """
 
     steps: int
-    """The number of messages in the longest chain, in which each waits for its predecessor."""
+    """The number of messages in the longest chain in which each message waits for the previous."""
     sent_bytes: float
-    """The bytes that the busiest device sends, over all of its links."""
+    """The number of bytes that the busiest device sends, over all of its links."""
     serial_bytes: float
-    """The bytes of the messages in the longest chain, which are sent one after another."""
+    """The number of bytes of the messages in the longest chain."""
     messages: int
-    """The number of collectives in the compiled program; independent collectives run at once."""
+    """The number of collective operations in the compiled program, some of which may run at the
+    same time."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Add the costs of consecutive calls."""
+        """Return the cost of two calls in sequence."""
         return Traffic(
             self.steps + other.steps,
             self.sent_bytes + other.sent_bytes,
@@ -72,18 +75,23 @@ class Traffic:
 
 NOTHING = Traffic(0, 0.0, 0.0, 0)
 Size = int | tuple[int, ...]
-"""The number of devices on an axis, or on each of several axes, slowest first."""
+"""The number of devices on an axis, or a tuple with the number for each of several axes, slowest
+first."""
 
 
 class Algorithm(Config):
-    """An algorithm for the collectives; the config that chooses it also has its methods."""
+    """The base class of algorithms for collectives.
+
+    An algorithm is a config: an instance has the settings of the algorithm, and its methods run the
+    collectives. The module docstring defines the methods.
+    """
 
     accumulate: Literal["float32"] | None = None
-    """The dtype in which bfloat16 and float16 inputs are sent and summed, at twice the bytes; null
-    keeps their own dtype."""
+    """The dtype in which bfloat16 and float16 inputs are sent and summed, which doubles the bytes;
+    null keeps the dtype of the inputs."""
     bucket_bytes: Count | Literal["auto"] | None = "auto"
-    """The size of the buckets into which the leaves of a tree are fused; `auto` fuses where that is
-    faster, null never."""
+    """The size in bytes of the buckets into which the leaves of a tree are fused. With `auto`
+    leaves are fused if that is faster, and with null never."""
 
     native: ClassVar[bool] = False
     """Whether JAX itself differentiates this algorithm and types its results as replicated."""
@@ -106,20 +114,21 @@ class Algorithm(Config):
 
     @abstractmethod
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        """Combine all devices' arrays on the root, [n] -> [n]; other devices return anything."""
+        """Combine all devices' arrays on the root, [n] -> [n]; other results are arbitrary."""
 
     @abstractmethod
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        """Send row i to device i, and return the rows received, [N, c] -> [N, c]."""
+        """Send row i to device i, and return the received rows, [N, c] -> [N, c]."""
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
         """Compute the cost of a call on `size` devices from a formula.
 
         Args:
           kind: the operation.
-          payload_bytes: bytes of the whole tensor on one device: the input, or for all_gather the
-            result, in the dtype that is sent (`accumulate`).
-          size: number of devices on the axis, or on each axis of a tuple, slowest first.
+          payload_bytes: the bytes of the whole tensor on one device, in the dtype that is sent
+            (`accumulate`). The tensor is the input, or the result for all_gather.
+          size: the number of devices on the axis, or a tuple with the number for each axis, slowest
+            first.
         """
         count = math.prod(size) if isinstance(size, tuple) else size
         assert kind in KINDS, kind
@@ -127,11 +136,11 @@ class Algorithm(Config):
 
     @abstractmethod
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """Compute `traffic` for at least two devices on a single axis."""
+        """Compute the cost of a call, as `traffic` does, on two or more devices of a single axis."""
 
 
 def split_padded(flat: jax.Array, count: int) -> jax.Array:
-    """Split [n] -> [count, ceil(n / count)], padded with zeros."""
+    """Divide an array [n] into rows, [count, ceil(n / count)], and pad the last rows with zeros."""
     width = -(-flat.size // count)
     padding = width * count - flat.size
     return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(count, width)

@@ -1,6 +1,6 @@
-"""The predicted time of a collective: the alpha-beta model, link by link, without a device.
+"""The prediction of the time of a collective by the alpha-beta model, without devices.
 
-A call of `steps` dependent messages takes `steps` latencies and the time of its bytes on the
+A call takes the latencies of its chain of `steps` messages, and the time of its bytes on the
 busiest link (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
 in MPICH", 2005). Concurrent computation and other traffic on the links are ignored.
 """
@@ -21,7 +21,12 @@ from jaxdist.runtime.hardware import Link
 
 @dataclass(frozen=True)
 class Level:
-    """An axis of the mesh: its number of devices, and the link that joins them."""
+    """A mesh axis in a prediction.
+
+    Attributes:
+      size: the number of devices on the axis.
+      link: the link that joins these devices.
+    """
 
     size: int
     link: Link
@@ -30,16 +35,16 @@ class Level:
 def predict_seconds(
     algorithm: Algorithm, kind: Operation, payload_bytes: float, levels: Sequence[Level]
 ) -> float:
-    """Predict how many seconds a collective takes.
+    """Predict the time of a collective, in seconds.
+
+    Each phase of `Hierarchical` runs on the links of its axes. All other algorithms treat all
+    devices alike, so all of their steps and bytes are assumed to use the slowest link.
 
     Args:
-      algorithm: any algorithm except `Auto`, which only chooses among the others.
+      algorithm: any algorithm except `Auto`, which only chooses another algorithm.
       kind: the operation.
-      payload_bytes: bytes of the whole tensor on one device, as in `Algorithm.traffic`.
-      levels: size and link of each axis of the call, slowest first.
-
-    An algorithm without levels treats all devices alike, so all of its steps and bytes count on the
-    slowest link; each phase of a hierarchical algorithm counts on the links of its level.
+      payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+      levels: the size and link of each axis of the call, slowest first.
 
     >>> link = Link(latency_seconds=1e-5, bytes_per_second=1e9)
     >>> f"{predict_seconds(Ring(), 'all_reduce', 8e6, [Level(8, link)]):.6f}"
@@ -58,10 +63,11 @@ def predict_seconds(
 
 
 def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> float:
-    """Predict the time of XLA's collective, whose algorithm is unknown, as that of our fastest.
+    """Predict the time of XLA's collective, whose algorithm is unknown.
 
-    In shared memory XLA's devices read each other's arrays in place: there is one rendezvous, and
-    each byte is read once.
+    The prediction is the time of the faster of `Ring` and `Halving`. In shared memory, XLA's
+    devices read the arrays of other devices directly. The prediction is then the time of a single
+    message with the whole payload.
     """
     if slowest(levels).topology == "memory" and math.prod(level.size for level in levels) > 1:
         return _seconds(Xla(), Traffic(1, payload_bytes, payload_bytes, 1), levels)
@@ -70,9 +76,9 @@ def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level])
 
 
 def slowest(levels: Sequence[Level]) -> Link:
-    """Return a link with the least bandwidth and the largest latency of all levels.
+    """Return a link with the least bandwidth and the largest latency of all axes.
 
-    Axes with one device have no link; if there are no other axes, the choice does not matter.
+    Axes with one device do not count, unless all axes have one device.
     """
     links = [level.link for level in levels if level.size > 1] or [level.link for level in levels]
     narrowest = min(links, key=lambda link: link.bytes_per_second)
@@ -83,16 +89,17 @@ def _seconds(algorithm: Algorithm, traffic: Traffic, levels: Sequence[Level]) ->
     link = slowest(levels)
     busiest_bytes = max(traffic.serial_bytes, traffic.sent_bytes / link.ports)
     seconds = traffic.steps * link.latency_seconds + busiest_bytes / link.bytes_per_second
-    # A ring sends only to neighbours, and XLA's traffic is counted as a ring's; on a torus the
-    # messages of other algorithms pass through the devices in between, and load their links.
+    # A ring sends only to neighbors, and XLA's cost is assumed to be the cost of a ring. On a
+    # torus, the messages of other algorithms pass through the devices in between, and use several
+    # links.
     if link.topology != "torus" or isinstance(algorithm, Ring | Xla):
         return seconds
     return seconds * _mean_hops(math.prod(level.size for level in levels))
 
 
 def _mean_hops(size: int) -> float:
-    """Return the mean number of links that a message of a logarithmic algorithm crosses on a ring.
+    """Return the mean number of links that a message uses on a ring, in a logarithmic algorithm.
 
-    The steps send to the devices 1, 2, 4, ... places further, through all devices in between.
+    The steps of such an algorithm send messages over 1, 2, 4, ... links.
     """
     return (size - 1) / math.ceil(math.log2(size)) if size > 1 else 1.0

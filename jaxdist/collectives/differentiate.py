@@ -1,6 +1,6 @@
-"""Differentiable collectives, whose transposes run by the same algorithm.
+"""Differentiable collectives, whose backward passes run by the same algorithm.
 
-Each function takes and returns flat arrays, like the algorithm's method of the same name.
+Each function takes and returns flat arrays, like the method of `Algorithm` with the same name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def all_reduce(algorithm: Algorithm, axis: Axis, x: jax.Array) -> jax.Array:
-    """Sum arrays over all devices; the operation is its own transpose."""
+    """Sum the arrays of all devices; the backward pass is an all-reduce too."""
     forward = partial(algorithm.all_reduce, axis=axis, combine=lax.add)
     return _linear("all_reduce", algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
 
 
 def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """Sum arrays and return this device's block: the transpose of `all_gather`."""
+    """Sum the arrays of all devices, and return this device's block.
+
+    The backward pass is an all-gather.
+    """
     forward = partial(algorithm.reduce_scatter, axis=axis, combine=lax.add)
     return _linear(
         "reduce_scatter", algorithm, axis, forward, partial(all_gather, algorithm, axis)
@@ -33,7 +36,7 @@ def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.A
 
 
 def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
-    """Gather the blocks of all devices: the transpose of `reduce_scatter`."""
+    """Gather the blocks of all devices; the backward pass is a reduce-scatter."""
     forward = partial(algorithm.all_gather, axis=axis)
     return _linear(
         "all_gather", algorithm, axis, forward, partial(reduce_scatter, algorithm, axis)
@@ -41,13 +44,16 @@ def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
 
 
 def broadcast(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """Copy the root's array to all devices: the transpose of `reduce`."""
+    """Copy the root's array to all devices; the backward pass is a reduce."""
     forward = partial(algorithm.broadcast, axis=axis, root=root)
     return _linear("broadcast", algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
 
 
 def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """Sum arrays on `root`, with zeros elsewhere: the transpose of `broadcast`."""
+    """Sum the arrays of all devices on `root`, and return zeros on the other devices.
+
+    The backward pass is a broadcast.
+    """
 
     def forward(x: jax.Array) -> jax.Array:
         return on_root(algorithm.reduce(x, axis, root, lax.add), axis, root)
@@ -56,7 +62,7 @@ def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Arr
 
 
 def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """Exchange row i of device j with row j of device i: its own transpose and inverse."""
+    """Exchange row i of device j with row j of device i; the backward pass is an all-to-all too."""
     forward = partial(algorithm.all_to_all, axis=axis)
     return _linear("all_to_all", algorithm, axis, forward, partial(all_to_all, algorithm, axis))(
         blocks
@@ -64,15 +70,20 @@ def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array
 
 
 def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """Return `x` on `root`, and zeros elsewhere."""
+    """Return `x` on the device `root`, and zeros on the other devices."""
     return jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
 
 
 def extremum(operation: str, forward: Function) -> Function:
-    """Return `forward`, a max or min, as a function that refuses differentiation.
+    """Return a function that calls `forward`, a max or a min, and cannot be differentiated.
+
+    Args:
+      operation: the name of the collective, for the error message.
+      forward: the function that computes the max or the min.
 
     Raises:
-      CollectiveError: raised by the returned function when it is differentiated.
+      CollectiveError: the returned function is differentiated. The call of `extremum` does not
+        raise it.
     """
 
     def refuse(x: jax.Array) -> tuple[jax.Array, None]:
@@ -96,8 +107,8 @@ def _linear(
         return forward
 
     def typed(x: jax.Array) -> jax.Array:
-        # Parts of an algorithm may be native, and then jax types the result as replicated. The
-        # argument of the transpose has the type of the result, and must be varying to be summed.
+        # A part of an algorithm may be native, and jax then types the result as replicated. The
+        # cotangent has the type of the result, and must be varying so that it can be summed.
         return varying(forward(x), axis)
 
     typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.proofs` finds the operation by this name

@@ -1,19 +1,21 @@
-"""The user-facing collectives, inside `jax.shard_map`: any shape, dtype and algorithm.
+"""The collectives for users, inside `jax.shard_map`, for any shape, dtype and algorithm.
 
-`reference.py` defines the results; the algorithm's docstring and `traffic` give the cost. All
-operations take an axis name or a tuple of names (slowest first; devices are counted over all these
-axes), and sizes need not divide by the number of devices. Invalid arguments raise a CollectiveError
-at trace time. Shapes and dtypes cannot differ between devices, because shard_map traces one program
-for all devices.
+`reference.py` defines the results. The docstring and the method `traffic` of an algorithm describe
+the cost. Each operation takes the name of an axis or a tuple of names, slowest first. With a tuple,
+the devices are counted over all these axes. The lengths of dims need not be multiples of the number
+of devices, except for all_to_all. Invalid arguments raise a CollectiveError at trace time. All
+devices have the same shapes and dtypes, because `jax.shard_map` traces one program for all devices.
 
-Reverse-mode differentiation runs the transpose by the same algorithm: all_reduce <-> all_reduce,
-reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> its inverse. (`Xla` is
-differentiated by JAX itself, in forward mode as well.) max and min have no derivative.
+Reverse-mode differentiation runs the transposed operation by the same algorithm: all_reduce <->
+all_reduce, reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> all_to_all. JAX
+itself differentiates `Xla`, in forward mode too. The operations with max and min have no
+derivative.
 
-With `check_vma=True` JAX cannot know that a hand-written all_reduce gives the same value on all
-devices, and types the result as varying: give it a sharded out_spec, set `check_vma=False`, or use
-`Xla`. A gradient taken *inside* shard_map through a varying result is the gradient of the sum of
-all devices' losses, as through `lax.psum` with `check_vma=False`.
+With `check_vma=True`, JAX cannot prove that an all_reduce by another algorithm than `Xla` has the
+same result on all devices, and types the result as varying. The user must then declare a sharded
+out_spec, set `check_vma=False`, or use `Xla`. A gradient that is computed inside a `shard_map`
+through a varying result is the gradient of the sum of all devices' losses. The same is true for
+`lax.psum` with `check_vma=False`.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ XLA = Xla()
 def all_reduce(
     x: jax.Array, axis: Axis, *, op: Op = "sum", algorithm: Algorithm = XLA
 ) -> jax.Array:
-    """Combine the devices' arrays element by element; every device gets the result.
+    """Combine the arrays of all devices element by element, and return the result on every device.
 
     Args:
       x: this device's array, of any shape.
-      axis: name of a mesh axis, or a tuple of names.
-      op: "mean" is for floating-point and complex numbers, "max" and "min" for all but complex.
+      axis: the name of a mesh axis, or a tuple of names.
+      op: the operation: "sum" for all numbers, "mean" for floating-point and complex numbers, "max"
+        and "min" for bools and for all numbers except complex numbers.
       algorithm: the algorithm, which determines the order of summation.
 
     Returns:
@@ -67,14 +70,15 @@ def all_reduce(
 def reduce_scatter(
     x: jax.Array, axis: Axis, *, op: Op = "sum", dim: int = 0, algorithm: Algorithm = XLA
 ) -> jax.Array:
-    """Combine the devices' arrays; each device gets its block of the result along `dim`.
+    """Combine the arrays of all N devices, and return this device's block of the result.
 
     Args:
-      x, axis, op, algorithm: as for `all_reduce`.
-      dim: a dim of n elements; device i gets its elements i*c to (i+1)*c, c = ceil(n/N).
+      x, axis, op, algorithm: the arguments of `all_reduce`.
+      dim: the dim along which the result is divided into blocks. If it has n elements, a block has
+        c = ceil(n / N) elements, and device i gets the elements from i * c up to (i + 1) * c.
 
     Returns:
-      This device's block, with c elements in `dim`; the last blocks are padded with zeros.
+      This device's block, with c elements in `dim`. The last blocks are padded with zeros.
     """
     x, axis, size, algorithm = _arguments("reduce_scatter", x, axis, algorithm)
     combine = check.combine_of(op, x, "reduce_scatter")
@@ -97,12 +101,14 @@ def reduce_scatter(
 def all_gather(
     x: jax.Array, axis: Axis, *, dim: int = 0, size: int | None = None, algorithm: Algorithm = XLA
 ) -> jax.Array:
-    """Concatenate the devices' blocks along `dim`, in the order of the axis, on every device.
+    """Concatenate the blocks of all N devices, and return the result on every device.
 
     Args:
-      x, axis, algorithm: as for `all_reduce`; any dtype.
-      dim: the dim of c elements along which to concatenate.
-      size: number of elements to keep of the result's N*c, to invert reduce_scatter's padding.
+      x: this device's block, of any shape and dtype.
+      axis, algorithm: the arguments of `all_reduce`.
+      dim: the dim along which to concatenate, in the order of the axis.
+      size: the number of elements of this dim to keep, or None to keep all. With a size, the
+        padding of `reduce_scatter` can be removed.
     """
     x, axis, count, algorithm = _arguments("all_gather", x, axis, algorithm)
     dim = check.dim_of(dim, x, "dim", "all_gather")
@@ -114,13 +120,16 @@ def all_gather(
         return differentiate.all_gather(algorithm, axis, block)
 
     flat = rows if algorithm.native else _settled(rows.reshape(-1))
-    # Our algorithms assume at least one element: see `contract.py`.
+    # The algorithms except `Xla` assume at least one element (`contract.py`).
     gathered = run(flat) if flat.size or algorithm.native else flat
     return jnp.moveaxis(gathered.reshape(total, *rows.shape[1:])[:size], 0, dim)
 
 
 def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm = XLA) -> jax.Array:
-    """Copy the array of device `root` to every device."""
+    """Return the array of the device with index `root` on every device.
+
+    The array may have any shape and dtype, and `root` must be known at trace time.
+    """
     x, axis, size, algorithm = _arguments("broadcast", x, axis, algorithm)
     root = check.root_of(root, axis, size, "broadcast")
     run = partial(differentiate.broadcast, algorithm, axis, root)
@@ -130,11 +139,14 @@ def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm =
 def reduce(
     x: jax.Array, axis: Axis, *, root: int = 0, op: Op = "sum", algorithm: Algorithm = XLA
 ) -> jax.Array:
-    """Combine the devices' arrays on device `root`; the others get zeros.
+    """Combine the arrays of all devices, and return the result on a single device.
 
     Args:
-      x, axis, op, algorithm: as for `all_reduce`.
-      root: index along the axis, known at trace time.
+      x, axis, op, algorithm: the arguments of `all_reduce`.
+      root: the index of this device along the axis, which must be known at trace time.
+
+    Returns:
+      The result on the device `root`, and zeros on the other devices.
     """
     x, axis, size, algorithm = _arguments("reduce", x, axis, algorithm)
     combine = check.combine_of(op, x, "reduce")
@@ -160,12 +172,14 @@ def all_to_all(
     concat_dim: int = 0,
     algorithm: Algorithm = XLA,
 ) -> jax.Array:
-    """Split `x` along a dim, send part i to device i, and concatenate the received parts.
+    """Split `x` into N parts, send part i to device i, and concatenate the received parts.
 
     Args:
-      x, axis, algorithm: as for `all_reduce`; any dtype.
-      split_dim: the dim to split, whose size divides by N.
-      concat_dim: the dim to concatenate along, in the order of the axis; it becomes N times longer.
+      x: this device's array, of any shape and dtype.
+      axis, algorithm: the arguments of `all_reduce`.
+      split_dim: the dim to split. Its length must be a multiple of the number N of devices.
+      concat_dim: the dim along which to concatenate, in the order of the axis. It becomes N times
+        longer.
     """
     x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
     split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")
@@ -182,7 +196,10 @@ def all_to_all(
 
 
 def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Return the blocks of `x` along `dim` as `[size, width, ...]`, zero-padded at the end."""
+    """Divide `x` along `dim` into `size` blocks, and return `[size, width, ...]`.
+
+    The second dim of the result is the dim that is divided. It is padded with zeros at the end.
+    """
     rows = jnp.moveaxis(x, dim, 0)
     width = -(-rows.shape[0] // size)
     padding = [(0, width * size - rows.shape[0])] + [(0, 0)] * (x.ndim - 1)
@@ -192,7 +209,11 @@ def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
 def _arguments(
     operation: str, x: jax.Array, axis: Axis, algorithm: Algorithm
 ) -> tuple[jax.Array, Axis, int, Algorithm]:
-    """Check the arguments that all operations share, and return the array typed as varying."""
+    """Check the arguments that all operations have in common.
+
+    Returns:
+      The array with the type "varying", the checked axis, the axis size, and the algorithm to run.
+    """
     axis = checked(axis, operation)
     check.check_algorithm(algorithm, operation)
     x = varying(check.array(x, operation), axis)
@@ -200,10 +221,10 @@ def _arguments(
 
 
 def _settled(x: jax.Array) -> jax.Array:
-    """Put `x` behind a barrier, so that it is computed only once.
+    """Return `x` behind a barrier, so that XLA computes it only once.
 
-    Without the barrier XLA may compute the value that a device keeps separately from the value that
-    the device sends, with different rounding.
+    A device keeps `x` and sends it. Without the barrier XLA may compute the two values separately,
+    with different rounding.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -215,11 +236,15 @@ def _reduced(
     run: Callable[[jax.Array], jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Call `run` in the dtype `algorithm.accumulate`, if it is set, and divide for a mean."""
+    """Call `run` in the dtype of the sum, divide the result for a mean, and cast it back.
+
+    The dtype of the sum is `algorithm.accumulate` if it is set, for half-width floats.
+    """
     half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
     carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x
     result = run(carried)
-    # The division precedes the cast, because the sum may exceed the range of a half-width dtype.
+    # The division comes before the cast, because the sum may exceed the range of a half-width
+    # dtype.
     mean = result / jnp.asarray(size, result.dtype) if op == "mean" else result
     return mean.astype(x.dtype)
 
@@ -227,7 +252,11 @@ def _reduced(
 def _elementwise(
     algorithm: Algorithm, run: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """Call `run` on the flat array; `Xla` gets the array itself, whose auto axes may be sharded."""
+    """Call `run` on the flattened array, and return the result in the shape of `x`.
+
+    For `Xla` the array is not flattened, because auto axes may split its dims. An empty array is
+    returned unchanged by the other algorithms.
+    """
     if algorithm.native:
         return run(x)
     return run(x.reshape(-1)).reshape(x.shape) if x.size else x
@@ -239,7 +268,10 @@ def _blockwise(
     blocks: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Call `run` on blocks flattened to [N, c], and return the result in `shape`."""
+    """Call `run` on blocks that are flattened to [N, c], and return the result in `shape`.
+
+    For `Xla` the blocks are not flattened.
+    """
     if algorithm.native:
         return run(blocks).reshape(shape)
     flat = blocks.reshape(blocks.shape[0], -1)

@@ -1,12 +1,12 @@
-"""The definition of the collectives: plain functions on the list of all devices' arrays.
+"""The definition of the results of collectives, as functions on the list of all devices' arrays.
 
-`blocks[i]` is the array of device i before the collective, and element i of the result is that
-device's array after the collective. Nothing here needs a device or an algorithm: `operations.py` is
-tested against these functions.
+In all functions, `blocks[i]` is the array of device i before the collective, and element i of the
+result is the array of device i after the collective. The functions run in numpy, without devices.
+`operations.py` is tested against these functions.
 
-Operations that only move data (all_gather, broadcast, all_to_all) preserve the bits, even those of
-bools and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the
-sign of a sum that is zero, and whether the max or min of 0.0 and -0.0 is 0.0 or -0.0.
+Operations that only move data (all_gather, broadcast, all_to_all) preserve all bits, also of bools
+and of -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the sign
+of a sum that is zero, and whether the max or min of 0.0 and -0.0 is 0.0 or -0.0.
 
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]
@@ -32,19 +32,22 @@ COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def _combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
-    """Combine all blocks element by element, in their own dtype."""
+    """Combine all blocks element by element, in the dtype of the blocks."""
     # Without `dtype`, numpy would add narrow integers in its default integer type.
     total = COMBINE[op].reduce(np.stack(blocks), axis=0, dtype=blocks[0].dtype)
     return total / total.dtype.type(len(blocks)) if op == "mean" else total
 
 
 def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
-    """Give the combination of all blocks to every device."""
+    """Return the combination of all blocks for every device."""
     return [_combined(blocks, op) for _ in blocks]
 
 
 def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
-    """Give part i of the combination of all blocks to device i: ceil(n / N) elements, padded."""
+    """Return part i of the combination of all blocks for device i.
+
+    A part has ceil(n / N) of the n elements along `dim`, padded with zeros.
+    """
     total = np.moveaxis(_combined(blocks, op), dim, 0)
     width = -(-len(total) // len(blocks))
     padded = np.zeros((width * len(blocks), *total.shape[1:]), total.dtype)
@@ -53,24 +56,24 @@ def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
 
 
 def all_gather(blocks: Blocks, dim: int = 0, size: int | None = None) -> Blocks:
-    """Concatenate all blocks, cut the result to `size`, and give it to every device."""
+    """Return the concatenation of all blocks along `dim`, cut to `size`, for every device."""
     whole = np.concatenate(blocks, axis=dim)
     return [whole.take(range(whole.shape[dim])[:size], axis=dim) for _ in blocks]
 
 
 def broadcast(blocks: Blocks, root: int = 0) -> Blocks:
-    """Give the block of `root` to every device."""
+    """Return the block of `root` for every device."""
     return [blocks[root] for _ in blocks]
 
 
 def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
-    """Give the combination of all blocks to device `root`, and zeros to the other devices."""
+    """Return the combination of all blocks for device `root`, and zeros for the other devices."""
     total = _combined(blocks, op)
     return [total if i == root else np.zeros_like(total) for i in range(len(blocks))]
 
 
 def all_to_all(blocks: Blocks, split_dim: int = 0, concat_dim: int = 0) -> Blocks:
-    """Give part i of every device's block to device i."""
+    """Return the concatenation of part i of every block for device i."""
     parts = [np.split(block, len(blocks), axis=split_dim) for block in blocks]
     return [
         np.concatenate([part[i] for part in parts], axis=concat_dim) for i in range(len(blocks))

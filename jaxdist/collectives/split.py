@@ -1,7 +1,7 @@
-"""Tensor fusion for sharded tensors: gather or reduce-scatter several tensors at once.
+"""Tensor fusion for sharded tensors: the gather or reduce-scatter of several tensors together.
 
-Shards of one dtype are concatenated in a bucket, whichever dim of each tensor is split, so that a
-layer of many small tensors is one message instead of many.
+Shards of one dtype are concatenated in a bucket, although different dims of the tensors may be
+split. A layer of many small tensors is then one message instead of many messages.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ def gather_leaves(
     lengths: Sequence[int | None] | None = None,
     algorithm: Algorithm,
 ) -> list[jax.Array]:
-    """Run `all_gather` on every shard, packed into buckets of `algorithm.bucket_bytes`.
+    """Gather whole tensors from their shards, packed into buckets of `algorithm.bucket_bytes`.
 
-    The size of a bucket is that of its whole tensors, after the gather.
+    The bytes of a bucket are the bytes of its whole tensors, after the gather.
 
     Args:
       shards: the shards of this device, inside `jax.shard_map`.
-      dims: the split dim of each shard.
-      axis, algorithm: as for `reduce_tree`.
-      lengths: the `size` argument of `all_gather` for each shard.
+      dims: the split dim of each tensor.
+      axis: the name of a mesh axis, or a tuple of names.
+      lengths: for each tensor, the number of elements of its split dim to keep, or None to keep
+        all; or None to keep all elements of all tensors.
+      algorithm: the algorithm, whose `bucket_bytes` is used as in `reduce_tree`.
 
     Returns:
       The whole tensors.
 
     Raises:
-      CollectiveError: as for `all_gather`, or there are more or fewer dims or lengths than shards.
+      CollectiveError: an argument is invalid, as in `all_gather`, or the number of dims or lengths
+        differs from the number of shards.
     """
     axis = checked(axis, "gather_leaves")
     count = axis_size(axis)
@@ -73,18 +76,20 @@ def gather_leaves(
 def scatter_leaves(
     tensors: Sequence[jax.Array], dims: Sequence[int], axis: Axis, *, algorithm: Algorithm
 ) -> list[jax.Array]:
-    """Run `reduce_scatter` on every tensor, packed into buckets of `algorithm.bucket_bytes`.
+    """Sum tensors over devices into shards, packed into buckets of `algorithm.bucket_bytes`.
 
     Args:
       tensors: the tensors of this device, inside `jax.shard_map`.
       dims: the dim of each tensor along which its sum is split.
-      axis, algorithm: as for `reduce_tree`.
+      axis: the name of a mesh axis, or a tuple of names.
+      algorithm: the algorithm, whose `bucket_bytes` is used as in `reduce_tree`.
 
     Returns:
-      This device's shards of the sums.
+      This device's shards of the sums, padded as by `reduce_scatter`.
 
     Raises:
-      CollectiveError: as for `reduce_scatter`, or there are more or fewer dims than tensors.
+      CollectiveError: an argument is invalid, as in `reduce_scatter`, or the number of dims differs
+        from the number of tensors.
     """
     axis = checked(axis, "scatter_leaves")
     size = axis_size(axis)
@@ -134,13 +139,14 @@ def join_shards(
     dims: Sequence[int],
     lengths: Sequence[int],
 ) -> list[jax.Array]:
-    """Join whole tensors from concatenated shards.
+    """Join whole tensors from the concatenated shards of all N devices.
 
     Args:
-      blocks: array [N, total], each row with the flat shards of a device, whose split dim is first.
-      shapes: shapes of the shards in a row, the split dim first.
+      blocks: an array [N, total]. Each row has the shards of a device, whose split dims are moved
+        to the front and which are flattened and concatenated.
+      shapes: the shapes of the shards in a row, with the split dim first.
       dims: the split dim of each tensor.
-      lengths: the length of each tensor's split dim; padding of the shards beyond it is dropped.
+      lengths: the length of each tensor's split dim without the padding of shards.
     """
     like = [jax.ShapeDtypeStruct((math.prod(shape),), blocks.dtype) for shape in shapes]
     parts = jax.vmap(partial(unpack, like=like))(blocks)

@@ -1,1 +1,1 @@
-"""The algorithms of collectives, each a `contract.Algorithm`, and their union type for configs."""
+"""The algorithms of collectives: subclasses of `contract.Algorithm`, and their type in configs."""

@@ -1,4 +1,4 @@
-"""An algorithm that runs each call by the algorithm that `cost.py` predicts to be fastest."""
+"""The algorithm `Auto`, which runs each call by the algorithm with the least predicted time."""
 
 from __future__ import annotations
 
@@ -31,60 +31,65 @@ FLAT: tuple[Algorithm, ...] = (
     DoubleTree(),
     Halving(),
 )
-"""The alternatives on any axis; of two alternatives with equal predictions, `Auto` chooses the
-earlier."""
+"""The alternatives of `Auto` for any axis. If two alternatives have equal predicted times, `Auto`
+chooses the alternative that is earlier in this tuple."""
 HIERARCHICAL: tuple[Algorithm, ...] = tuple(
     Hierarchical(inside=inside, across=across)
     for inside in (Ring(directions=2), Halving())
     for across in (Ring(directions=2), Halving())
 )
-"""The additional alternatives of `Auto` on several axes."""
+"""The additional alternatives of `Auto` for several axes, after the alternatives in `FLAT`."""
 
 
 class LinkConfig(Config):
-    """The figures of a link of your own network, used instead of the figures in `hardware.py`."""
+    """The speed of a network's links, which replaces the known speed of the device's links."""
 
     latency_seconds: NonNegativeFloat
-    """The seconds from the start of a message until its first byte reaches the neighbour."""
+    """The time from the start of a message until its first byte arrives, in seconds."""
     bytes_per_second: PositiveFloat
     """The bytes per second in one direction, through one port."""
     topology: Topology = "switch"
-    """The topology of the links: a switch joins all devices; a torus joins neighbours, and sends in
-    both directions at once."""
+    """The topology of the links. A switch joins all devices. A torus joins neighbors only, and a
+    device sends in both directions at the same time."""
 
     def link(self) -> Link:
-        """Convert the figures to the form that `cost.py` uses."""
+        """Convert the config to the type that `cost.py` uses."""
         return Link(self.latency_seconds, self.bytes_per_second, self.topology)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An alternative for a call, and its predicted time."""
+    """An alternative for a call of a collective.
+
+    Attributes:
+      algorithm: the algorithm.
+      seconds: the predicted time of the call, in seconds.
+    """
 
     algorithm: Algorithm
     seconds: float
 
 
 class Auto(Algorithm):
-    """The fastest alternative by the alpha-beta model, chosen when the program is traced.
+    """The algorithm that `cost.predict_seconds` predicts to be fastest, chosen for each call.
 
-    The choice depends only on the operation, the bytes, the sizes of the axes and their links.
-    Nothing is measured, so that all processes make the same choice. `explain` gives the reasons.
-    The order of summation is that of the chosen algorithm.
+    The choice is made when a program is traced. It depends only on the operation, the number of
+    bytes, and the sizes and links of the axes. Nothing is measured, so all processes make the same
+    choice. `explain` shows the predictions. The chosen algorithm determines the order of summation.
     """
 
     type: Literal["auto"] = "auto"
     """The name that selects this algorithm in a config."""
     device: str | None = None
-    """The device whose figures to use (v5e, h100, ...); null: the device of the program."""
+    """The device whose links are assumed (v5e, h100, ...); null means the device of the program."""
     fast: LinkConfig | None = None
-    """The link of fast axes; null: the device's own."""
+    """The link of fast axes; null means the link that jaxdist knows for the device."""
     slow: LinkConfig | None = None
-    """The link of slow axes; null: the device's own."""
+    """The link of slow axes; null means the link that jaxdist knows for the device."""
     slow_axes: tuple[str, ...] | None = None
-    """The axes between slices or hosts; null: the axes whose names end in `_dcn`."""
+    """The slow axes, between slices or hosts; null means the axes whose names end in `_dcn`."""
     xla: bool = True
-    """Whether the compiler's own collectives are among the alternatives."""
+    """Whether the collectives of XLA are among the alternatives."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return self._chosen("all_reduce", flat, axis).all_reduce(flat, axis, combine)
@@ -106,13 +111,22 @@ class Auto(Algorithm):
         return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
 
     def choose(self, kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
-        """Return the alternative with the least predicted time, the first of several equals."""
+        """Return the alternative with the least predicted time.
+
+        Args:
+          kind: the operation.
+          payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+          levels: the size and link of each axis, slowest first.
+
+        Returns:
+          The fastest algorithm, or the first of several that are equally fast.
+        """
         return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
 
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Return every alternative with its time; of equal times, `choose` prefers the first."""
+        """Return all alternatives with their predicted times; the arguments are as for `choose`."""
         several = sum(level.size > 1 for level in levels) > 1
         return [
             Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))
@@ -121,7 +135,13 @@ class Auto(Algorithm):
         ]
 
     def choose_here(self, kind: Operation, payload_bytes: float, axis: Axis) -> Algorithm:
-        """Call `choose` inside shard_map, with the axes and the device of its mesh."""
+        """Return the fastest alternative for the mesh of the current `jax.shard_map`.
+
+        Args:
+          kind: the operation.
+          payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+          axis: the axis of the collective.
+        """
         sizes = {name: axis_size(name) for name in names(axis)}
         return self.choose(kind, payload_bytes, self.levels(sizes, here_kind()))
 
@@ -130,8 +150,8 @@ class Auto(Algorithm):
 
         Args:
           sizes: the size of each axis by name, slowest first.
-          kind: the device, as a short name or a `device_kind`; the setting `device` takes
-            precedence.
+          kind: the device, as a short name or a `device_kind`. It is ignored if the setting
+            `device` is not None.
 
         Raises:
           CollectiveError: a link is neither configured nor known for the device.
@@ -141,12 +161,14 @@ class Auto(Algorithm):
     def explain(
         self, kind: Operation, payload_bytes: float, sizes: Mapping[str, int], on: str
     ) -> str:
-        """Format the alternatives of a call as a table, the fastest first, with the figures used.
+        """Format the alternatives for a call as a table, fastest first, after the assumed links.
 
         Args:
-          kind, payload_bytes: operation and bytes of the call.
+          kind: the operation.
+          payload_bytes: the bytes of the whole tensor on one device.
           sizes: the size of each axis by name, slowest first.
-          on: the device, as for `levels`.
+          on: the device, as a short name or a `device_kind`. It is ignored if the setting `device`
+            is not None.
 
         >>> link = LinkConfig(latency_seconds=1e-5, bytes_per_second=1e9)
         >>> print(Auto(fast=link).explain("all_reduce", 4096, {"data": 8}, on="cpu"))
@@ -186,9 +208,10 @@ class Auto(Algorithm):
         return self.traffic(kind, payload_bytes, (size,))
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """Predict the chosen alternative's traffic; the last axis is fast, the other axes are slow.
+        """Compute the cost of the algorithm that would be chosen for a call.
 
-        Without `device` the links are those of jax's first device.
+        The last axis is assumed to be fast, and the other axes to be slow. If the setting `device`
+        is None, the links of jax's first device are assumed.
         """
         *slow, fast = size if isinstance(size, tuple) else (size,)
         sizes = {f"{index}{DCN}": count for index, count in enumerate(slow)} | {"fast": fast}
@@ -201,17 +224,18 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def here_kind() -> str:
-    """Return the kind of device for which a program is being traced."""
+    """Return the `device_kind` of the devices for which a program is being traced."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level]) -> list[str]:
-    """Return the lines above a table of alternatives: the message and its axes, then each link.
+    """Return lines that describe a call: its message and axes, then the link of each axis.
 
     Args:
-      what: description of the message.
-      sizes, levels: sizes and links of the axes, in the same order.
+      what: a description of the message.
+      sizes: the size of each axis by name.
+      levels: the size and link of each axis, in the same order.
     """
     shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
     lines = [f"{what} on {{{shown}}}"]
@@ -225,7 +249,7 @@ def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level
 
 
 def label(algorithm: Config) -> str:
-    """Format an algorithm, or another section of a config, as in YAML, without default values.
+    """Format an algorithm, or another section of a config, as YAML without default values.
 
     >>> label(Ring(directions=2)), label(Xla())
     ('{type: ring, directions: 2}', '{type: xla}')
@@ -261,7 +285,7 @@ def _row(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align all columns to the right, except the last column, which is aligned to the left."""
+    """Format rows of a table as lines, aligned to the right except in the last column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True))][:-1])

@@ -1,8 +1,9 @@
-"""Binomial trees, in which partial results move 1, 2, 4, ... places towards the root.
+"""Reduction and broadcast along binomial trees.
 
-A tuple of devices defines a tree: `places[v]` is the device at place v, `places[0]` the root. Place
-v receives from places v+1, v+2, v+4, ..., as long as the difference is less than the lowest set bit
-of v, and then sends to place v without that bit.
+A tuple of devices defines a tree: `places[v]` is the device of node v, and node 0 is the root. In a
+reduction, node v receives from the nodes v + 1, v + 2, v + 4, ..., where the difference is less
+than the lowest set bit of v. Node v then sends its partial result to node v without that bit. (The
+root receives from all powers of two.)
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import jax.numpy as jnp
 from jaxdist.collectives.axis import Axis, permute, rank
 from jaxdist.collectives.contract import Combine, Operation, Traffic
 
+# The device of each node of a tree. Node 0 is the root.
 Places = tuple[int, ...]
 SendPairs = list[tuple[int, int]]
 """The (sender, receiver) pairs of a step."""
 
 
 def rooted(root: int, size: int) -> Places:
-    """Return the tree whose places are the devices in order, starting from the root.
+    """Return the tree whose nodes are the devices in the order root, root + 1, ..., modulo `size`.
 
     >>> rooted(2, 5)
     (2, 3, 4, 0, 1)
@@ -31,7 +33,7 @@ def rooted(root: int, size: int) -> Places:
 
 
 def steps_up(places: Places) -> list[SendPairs]:
-    """Return the steps of a reduction towards the root.
+    """Return the steps of a reduction to the root.
 
     >>> steps_up(rooted(0, 5))
     [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
@@ -44,7 +46,7 @@ def steps_up(places: Places) -> list[SendPairs]:
 
 
 def steps_down(places: Places) -> list[SendPairs]:
-    """Return the steps of a broadcast away from the root: those of `steps_up` backwards.
+    """Return the steps of a broadcast from the root: the reversed steps of a reduction.
 
     >>> steps_down(rooted(0, 4))
     [[(0, 2)], [(0, 1), (2, 3)]]
@@ -53,17 +55,17 @@ def steps_down(places: Places) -> list[SendPairs]:
 
 
 def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax.Array:
-    """Reduce [n] -> [n]; the result is valid on the root."""
+    """Reduce the arrays [n] of all devices to [n]; the result is valid on the root only."""
     for step in steps_up(places):
         arrived = permute(flat, axis, step)
-        # Devices that receive nothing get zeros from `permute`, which must not enter a max or a
-        # min.
+        # A device that receives nothing gets zeros from `permute`. These zeros must not be combined
+        # in a max or a min.
         flat = jnp.where(_receives(step, axis, places), combine(flat, arrived), flat)
     return flat
 
 
 def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
-    """Broadcast [n] -> [n] from the root."""
+    """Copy the array [n] of the root to all devices."""
     for step in steps_down(places):
         arrived = permute(flat, axis, step)
         flat = jnp.where(_receives(step, axis, places), arrived, flat)
@@ -71,7 +73,13 @@ def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
 
 
 def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
-    """Count the traffic over simultaneous trees, each of which carries its part of the payload."""
+    """Compute the cost of a call that runs along several trees at the same time.
+
+    Args:
+      kind: "reduce", "broadcast" or "all_reduce".
+      payload_bytes: the bytes of the whole tensor on one device.
+      trees: the trees, each of which carries an equal part of the payload.
+    """
     ups = [step for places in trees for step in steps_up(places)]
     downs = [step for places in trees for step in steps_down(places)]
     run = {"reduce": ups, "broadcast": downs, "all_reduce": ups + downs}[kind]

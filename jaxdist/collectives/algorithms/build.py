@@ -1,4 +1,4 @@
-"""The choice of an algorithm in a config, by `type:`."""
+"""The config section that chooses an algorithm by its `type`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Reduce-scatter, all-gather and all-to-all in ceil(log2 N) rounds, for any N.
+"""Reduce-scatter, all-gather and all-to-all in ceil(log2 N) rounds, for any number N of devices.
 
 Each round of the reduce-scatter halves the number of blocks that a device still has to reduce,
-rounded up: with m blocks left, the device sends the other blocks to the device m places further.
-For a power of two this is the classical recursive halving. For other N, the classical algorithm
-first sends the S bytes of each surplus device to another device, and finally sends the result back;
-this algorithm takes as many steps, and never sends more than (N-1)/N S bytes.
+rounded up to m blocks. The device keeps m blocks, and sends its other blocks to the device whose
+index is larger by m. For a power of two this is the classical recursive halving. For other N, the
+classical algorithm first sends the S bytes of each surplus device to another device, and sends the
+result back in the end. This algorithm takes the same number of steps, and never sends more than
+(N-1)/N S bytes.
 
-Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 (arXiv 2410.14234).
-The all-gather, its mirror image, and the all-to-all are by Bruck et al., 1997.
+The reduce-scatter is from Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
+2024 (arXiv 2410.14234). The all-gather is its mirror image. The all-gather and the all-to-all are
+from Bruck et al., 1997.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The base of algorithms whose operations without a root take ceil(log2 N) rounds.
+    """The base class of algorithms whose operations without a root take ceil(log2 N) rounds.
 
-    Operations with a root run along a binomial tree.
+    Broadcast and reduce run along a binomial tree.
     """
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -45,7 +47,7 @@ class Circulant(Algorithm):
 
 
 def rounds(size: int) -> list[tuple[int, int]]:
-    """Return how many blocks a device has left to reduce before and after each round.
+    """Return the number of blocks that a device has to reduce before and after each round.
 
     >>> rounds(8), rounds(6)
     ([(8, 4), (4, 2), (2, 1)], [(6, 3), (3, 2), (2, 1)])
@@ -64,14 +66,15 @@ def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array
         # All blocks of a round are one message, which costs one latency.
         sent = jnp.concatenate(rows[fewer:more])
         arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
-        # If `more` is odd, one block fewer arrives than is kept: the last kept block is unchanged.
+        # If `more` is odd, the device keeps one block more than it receives. `zip` is not strict,
+        # and the last kept block is unchanged.
         reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
         rows = reduced + rows[more - fewer : fewer]
     return rows[0]
 
 
 def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
-    """All-gather [c] -> [N * c], overwriting all of `into`, an array of shape [N * c]."""
+    """All-gather [c] -> [N * c], and write the result into `into`, an array of shape [N * c]."""
     rows = [block]
     for more, fewer in reversed(rounds(axis_size(axis))):
         sent = jnp.concatenate(rows[: more - fewer])
@@ -83,7 +86,11 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 
 
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """All-to-all [N, c] -> [N, c]; a block moves by the powers of two that sum to its distance."""
+    """All-to-all [N, c] -> [N, c] in ceil(log2 N) rounds.
+
+    A block whose receiver is d devices further moves in several rounds, by the powers of two that
+    sum to d.
+    """
     size = axis_size(axis)
     rows = _from_here(blocks, axis)
     for hops in powers(size):
@@ -107,7 +114,7 @@ def powers(size: int) -> list[int]:
 
 
 def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
-    """Count the traffic of all_reduce, reduce_scatter, all_gather and all_to_all."""
+    """Compute the cost of all_reduce, reduce_scatter, all_gather or all_to_all."""
     messages = len(rounds(size))
     if kind == "all_to_all":
         moved = sum(i.bit_count() for i in range(size)) * payload_bytes / size
@@ -119,10 +126,10 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 
 
 def _reduce_steps(size: int) -> int:
-    """Return the length of the longest chain of messages that wait for each other.
+    """Return the number of messages in the longest chain in which each waits for the previous.
 
-    A round need not wait for the round before it if that round did not change the blocks to send.
-    The chain is then shorter than the number of rounds.
+    The chain may be shorter than the number of rounds. A round need not wait for the previous round
+    if the previous round did not change the blocks to send.
 
     >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
     [1, 1, 2, 2, 2, 3, 3]

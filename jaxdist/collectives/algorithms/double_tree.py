@@ -1,4 +1,4 @@
-"""Two trees with half of the data each, so that no device sends everything.
+"""Collectives along two trees, each of which carries half of the data.
 
 Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
 """
@@ -18,14 +18,15 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 
 class DoubleTree(circulant.Circulant):
-    """Two simultaneous binomial trees: the inner devices of each are leaves of the other.
+    """All-reduce, broadcast and reduce along two binomial trees at the same time.
 
-    An all-reduce takes 2 L steps of S/2 bytes in each tree, where L = ceil(log2 N): half the bytes
-    of `Tree` in as many steps. No device sends more than (L+2)/2 S bytes. The trees are not
-    pipelined. Operations without a root are those of `Halving`.
+    The inner nodes of each tree are leaves of the other tree. An all-reduce takes 2 L steps of S/2
+    bytes in each tree, where L = ceil(log2 N). This is half of the bytes of `Tree` in the same
+    number of steps. No device sends more than (L+2)/2 S bytes. The trees are not pipelined. The
+    other operations run as in `Halving`.
 
-    The order of summation is that of `Tree`, starting from device 0 for the first half of the
-    elements, and from device N-1 for the second half (N-1, 0, 1, ...).
+    The order of summation is the order of `Tree`. The tree of the first half of the elements starts
+    from device 0, and the tree of the second half from device N-1 (N-1, 0, 1, ...).
     """
 
     type: Literal["double_tree"] = "double_tree"
@@ -62,16 +63,23 @@ def _halves(
 ) -> jax.Array:
     middle = -(-flat.size // 2)
     halves = zip((flat[:middle], flat[middle:]), trees, strict=True)
-    # The second half of a single element is empty, and nothing is sent for it.
+    # If there is a single element, the second half is empty, and no messages are sent for it.
     return jnp.concatenate([run(half, places) for half, places in halves if half.size])
 
 
 def _two_roots(size: int) -> list[Places]:
-    """Return two trees: the odd devices are leaves of the first, the even devices of the second."""
+    """Return two trees with the roots 0 and size - 1.
+
+    The odd devices are leaves of the first tree, and the even devices are leaves of the second
+    tree.
+    """
     return [binomial.rooted(0, size), binomial.rooted(size - 1, size)]
 
 
 def _one_root(root: int, size: int) -> list[Places]:
-    """Return two trees with the same root; all other devices are moved by a place in the second."""
+    """Return two trees with the same root.
+
+    In the second tree, the devices of all other nodes are rotated by one node.
+    """
     first = binomial.rooted(root, size)
     return [first, (first[0], *first[2:], first[1])]

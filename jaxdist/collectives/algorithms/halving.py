@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: the fewest bytes in few steps."""
+"""Collectives by recursive halving and doubling, which send the fewest bytes in few steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic, split_padd
 
 
 class Halving(circulant.Circulant):
-    """A reduce-scatter and an all-gather in L = ceil(log2 N) steps and (N-1)/N S bytes each.
+    """Recursive halving and doubling, for any number N of devices with S bytes each.
 
-    An all-reduce takes 2 L steps (2 less for N = 3, 5 and 6) and 2 (N-1)/N S bytes; N need not be a
-    power of two (`circulant.py`). Two devices exchange everything in a single step, with as many
-    bytes. An all-to-all takes L steps, of S/2 bytes each if N is a power of two. Broadcast and
-    reduce are those of `Tree`.
+    Reduce-scatter and all-gather take L = ceil(log2 N) steps and (N-1)/N S bytes each. An
+    all-reduce is a reduce-scatter followed by an all-gather. It takes 2 L steps (2 fewer for N = 3,
+    5 and 6) and 2 (N-1)/N S bytes. N need not be a power of two (`circulant.py`). On two devices an
+    all-reduce is a single step, in which each device sends all of its S bytes. An all-to-all takes
+    L steps, of S/2 bytes each if N is a power of two. Broadcast and reduce run as in `Tree`.
 
     The order of summation for the block of device d is a balanced tree of depth L over x[d],
-    x[d-1], ..., indices modulo N; with N = 4, (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
+    x[d-1], ..., with indices modulo N. For N = 4 it is (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
     """
 
     type: Literal["halving"] = "halving"
@@ -28,12 +29,12 @@ class Halving(circulant.Circulant):
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if axis_size(axis) == 2:
-            # The two devices add in opposite orders and still get equal bits, because addition of
+            # The two devices add in opposite orders but get equal bits, because addition of two
             # floating-point numbers is commutative.
             return combine(flat, shift(flat, axis, 1))
         blocks = split_padded(flat, axis_size(axis))
         mine = circulant.reduce_scatter(blocks, axis, combine)
-        # `blocks` is not used again: passed as `into`, its memory can hold the result.
+        # `blocks` is not used again, so its memory can hold the result.
         return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:

@@ -1,6 +1,6 @@
-"""Collectives over two networks: most bytes stay in the fast network, 1/g cross the slow network.
+"""Collectives over a slow and a fast network, which send few bytes over the slow network.
 
-The number of devices in a fast network is g.
+A fast network has g devices. Each device sends 1/g of its bytes over the slow network.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ Network = Literal["inside", "across"]
 
 
 class Hierarchical(Algorithm):
-    """Two levels: `inside` runs on the last axis, which is fast, `across` on all axes before it.
+    """A collective over several axes as a sequence of collectives inside and across fast networks.
 
-    With g devices inside and S bytes on each, an all-reduce is a reduce-scatter of S bytes inside,
-    an all-reduce of S/g bytes across, and an all-gather of S bytes inside. The slow network carries
-    S/g bytes per device; steps and bytes are the sums over both levels (`phases`).
+    The algorithm `inside` runs on the last axis, which must be the fast network. The algorithm
+    `across` runs on all axes before it. Let a fast network have g devices with S bytes each. An
+    all-reduce is then a reduce-scatter of S bytes inside, an all-reduce of S/g bytes across, and an
+    all-gather of S bytes inside. The cost is the sum of the costs of these phases (`phases`).
 
-    Terms are summed in the order of `inside` over the fast axis, then in the order of `across` over
-    these sums.
+    Summands are first added over the fast axis in the order of `inside`. These sums are then added
+    in the order of `across`.
     """
 
     type: Literal["hierarchical"] = "hierarchical"
     """The name that selects this algorithm in a config."""
     inside: Flat = Ring()
-    """The algorithm within the fast network, which is the last axis of the tuple."""
+    """The algorithm inside a fast network, which is the last axis of the collective."""
     across: Flat = Ring()
-    """The algorithm between fast networks, on the other axes."""
+    """The algorithm across fast networks, on the other axes of the collective."""
 
     @field_validator("inside", "across")
     @classmethod
@@ -67,7 +68,8 @@ class Hierarchical(Algorithm):
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         # Blocks are numbered along the slow axis first, but the fast network reduces first. After
-        # the transposition, a device's row has its blocks of all fast networks.
+        # the transposition, row f has the blocks for the devices that have the index f in their
+        # fast networks.
         by_fast = _transposed(blocks, axis_size(slow), axis_size(fast))
         mine = inside.reduce_scatter(by_fast.reshape(axis_size(fast), -1), fast, combine)
         return across.reduce_scatter(mine.reshape(axis_size(slow), -1), slow, combine)
@@ -81,8 +83,8 @@ class Hierarchical(Algorithm):
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         outer, inner = divmod(root, axis_size(fast))
-        # The broadcast begins inside, so that each device of the root's fast network can then send
-        # 1/g of the array across.
+        # The broadcast begins inside the root's fast network, so that each device there can then
+        # send 1/g of the array across.
         blocks = split_padded(inside.broadcast(flat, fast, inner), axis_size(fast))
         mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
         mine = across.broadcast(mine, slow, outer)
@@ -91,8 +93,8 @@ class Hierarchical(Algorithm):
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         mine = inside.reduce_scatter(split_padded(flat, axis_size(fast)), fast, combine)
-        # Fast networks without the root gather a useless result, because one program runs on all
-        # devices.
+        # Fast networks without the root gather a result that is not used, because all devices run
+        # the same program.
         mine = across.reduce(mine, slow, root // axis_size(fast), combine)
         return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
 
@@ -108,11 +110,13 @@ class Hierarchical(Algorithm):
     def phases(
         self, kind: Operation, payload_bytes: float, size: Size
     ) -> tuple[tuple[Network, Traffic], ...]:
-        """Return the phases of a call in order, each with its level and its traffic.
+        """Return the phases of a call in order, each with its network and its cost.
 
         Args:
-          kind, payload_bytes: as for `traffic`.
-          size: number of devices on each axis, slowest first; the last axis is inside.
+          kind: the operation.
+          payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+          size: the number of devices on each axis, slowest first. The last axis is the fast
+            network.
 
         Raises:
           CollectiveError: `size` has a single axis.
@@ -162,7 +166,7 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """Return the slow axis, the fast axis, and the algorithm for each."""
+        """Return the slow axis, the fast axis, the algorithm across, and the algorithm inside."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(
@@ -179,5 +183,5 @@ class Hierarchical(Algorithm):
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Transpose [rows * columns, c] to [columns * rows, c], as a table of blocks [c]."""
+    """Transpose a table of blocks [c], from [rows * columns, c] to [columns * rows, c]."""
     return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

@@ -1,4 +1,4 @@
-"""Rings: each device sends only to its neighbours, and the fewest possible bytes are sent.
+"""Collectives along a ring of devices, which send the fewest bytes, and only to neighbors.
 
 Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
@@ -18,31 +18,32 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic,
 
 
 class Ring(Algorithm):
-    """Collectives in steps between neighbours, for any number N of devices with S bytes each.
+    """A ring, for any number N of devices with S bytes each.
 
-    In one direction, reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
-    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, partial sums travel to a
-    block's device from both sides at once, and its result leaves to both sides at once. A device
-    sends the same bytes in about half the steps (floor(N/2) each), with about half of the bytes on
-    each link. Broadcast and reduce pass the whole array along, chunk after chunk. An all-to-all
-    sends each block straight to its device, as N-1 messages that do not wait for each other.
+    In one direction, reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each. An
+    all-reduce takes 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, the partial sums of a
+    block are sent to its device along both sides of the ring at the same time. The result is also
+    sent along both sides. A device sends the same number of bytes in about half of the steps
+    (floor(N/2) for a reduce-scatter or an all-gather), and each link carries about half of the
+    bytes. Broadcast and reduce send the whole array along the ring, chunk by chunk. An all-to-all
+    sends each block directly to its device, as N-1 messages that do not wait for each other.
 
     The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
-    x[d], from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =
+    x[d], from left to right, with indices modulo N. In two directions, with r = floor(N/2) and l =
     floor((N-1)/2), it is (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
     """
 
     type: Literal["ring"] = "ring"
     """The name that selects this algorithm in a config."""
     directions: Annotated[int, Field(ge=1, le=2)] = 1
-    """The number of directions in which blocks travel; with 2, there are half as many steps."""
+    """The number of directions in which blocks are sent; 2 directions halve the number of steps."""
     chunks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """The number of messages for each block: a piece is reduced while the next piece is sent."""
+    """The number of chunks of each block. A chunk is reduced while the next chunk is sent."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         blocks = split_padded(flat, axis_size(axis))
         pieces = self._reduce_pieces(blocks, axis, combine)
-        # `blocks` is not used again: passed as `into`, its memory can hold the result.
+        # `blocks` is not used again, so its memory can hold the result.
         return self._gather_pieces(pieces, axis, blocks.reshape(-1))[: flat.size]
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -54,12 +55,12 @@ class Ring(Algorithm):
         return self._gather_pieces(self._pieces(block), axis, into).reshape(size, -1)
 
     def _reduce_pieces(self, blocks: jax.Array, axis: Axis, combine: Combine) -> list[jax.Array]:
-        """Reduce-scatter [N, c] to pieces of [c]; partial sums travel to the block's device."""
+        """Reduce-scatter [N, c] -> [c], and return the result as a list of chunks."""
         return [self._reduce_piece(piece, axis, combine) for piece in self._pieces(blocks)]
 
     def _reduce_piece(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         def mine(offset: int) -> jax.Array:
-            # One program runs on all devices, so the index is known only at run time.
+            # All devices run the same program, so the index is not known at trace time.
             return lax.dynamic_index_in_dim(blocks, neighbour(axis, offset), keepdims=False)
 
         total = mine(0)
@@ -73,13 +74,14 @@ class Ring(Algorithm):
         return total
 
     def _gather_pieces(self, pieces: list[jax.Array], axis: Axis, into: jax.Array) -> jax.Array:
-        """All-gather pieces of [c] to [N * c], from neighbour to neighbour, overwriting `into`."""
+        """All-gather [c] -> [N * c], from the chunks of [c], and write the result into `into`."""
         size = axis_size(axis)
         width = into.size // size
         start = 0
         for piece in pieces:
-            # Each device receives the blocks in a different order. Writing each block to its place
-            # is free; a concatenation would need a rotation by the rank, a further pass over all.
+            # Each device receives the blocks in a different order. Writing each block to its offset
+            # costs nothing. A concatenation would need a rotation by the rank, which is a further
+            # pass over all elements.
             into = _put(into, piece, rank(axis) * width + start)
             for way, hops in self._ways(size):
                 travelling = piece
@@ -98,10 +100,10 @@ class Ring(Algorithm):
                 travelling = piece
                 for hop in range(1, hops + 1):
                     end = (root + way * hop) % size
-                    # Only this pair sends: other devices do not have the root's data yet, and would
-                    # load the links for nothing.
+                    # Only this pair sends. The other devices do not have the root's data yet, and
+                    # their messages would load the links without use.
                     travelling = permute(travelling, axis, [((end - way) % size, end)])
-                    # `permute` gives zeros to all devices that receive nothing.
+                    # `permute` returns zeros on all devices that receive nothing.
                     result = jnp.where(here == end, travelling, result)
             return result
 
@@ -117,7 +119,7 @@ class Ring(Algorithm):
                 for hop in range(hops, 0, -1):
                     start = (root - way * hop) % size
                     arrived = permute(partial, axis, [(start, (start + way) % size)])
-                    # The partial result is valid only on the receiving device, the next to send.
+                    # The partial result is valid only on the receiving device, which sends next.
                     partial = combine(arrived, piece if hop > 1 else total)
                 total = partial
             return total
@@ -133,15 +135,15 @@ class Ring(Algorithm):
         return received
 
     def _ways(self, size: int) -> list[tuple[int, int]]:
-        """Return direction and number of hops of the chains that together reach all devices."""
+        """Return the direction and the number of hops of the chains that reach all devices."""
         if self.directions == 1:
             return [(1, size - 1)]
-        # With two devices both neighbours are the same device, and the second way has no hops.
+        # With two devices both neighbors are the same device, and the second chain has no hops.
         ways = [(1, size // 2), (-1, (size - 1) // 2)]
         return [(way, hops) for way, hops in ways if hops]
 
     def _pieces(self, x: jax.Array) -> list[jax.Array]:
-        """Cut `x` along the last dim into at most `chunks` pieces, none of them empty."""
+        """Divide `x` along the last dim into at most `self.chunks` chunks that are not empty."""
         width = x.shape[-1]
         count = min(self.chunks, width)
         bounds = [width * i // count for i in range(count + 1)]

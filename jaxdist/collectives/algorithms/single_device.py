@@ -1,4 +1,4 @@
-"""The algorithm for an axis with one device, which has no other device to send to."""
+"""The algorithm for an axis with one device, which sends nothing."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class SingleDevice(Algorithm):
 
 
 def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """Return `algorithm`, or `SingleDevice` where the axis has one device.
+    """Return `algorithm`, or `SingleDevice` if the axis has one device.
 
-    The other algorithms may therefore assume two or more devices. A native algorithm is kept, since
-    jax types its result as replicated.
+    The other algorithms may therefore assume at least two devices. A native algorithm is returned
+    for one device too, because jax types its result as replicated.
     """
     single = axis_size(axis) == 1 and not algorithm.native
     return SingleDevice() if single else algorithm

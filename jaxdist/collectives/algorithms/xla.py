@@ -1,4 +1,4 @@
-"""The compiler's own collectives."""
+"""The algorithm `Xla`, which calls the collectives of JAX."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
     """Compute `pmax` or `pmin` such that a NaN on any device gives NaN.
 
-    Some of XLA's backends drop NaN. Floats are therefore sent as integers that have the same order,
-    with NaN beyond the infinities.
+    Some of XLA's backends ignore NaN. Floats are therefore mapped to integers in the same order, in
+    which NaN is beyond the infinities.
     """
     if x.dtype == jnp.bool_:
         return extremum(x.astype(jnp.uint8), axis).astype(x.dtype)
@@ -32,13 +32,13 @@ def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> ja
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Return a float's bits as an integer of four or eight bytes, which all backends reduce."""
+    """Return the bits of floats as integers of four or eight bytes, which all backends reduce."""
     wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
 
 
 def _float(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Convert integers from `_bits` back to floats of `dtype`."""
+    """Convert the integers that `_bits` returns back to floats of `dtype`."""
     return lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * bits.dtype.itemsize}")).astype(
         dtype
     )
@@ -50,7 +50,10 @@ def _of_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """Broadcast floats by a sum of their bits, since -0.0 plus other devices' 0.0 would be 0.0."""
+    """Broadcast floats by a sum of their bits, which keeps the sign of -0.0.
+
+    Other devices add zeros. As floats, -0.0 + 0.0 would be 0.0.
+    """
     return _float(_of_root(_bits(x), axis, root), x.dtype)
 
 
@@ -63,9 +66,9 @@ def _broadcast_tangent(
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Map the bits of floats to integers with the order of the floats, and back.
+    """Map the bits of floats to integers in the same order as the floats, or map them back.
 
-    The map flips all bits of negative floats except the sign.
+    The map inverts all bits of negative floats except the sign, and is its own inverse.
     """
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
@@ -79,14 +82,14 @@ REDUCTIONS: dict[Combine, Callable[..., jax.Array]] = {
 LANES = 128
 """The number of elements in a row of a TPU's vector register."""
 SUBLANES = 8
-"""The number of rows of a vector register: an array with fewer rows is padded to this number."""
+"""The number of rows of a TPU's vector register. An array with fewer rows is padded to this number.
+"""
 
 
 class Xla(Algorithm):
-    """The collectives of JAX (`psum`, `pmax`, ...), whose steps and order XLA chooses.
+    """The collectives of JAX (`psum`, `pmax`, ...), whose steps and order of summation XLA chooses.
 
-    Under `check_vma=True` the results of all_reduce, broadcast and reduce have the type that JAX
-    gives to the result of `psum`: replicated.
+    With `check_vma=True`, JAX types the results of all_reduce, broadcast and reduce as replicated.
     """
 
     type: Literal["xla"] = "xla"
@@ -111,7 +114,8 @@ class Xla(Algorithm):
         return lax.all_gather(block, axis)
 
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
-        # The bits of a complex number cannot be summed as one integer, so its parts are sent.
+        # The bits of a complex number cannot be summed as one integer, so the real part and the
+        # imaginary part are sent separately.
         if jnp.iscomplexobj(flat):
             parts = (self.broadcast(part, axis, root) for part in (flat.real, flat.imag))
             return lax.complex(*parts)
@@ -128,10 +132,11 @@ class Xla(Algorithm):
         return lax.all_to_all(blocks, axis, 0, 0)
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """Count the traffic of a one-way ring, whose bytes are minimal; XLA may choose other steps.
+        """Compute the cost of a one-way ring, which sends the fewest bytes.
 
-        Broadcast and reduce are all-reduces, and so is a reduce-scatter of max and min. Broadcast,
-        max and min send each float of up to two bytes as four bytes.
+        XLA may run other steps. Broadcast and reduce have the cost of an all-reduce, because they
+        run as all-reduces. Two cases are not counted: a reduce-scatter of max or min runs as an
+        all-reduce too, and broadcast, max and min send each float of up to two bytes as four bytes.
         """
         once = kind in ("reduce_scatter", "all_gather", "all_to_all")
         steps = (1 if once else 2) * (size - 1)
@@ -140,9 +145,9 @@ class Xla(Algorithm):
 
 
 def _scatter_rows(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c], reshaped to rows as wide as a vector register.
+    """Reduce-scatter [N, c] -> [c], in rows that are as wide as a vector register.
 
-    XLA:TPU turns other shapes into all-reduces, which send twice the bytes.
+    XLA:TPU replaces a reduce-scatter of other shapes by an all-reduce, which sends twice the bytes.
     """
     count, width = blocks.shape
     padded = jnp.pad(blocks, ((0, 0), (0, -width % LANES)))

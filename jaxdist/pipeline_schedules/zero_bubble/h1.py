@@ -52,10 +52,10 @@ class ZBH2(Config):
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Return the schedule ZB-H2, in which a stage never waits after its first task.
 
-    Stages begin with so many forward tasks that they need not wait for gradients. The bubble is
-    (stages - 1) (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps 2 * stages - 1
-    activations. Stage i begins and ends a step later than the first stage, by the time of i forward
-    tasks (see `Timeline.period`).
+    Each stage begins with enough forward tasks to fill the time until its first gradient arrives.
+    The bubble is (stages - 1) (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps
+    2 * stages - 1 activations. Stage i begins and ends a step later than the first stage, by the
+    time of i forward tasks (see `Timeline.period`).
 
     Raises:
       ConfigError: there are fewer than 2 * stages - 1 microbatches.
