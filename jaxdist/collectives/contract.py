@@ -136,7 +136,7 @@ class Algorithm(Config):
 
     @abstractmethod
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """Compute the cost of a call, as `traffic` does, on two or more devices of a single axis."""
+        """Compute the cost of a call, as `traffic` does, for an axis of two or more devices."""
 
 
 def split_padded(flat: jax.Array, count: int) -> jax.Array:

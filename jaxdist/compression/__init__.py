@@ -1,4 +1,4 @@
-"""Gradient compression: codecs, error feedback around them, and reductions that send messages."""
+"""Gradient compression: codecs, error feedback, and an all-reduce that sends encoded gradients."""
 
 from jaxdist.compression.choice import (
     CodecRule,

@@ -1,4 +1,4 @@
-"""The choice of the codec with the least time that `cost.py` predicts for the given links."""
+"""The automatic choice of a codec, by the time that `cost.py` predicts for the links of a mesh."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
 CANDIDATES: tuple[CodecConfig, ...] = (WholeCodec(), Cast(), Quantize(), Quantize(bits=4))
-"""Codecs that train as well as no compression, with classic feedback and any optimizer. Codecs with
-smaller messages need a matching feedback and optimizer. Of candidates with equal times, the earlier
-is chosen."""
+"""The default candidates. With classic feedback and any optimizer, these codecs train as well as no
+compression. Codecs with smaller messages need a matching feedback and optimizer. If two candidates
+have equal times, the earlier candidate is chosen."""
 
 
 class AutoCodec(Config):
-    """The candidate with the least predicted time, chosen before the program is traced.
+    """The automatic choice of the codec with the least predicted time.
 
-    The choice depends only on shapes, on the sizes of the axes and on their links. Nothing is
-    measured, so that all processes make the same choice. `explain_candidates` shows the times.
+    The choice is made before a program is traced. It depends only on the shapes of the gradients,
+    and on the sizes and links of the axes. Nothing is measured, so all processes make the same
+    choice. `explain_candidates` shows the times.
     """
 
     type: Literal["auto"] = "auto"
-    """Selects the automatic choice of a codec."""
+    """The name that selects the automatic choice of a codec in a config."""
     candidates: tuple[CodecConfig, ...] = CANDIDATES
-    """Codecs to choose from; of two with equal predictions, the earlier is chosen."""
+    """The codecs to choose from. If two have equal predicted times, the earlier codec is chosen."""
     device: str | None = None
-    """Device whose figures to use (v5e, h100, ...); null uses those of the device compiled for."""
+    """The device whose links are assumed (v5e, h100, ...); null means the device of the program."""
     fast: LinkConfig | None = None
-    """Latency and bandwidth of the fast axes' link; null uses the device's own figures."""
+    """The link of fast axes; null means the link that jaxdist knows for the device."""
     slow: LinkConfig | None = None
-    """Latency and bandwidth of the slow axes' link; null uses the device's own figures."""
+    """The link of slow axes; null means the link that jaxdist knows for the device."""
     slow_axes: tuple[str, ...] | None = None
-    """Axes between slices or hosts, which have the slow link; null takes the axes whose name ends
-    in `_dcn`."""
+    """The slow axes, between slices or hosts; null means the axes whose names end in `_dcn`."""
 
     @field_validator("candidates")
     @classmethod
@@ -65,13 +65,19 @@ class AutoCodec(Config):
 
     @property
     def links(self) -> Auto:
-        """The links of these settings, in the form that the choice of collectives uses."""
+        """An `Auto` algorithm with the links of these settings."""
         return Auto(device=self.device, fast=self.fast, slow=self.slow, slow_axes=self.slow_axes)
 
 
 @dataclass(frozen=True)
 class CodecCandidate:
-    """A codec and its prediction; the prediction is None where the codec cannot encode a leaf."""
+    """A candidate of the automatic choice.
+
+    Attributes:
+      codec: the codec.
+      prediction: the predicted cost, or None if the codec cannot encode all gradients.
+      refused: the reason why the codec cannot encode all gradients, or "".
+    """
 
     codec: Codec
     prediction: Prediction | None
@@ -79,12 +85,12 @@ class CodecCandidate:
 
     @property
     def seconds(self) -> float:
-        """The predicted time in seconds, infinite if the codec cannot encode a leaf."""
+        """The predicted time in seconds, or infinity if the codec cannot encode all gradients."""
         return float("inf") if self.prediction is None else self.prediction.seconds
 
 
 def with_whole_vectors(codec: CodecConfig) -> Choice:
-    """Return a choice of `codec` for matrices, while vectors (norms, biases) are not compressed."""
+    """Return a choice that uses `codec` for matrices and does not compress vectors."""
     return PerParameter(otherwise=codec)
 
 
@@ -98,21 +104,22 @@ def resolve(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> CodecConfig:
-    """Resolve an automatic choice to the codec with the least predicted time.
+    """Return the candidate of an automatic choice that has the least predicted time.
 
     Args:
-      leaves: gradients of a single device, or their shapes.
-      sizes: sizes of the axes over which gradients are summed, by name, slowest first.
-      device_kind: kind of the devices, a short name or a `jax.Device.device_kind`; `choice.device`
-        overrides it.
-      inside: whether gradients are summed exactly over the last axis first, so that messages cross
-        only the other axes.
-      algorithm: algorithm of the collectives.
-      choice_of: function from a codec to the choice for all parameters.
+      choice: the automatic choice.
+      leaves: the gradients of one device, or their shapes.
+      sizes: the sizes of the axes over which gradients are summed, by name, slowest first.
+      device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`. It is
+        ignored if `choice.device` is not None.
+      inside: whether gradients are first summed without compression over the last axis. Messages
+        are then sent over the other axes only.
+      algorithm: the algorithm of the collectives.
+      choice_of: the function from a codec to the choice for all parameters.
 
     Raises:
       CollectiveError: a link is neither configured nor known for the device.
-      CompressionError: no candidate can encode all leaves; the message gives each reason.
+      CompressionError: no candidate can encode all gradients; the message has all reasons.
     """
     found = candidates(
         choice, leaves, sizes, device_kind,
@@ -135,9 +142,12 @@ def candidates(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> list[CodecCandidate]:
-    """Return every candidate with its prediction, in the order of the settings.
+    """Return all candidates with their predictions, in the order of the settings.
 
-    Arguments and errors are those of `resolve`.
+    The arguments are the arguments of `resolve`.
+
+    Raises:
+      CollectiveError: a link is neither configured nor known for the device.
     """
     levels = choice.links.levels(sizes, device_kind)
     speed = coding_bytes_per_second(choice.device or device_kind)
@@ -167,9 +177,9 @@ def explain_candidates(
     *,
     inside: bool = False,
 ) -> str:
-    """Format the speed of each link, and a table of the candidates with the fastest first.
+    """Format the speed of each link, and a table of the candidates, fastest first.
 
-    Arguments are those of `resolve`.
+    The arguments are the arguments of `resolve`.
 
     >>> import jax
     >>> link = LinkConfig(latency_seconds=1e-3, bytes_per_second=1e7)

@@ -21,25 +21,27 @@ from jaxdist.errors import CompressionError, did_you_mean
 from jaxdist.types import Leaf
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
-"""Fractions of the elements that Deep Gradient Compression sends in the parts of its warm-up."""
+"""The fractions of the elements that Deep Gradient Compression sends in the parts of its warm-up.
+"""
 
 
 class Stage(Config):
     """A codec and the step from which it is used."""
 
     start: Annotated[int, Field(ge=0)]
-    """First step of the stage, from 0; steps skipped for a NaN or an infinity do not count."""
+    """The first step of the stage, counted from 0. Steps that are skipped because of a NaN or an
+    infinity do not count."""
     codec: CodecConfig
-    """Codec of the gradients in this stage."""
+    """The codec of the gradients in this stage."""
 
 
 class Stages(Config):
-    """A sequence of codecs over the course of training, in one compiled program."""
+    """A sequence of codecs that change at given steps of training, in one compiled program."""
 
     type: Literal["stages"] = "stages"
-    """Selects a sequence of codecs."""
+    """The name that selects a sequence of codecs in a config."""
     stages: tuple[Stage, ...]
-    """The stages in the order of their starts; the first starts at step 0."""
+    """The stages in the order of their starts. The first stage starts at step 0."""
 
     @field_validator("stages")
     @classmethod
@@ -51,7 +53,9 @@ class Stages(Config):
 
 
 def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
-    """Return stages that send whole gradients for `steps` steps, and use `codec` afterwards.
+    """Return stages that send uncompressed gradients for `steps` steps, and then use `codec`.
+
+    If `steps` is 0, the result is `codec`.
 
     >>> [stage.start for stage in warm_up(TopK(), 100).stages]
     [0, 100]
@@ -62,12 +66,15 @@ def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
 
 
 def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
-    """Return stages that send ever fewer elements, as in Deep Gradient Compression (section 3.3).
+    """Return stages that send fewer and fewer elements, and then use `codec`.
+
+    The warm-up is from Deep Gradient Compression (section 3.3). It has equal parts, which send 25%,
+    6.25%, 1.5625% and 0.4% of the elements. Parts that would not send more elements than `codec`
+    are left out. If no part is left, or if there are fewer steps than parts, the result is `codec`.
 
     Args:
       codec: the codec after the warm-up.
-      steps: number of steps of the warm-up, whose equal parts send 25%, 6.25%, 1.5625% and 0.4% of
-        the elements.
+      steps: the number of steps of the warm-up.
     """
     denser = [density for density in DENSITIES if density > codec.fraction]
     if steps < len(denser) or not denser:
@@ -87,27 +94,27 @@ class CodecRule(Config):
     """A codec for the parameters whose name matches a pattern."""
 
     pattern: str
-    """Pattern of parameter names, such as `*/bias` or `layers/*/kernel`; the first rule that
-    matches a name counts."""
+    """The pattern of parameter names, such as `*/bias` or `layers/*/kernel`. If several rules match
+    a name, the first of these rules is used."""
     codec: AnyStages
-    """Codec of the parameters that match, or stages of codecs."""
+    """The codec, or stages of codecs, of the parameters that match."""
 
 
 class PerParameter(Config):
-    """A codec for each parameter by its name; vectors (norms, biases) are not compressed."""
+    """A choice of a codec for each parameter, by its name and its number of dims."""
 
     type: Literal["per_parameter"] = "per_parameter"
-    """Selects a codec for each parameter."""
+    """The name that selects a choice for each parameter in a config."""
     rules: tuple[CodecRule, ...] = ()
-    """Rules in their order of precedence; each must match a parameter."""
+    """The rules, in their order of precedence. Each rule must match a parameter."""
     otherwise: AnyStages
-    """Codec of the parameters that no rule matches."""
+    """The codec of the parameters that no rule matches."""
     vectors: Literal["whole", "otherwise"] = "whole"
-    """Codec of parameters with fewer than two dims that no rule matches: whole sends them
-    uncompressed, otherwise treats them like matrices."""
+    """The codec of parameters with fewer than two dims (norms, biases) that no rule matches:
+    `whole` sends them uncompressed, and `otherwise` uses the codec `otherwise` for them."""
 
     def choice(self, name: str, leaf: Leaf) -> Codec | Stages:
-        """Return the choice for a single parameter."""
+        """Return the codec, or the stages of codecs, of a single parameter."""
         for rule in self.rules:
             if fnmatchcase(name, rule.pattern):
                 return rule.codec
@@ -116,7 +123,7 @@ class PerParameter(Config):
         return self.otherwise
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise CompressionError for a rule that matches no parameter."""
+        """Raise CompressionError if a rule matches none of the parameter names."""
         for rule in self.rules:
             if not any(fnmatchcase(name, rule.pattern) for name in names):
                 raise CompressionError(
@@ -130,11 +137,12 @@ Choice: TypeAlias = Codec | Stages | PerParameter
 
 @dataclass(frozen=True)
 class CodecGroup:
-    """Parameters that share a choice.
+    """A group of parameters that have the same choice of codecs.
 
     Attributes:
-      starts, codecs: first step and codec of each stage; a choice without stages has one stage.
-      buckets: for each bucket, the positions of the leaves that are packed into it.
+      starts: the first step of each stage. A choice without stages has one stage.
+      codecs: the codec of each stage.
+      buckets: for each bucket, the indices of the leaves that are packed into it.
     """
 
     starts: tuple[int, ...]
@@ -147,25 +155,32 @@ class CodecGroup:
 
     @property
     def positions(self) -> list[int]:
-        """The position of each leaf of the group among all leaves."""
+        """The indices of the group's leaves among all leaves."""
         return [index for bucket in self.buckets for index in bucket]
 
     @property
     def in_shards(self) -> bool:
-        """Whether each device sums a shard of each bucket and encodes the sum again."""
+        """Whether each device sums a shard of each bucket, and then encodes the sum."""
         return any(codec.exchange == "scatter" for codec in self.codecs)
 
 
 def plan_groups(
     named: Sequence[tuple[str, Leaf]], choice: Choice, feedback: Feedback, bucket_bytes: int
 ) -> list[CodecGroup]:
-    """Group the leaves that share a choice, and pack each group into buckets of one dtype.
+    """Group the leaves that have the same choice, and assign the leaves of each group to buckets.
 
-    The last leaves come first, since their gradients are ready first in a backward pass.
+    The last leaves are in the first buckets, because their gradients are ready first in a backward
+    pass. Empty leaves are in no group.
+
+    Args:
+      named: the leaves with their names.
+      choice: the choice of codecs.
+      feedback: the error feedback.
+      bucket_bytes: the maximum number of bytes of a bucket.
 
     Raises:
-      CompressionError: a codec that cannot encode a leaf; incompatible stages or feedback; a rule
-        that matches nothing.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
+        codec do not fit together, or a rule matches no parameter.
     """
     if isinstance(choice, PerParameter):
         choice.check([name for name, _ in named])
@@ -201,7 +216,7 @@ def _group(
     starts, codecs = zip(*((stage.start, stage.codec) for stage in stages), strict=True)
     for codec in codecs:
         feedback.check(codec)
-    # A codec that depends on the shape has a bucket for each leaf; others are packed end to end.
+    # If a codec depends on the shape, each leaf has its own bucket. Otherwise leaves are packed.
     shaped = [codec for codec in codecs if not codec.flat]
     mine = [leaves[position] for position in positions]
     buckets = plan_buckets(mine, None if shaped else bucket_bytes)

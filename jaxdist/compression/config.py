@@ -1,4 +1,4 @@
-"""The config of compressed gradients: a codec, chosen by `type:`, and the settings around it."""
+"""The config section of compressed gradients: a codec, chosen by its `type`, and other settings."""
 
 from __future__ import annotations
 
@@ -36,20 +36,23 @@ class Compression(Config):
     """The settings of compressed gradients that do not depend on the codec."""
 
     error_feedback: bool | FeedbackConfig = True
-    """Error feedback, which sends the error of a message later: true is classic feedback, false is
-    no feedback."""
+    """The error feedback, which sends the error of a message later. With true it is classic
+    feedback, and with false there is no feedback."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of steps at the beginning that send whole gradients, or gradually fewer elements."""
+    """The number of steps of the warm-up at the beginning of a run."""
     warmup: Literal["whole", "sparser"] = "whole"
-    """Messages of the first warmup_steps: whole gradients, or, only for topk, sparser messages with
-    25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of the warm-up."""
+    """The messages in the warm-up. With `whole` gradients are sent uncompressed. With `sparser`,
+    which is only for topk, equal parts of the warm-up send 25%, 6.25%, 1.6% and 0.4% of the
+    elements."""
     axis: Literal["data", "data.dcn"] = "data"
-    """Compress between all devices that share the batch, or across the slow network only."""
+    """The axis over which messages are sent: all devices that share the batch (data), or only the
+    slow network (data.dcn)."""
     rules: tuple[CodecRule, ...] = ()
-    """Codecs for the parameters whose names match patterns; the first rule that matches counts."""
+    """The codecs of the parameters whose names match patterns. If several rules match a name, the
+    first of these rules is used."""
     vectors: Literal["whole", "otherwise"] = "whole"
-    """Codec of parameters with fewer than two dims (norms, biases): whole sends them uncompressed,
-    otherwise compresses them like matrices."""
+    """The codec of parameters with fewer than two dims (norms, biases): `whole` sends them
+    uncompressed, and `otherwise` compresses them like matrices."""
 
     @model_validator(mode="after")
     def _fits(self) -> Compression:
@@ -64,12 +67,12 @@ class Compression(Config):
 
     @property
     def codecs(self) -> tuple[CodecConfig, ...]:
-        """The codecs that may be chosen."""
+        """The codecs that a run may use: the single codec, or the candidates of `auto`."""
         return (self.codec,)
 
     @property
     def codec(self) -> CodecConfig:
-        """The codec with its own settings, without those of `Compression`."""
+        """The codec, without the settings of `Compression`."""
         (kind,) = (base for base in type(self).__bases__ if issubclass(base, Codec))
         own = {name: getattr(self, name) for name in kind.model_fields}
         codec: PyTree = kind.model_construct(**own)
@@ -85,16 +88,16 @@ class Compression(Config):
     def choice(
         self, shapes: Mapping[str, tuple[int, ...]], scanned: frozenset[str]
     ) -> PerParameter:
-        """Return the codec of each parameter.
+        """Return the choice of a codec for each parameter.
 
         Args:
-          shapes: shapes of the parameters, by name.
-          scanned: names of the parameters whose first dim counts layers; each layer is encoded as
-            a separate tensor.
+          shapes: the shapes of the parameters, by name.
+          scanned: the names of the parameters whose first dim counts layers. Each layer of such a
+            parameter is treated as a vector or matrix by itself.
         """
         own: list[CodecRule] = []
         for name in sorted(scanned & shapes.keys()):
-            # A stack of vectors has two dims, and `PerParameter` would take it for a matrix.
+            # A stack of vectors has two dims, and `PerParameter` would treat it as a matrix.
             vector = len(shapes[name]) < 3 and self.vectors == "whole"
             if vector:
                 own.append(CodecRule.model_construct(pattern=escape(name), codec=WholeCodec()))
@@ -141,7 +144,7 @@ class CompressChain(Compression, Chain): ...
 
 
 class CompressAuto(Compression, AutoCodec):
-    """An automatic choice of the codec; `chosen` returns the candidate with the least time."""
+    """The settings of compressed gradients with an automatic choice of the codec."""
 
     @property
     def codecs(self) -> tuple[CodecConfig, ...]:
@@ -158,14 +161,15 @@ class CompressAuto(Compression, AutoCodec):
         """Return these settings with the candidate that has the least predicted time.
 
         Args:
-          blocks: shapes of one device's gradients.
-          scanned: names of the parameters whose first dim counts layers.
-          sizes: sizes of the axes over which gradients are summed, by name, slowest first.
-          device_kind: kind of the devices.
-          algorithm: algorithm of the collectives.
+          blocks: the shapes of one device's gradients.
+          scanned: the names of the parameters whose first dim counts layers.
+          sizes: the sizes of the axes over which gradients are summed, by name, slowest first.
+          device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`.
+          algorithm: the algorithm of the collectives.
 
         Raises:
-          CollectiveError, CompressionError: see `jaxdist.compression.auto.resolve`.
+          CollectiveError: a link is neither configured nor known for the device.
+          CompressionError: no candidate can encode all gradients.
         """
         shapes = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(blocks)}
         across = self.axis == "data.dcn"
@@ -176,7 +180,7 @@ class CompressAuto(Compression, AutoCodec):
         return self.with_codec(codec)
 
     def with_codec(self, codec: CodecConfig) -> Compression:
-        """Return these settings with the given codec in place of the automatic choice."""
+        """Return these settings with the given codec instead of the automatic choice."""
         (kind,) = (k for k in KINDS if issubclass(k, type(codec)))
         values: PyTree = {name: getattr(self, name) for name in Compression.model_fields}
         values |= {name: getattr(codec, name) for name in type(codec).model_fields}

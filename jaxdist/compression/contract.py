@@ -1,19 +1,20 @@
-"""The contract of codecs: a codec is a frozen config that encodes an array as a message.
+"""The base classes of codecs: frozen configs that encode an array as a message.
 
-For an array `x` with the shape of `like` and any floating dtype:
+A codec has three methods, for an array `x` of any floating dtype with the shape of `like`:
 
     init(like) -> state                          a tree of arrays; () for codecs without memory
     encode(x, state, round) -> message, state    a tree of unsigned integers, of static shapes
     decode(message, like, round) -> estimate     float32, near x
 
 Messages are packed unsigned integers, since some backends widen small floats in every collective.
-Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`; an estimate has
-the same bits on every device that decodes its message. All holders of a message know its `round`
-without communication.
+Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`. An estimate has
+the same bits on every device that decodes the message. All devices that have a message know its
+`round` without communication.
 
-The codec's `exchange` says how the messages of several devices are combined: "scatter" decodes and
-sums shards and encodes the sum again, "gather" sends every message to every device, and "sum"
-adds the messages of a `LinearCodec`, for which the sum of messages is the message of the sum.
+The codec's `exchange` is the method by which the messages of several devices are combined:
+"scatter" decodes and sums shards and encodes the sums, "gather" sends every message to every
+device, and "sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message
+of the sum.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from jaxdist.types import Leaf, PyTree
 Message: TypeAlias = Any
 """An encoded array: a tree of unsigned integer arrays."""
 CodecState: TypeAlias = Any
-"""The values that a codec keeps between rounds: a tree of arrays."""
+"""The state of a codec between rounds: a tree of arrays."""
 Exchange = Literal["scatter", "gather", "sum"]
 
 
 class Round(NamedTuple):
-    """The data that every holder of a message knows without communication.
+    """A round of messages, with the data that all devices know without communication.
 
     Attributes:
-      step: number of earlier rounds, an int32 scalar.
+      step: the number of earlier rounds, an int32 scalar.
       key: a random key, the same on all devices.
-      rank: rank of the encoding device, an int32 scalar; decoders do not read it.
+      rank: the rank of the device that encodes a message, an int32 scalar. `decode` does not read
+        it.
     """
 
     step: jax.Array
@@ -53,28 +55,36 @@ class Round(NamedTuple):
 
     @property
     def own_key(self) -> jax.Array:
-        """Return a key that no other device has in this round."""
+        """A random key that no other device has in this round."""
         return jax.random.fold_in(self.key, self.rank)
 
     def part(self, index: jax.Array | int) -> Round:
-        """Return this round with another key, for message `index` of several in the round."""
+        """Return this round with another key, for the message with index `index` of the round."""
         return self._replace(key=jax.random.fold_in(self.key, index))
 
 
 def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array = 0) -> Round:
     """Return the round of a step for the device with the given rank.
 
+    Args:
+      seed: the seed of all random choices.
+      step: the number of earlier rounds.
+      rank: the rank of the device that encodes.
+
     >>> int(first_round(step=3).step)
     3
     """
     count = jnp.asarray(step, jnp.int32)
-    # The constant makes these keys different from those into which a training step folds its count.
+    # The constant makes these keys different from the keys into which a train step folds its count.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x636F6465), count)
     return Round(count, key, jnp.asarray(rank, jnp.int32))
 
 
 class Codec(Config):
-    """A method of encoding an array in few bytes; an instance is both its settings and its code.
+    """The base class of codecs, which encode an array in few bytes.
+
+    A codec is a config: an instance has the settings, and its methods encode and decode. The module
+    docstring defines `encode` and `decode`.
 
     Attributes:
       exchange: the method by which the messages of several devices are combined.
@@ -100,7 +110,7 @@ class Codec(Config):
 
     @property
     def contractive(self) -> bool:
-        """Whether the error is smaller than the encoded array, which error feedback requires."""
+        """Whether the error is smaller than the encoded array, as error feedback requires."""
         return not self.unbiased
 
     @property
@@ -109,11 +119,11 @@ class Codec(Config):
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
-        """Raise CompressionError for an array that this codec cannot encode.
+        """Raise CompressionError if this codec cannot encode an array.
 
         Args:
           like: the array, or its shape and dtype.
-          name: name of the parameter, for the message.
+          name: the name of the parameter, for the error message.
         """
         if not jnp.issubdtype(like.dtype, jnp.floating):
             raise CompressionError(
@@ -138,11 +148,14 @@ class Codec(Config):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array: ...
 
     def add(self, total: jax.Array, message: Message, like: Leaf, round: Round) -> jax.Array:
-        """Add the estimate of a message to `total`; codecs with sparse messages override it."""
+        """Return the sum of `total` and the estimate of a message.
+
+        Codecs with sparse messages override this method.
+        """
         return total + self.decode(message, like, round)
 
     def wire_bytes(self, like: Leaf) -> int:
-        """Return the size in bytes of an array's message, which depends only on the shape.
+        """Return the size of an array's message in bytes, which depends only on the shape.
 
         Raises:
           CompressionError: the codec cannot encode the array.
@@ -174,11 +187,12 @@ Factors: TypeAlias = Generator[jax.Array, jax.Array, Factored]
 
 
 class LinearCodec(Codec):
-    """A codec whose messages are added up over devices, in one or several all-reduces.
+    """The base class of codecs whose messages are summed over devices, in one or more all-reduces.
 
-    `factors` is a generator: it yields this device's float32 term of a sum, and receives the sum
-    over all devices. The generators of many tensors can therefore run in lockstep, and their n-th
-    sums share an all-reduce.
+    `factors` is a generator function. A generator yields this device's float32 summand, and
+    receives the sum over all devices, once for each all-reduce. The generators of many tensors can
+    therefore run in lockstep, with a common all-reduce for their first sums, their second sums, and
+    so on.
     """
 
     exchange: ClassVar[Exchange] = "sum"
@@ -188,7 +202,7 @@ class LinearCodec(Codec):
 
     @abstractmethod
     def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
-        """Return the float32 estimate that the factors represent, with the shape of `like`."""
+        """Return the float32 estimate of the array from its factors, with the shape of `like`."""
         ...
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -203,11 +217,12 @@ def in_lockstep(
     generators: Sequence[Factors],
     total: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> list[Factored]:
-    """Run the generators of several tensors, and compute their n-th sums together.
+    """Run the generators of several tensors in lockstep, and return the result of each.
 
     Args:
-      generators: results of `LinearCodec.factors`, one for each tensor.
-      total: function from this device's terms to the sums over all devices.
+      generators: the generators that `LinearCodec.factors` returns, one for each tensor.
+      total: the function from this device's summands to the sums over all devices. It is called
+        once for the first sums of all generators, once for the second sums, and so on.
     """
     found: dict[int, Factored] = {}
     sent: dict[int, jax.Array | None] = dict.fromkeys(range(len(generators)))
@@ -215,7 +230,7 @@ def in_lockstep(
         parts: dict[int, jax.Array] = {}
         for index, received in sent.items():
             try:
-                # A generator can only be started by None, whatever type it receives later.
+                # A generator is started by sending None, although it later receives arrays.
                 parts[index] = generators[index].send(received)  # pyright: ignore[reportArgumentType]
             except StopIteration as stop:
                 found[index] = stop.value
@@ -225,19 +240,22 @@ def in_lockstep(
 
 @runtime_checkable
 class Selector(Protocol):
-    """A codec that selects elements of an array, which another codec may then encode."""
+    """The protocol of codecs that select elements of an array, for use in a `Chain`."""
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
-        """Return the positions (empty if the round determines them) and the selected values."""
+        """Return the positions and the values of the selected elements.
+
+        The positions are () if they follow from the round.
+        """
         ...
 
     def place(self, where: Message, values: jax.Array, like: Leaf, round: Round) -> jax.Array:
-        """Return a float32 array of zeros with the values at their positions."""
+        """Return a float32 array with the values at their positions, and zeros elsewhere."""
         ...
 
 
 def described(codec: Codec, like: Leaf, name: str = "") -> str:
-    """Describe a codec and an array for an error, as `sign of parameter layers/kernel int32[3]`."""
+    """Describe a codec and an array: "sign of parameter layers/kernel int32[3]", for an error."""
     parameter = f" parameter {name}" if name else ""
     kind: PyTree = getattr(codec, "type", type(codec).__name__)
     return f"{kind} of{parameter} {like.dtype}{list(like.shape)}"

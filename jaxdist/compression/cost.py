@@ -1,8 +1,8 @@
-"""Predicted time of a compressed all-reduce: the time of its collectives plus the time of coding.
+"""The prediction of the time of a compressed all-reduce: its collectives, and its coding.
 
-The collectives are predicted by `collectives.cost`; message sizes are static, so their bytes are
-exact. Coding counts as passes over memory at a device's bytes per second. The prediction assumes
-that nothing overlaps.
+`collectives.cost` predicts the time of the collectives. The sizes of messages are static, so their
+bytes are exact. The time of coding (encoding and decoding) is a number of passes over memory, at
+the device's bytes per second. The prediction assumes that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from jaxdist.types import Grads, Leaf, PyTree
 
 FLOAT_BYTES = 4
 FLAG_BYTES = 4
-"""Bytes of the sum by which devices agree whether all encoded gradients are finite."""
+"""The bytes of the sum from which all devices know whether all encoded gradients are finite."""
 CPU_CODING_BYTES_PER_SECOND = 1.4e10
-"""Bytes of memory per second that a CPU core processes in coding. With this rate the numbers of
-passes below give 2.4 to 7 ns per gradient, as measured on a core of an EPYC for 1.6 and 6.3 million
-gradients ("coding alone")."""
+"""The bytes of memory per second that a CPU core processes in coding. With this rate, the numbers
+of passes below give 2.4 to 7 ns for each element of the gradients. This is the time that was
+measured on a core of an EPYC, for gradients of 1.6 and 6.3 million elements ("coding alone")."""
 WHOLE_PASSES = 8.0
-"""Number of passes over each gradient: it is scaled, packed, checked and unpacked, with reads and
-writes."""
+"""The number of passes over all gradients: they are scaled, packed, checked and unpacked, each with
+a read and a write."""
 MESSAGE_PASSES = 6.0
-"""Number of additional passes over encoded gradients: the residual is read and written, the
-gradient is encoded, its estimate is computed, estimates are added up, and the sum is encoded
-again."""
+"""The number of additional passes over encoded gradients: the residual is read and written, the
+gradient is encoded and decoded, decoded messages are summed, and the sum is encoded."""
 MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
-"""Numbers of additional passes of some codecs, from times on a single core: sign has a second
-residual and packs bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs
-planes."""
+"""The numbers of further passes of some codecs, from times on a single core. Sign has a second
+residual and packs bits, topk searches a threshold, lowrank multiplies matrices, and adaptive sorts
+gains and packs planes."""
 NIBBLE_PASSES = 14.0
-"""Number of additional passes of quantize with 4 bits, where two codes share a byte."""
+"""The number of further passes of quantize with 4 bits, where two codes share a byte."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A call of a collective over some of the levels of the network.
+    """A call of a collective over some of the axes of a reduction.
 
     Attributes:
-      payload_bytes: bytes of the payload, as in `Algorithm.traffic`.
-      where: "all" levels, "inside" the last level, or "across" the levels before it.
+      kind: the operation.
+      payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+      where: "all" for all axes, "inside" for the last axis, or "across" for the axes before it.
     """
 
     kind: Operation
@@ -66,12 +66,12 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The cost of a reduction for each device.
+    """The predicted cost of a compressed all-reduce.
 
     Attributes:
-      wire_seconds: time of the collectives, one after another.
-      coding_seconds: time of the passes over memory.
-      sent_bytes: bytes that the busiest device sends over all links.
+      wire_seconds: the time of the collectives in sequence, in seconds.
+      coding_seconds: the time of encoding and decoding on each device, in seconds.
+      sent_bytes: the bytes that the busiest device sends, over all links.
     """
 
     wire_seconds: float
@@ -80,21 +80,21 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The time of the collectives and of coding, one after the other."""
+        """The sum of the times of the collectives and of coding, in seconds."""
         return self.wire_seconds + self.coding_seconds
 
 
 def coding_bytes_per_second(kind: str) -> float:
     """Return the bytes of memory per second that a device processes while it encodes and decodes.
 
-    The rate of a GPU or TPU is the bandwidth of its memory (`runtime.hardware`). The rate of a CPU
-    core is measured, since arithmetic takes longer there than access to memory.
+    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`). For a CPU it is a
+    measured rate of a core, since arithmetic takes longer on a CPU than access to memory.
 
     >>> coding_bytes_per_second("v5e")
     810000000000.0
 
     Raises:
-      JaxdistError: no figures are known for `kind`.
+      JaxdistError: the device is not known.
     """
     found = find_device(kind)
     if found is None:
@@ -115,18 +115,21 @@ def predict(
     algorithm: Algorithm = XLA,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Prediction:
-    """Predict the seconds and bytes of a compressed all-reduce in the last stage of its codecs.
+    """Predict the cost of a compressed all-reduce, in the last stage of its codecs.
 
     Args:
-      grads: one device's gradients, or their shapes.
-      choice, algorithm, bucket_bytes: as for `compressed_all_reduce`.
-      levels: size and link of each axis over which the gradients are summed, slowest first.
-      bytes_per_second: rate of coding, such as `coding_bytes_per_second` returns.
-      inside: whether gradients are first summed exactly over the last level. Only the sum's shards
-        are then encoded, and cross the other levels.
+      grads: the gradients of one device, or their shapes.
+      choice: a codec, stages of codecs, or a choice for each parameter.
+      levels: the size and link of each axis over which the gradients are summed, slowest first.
+      bytes_per_second: the rate of coding, such as `coding_bytes_per_second` returns.
+      inside: whether gradients are first summed without compression over the last axis. The shards
+        of the sums are then encoded, and are sent over the other axes.
+      algorithm: the algorithm of the collectives.
+      bucket_bytes: the maximum number of bytes of a bucket.
 
     Raises:
-      CompressionError: see `compressed_all_reduce`.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together, or
+        a rule matches no parameter.
     """
     found = calls(grads, choice, [level.size for level in levels], inside, bucket_bytes)
     parts = {"all": levels, "inside": levels[-1:], "across": levels[:-1]}
@@ -148,11 +151,11 @@ def calls(
     inside: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[CollectiveCall]:
-    """List the collectives of a compressed all-reduce, in order.
+    """Return the collectives of a compressed all-reduce, in order.
 
     Args:
-      sizes: sizes of the axes, slowest first.
-      grads, choice, inside, bucket_bytes: as for `predict`.
+      grads, choice, inside, bucket_bytes: the arguments of `predict`.
+      sizes: the sizes of the axes, slowest first.
     """
     if not inside:
         return _message_calls(grads, choice, math.prod(sizes), bucket_bytes, "all")
@@ -167,10 +170,10 @@ def calls(
 
 
 def shard_shapes(grads: Grads, count: int) -> Grads:
-    """Return the shapes of a device's shards, with each leaf split into `count` parts.
+    """Return the shapes of a device's shards, for a split of each leaf into `count` shards.
 
-    A leaf is split along its first dim whose length `count` divides; a leaf without such a dim is
-    not split.
+    A leaf is split along the first dim whose length is a multiple of `count`. A leaf without such a
+    dim is not split.
 
     >>> shard_shapes({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
     (3, 2)
@@ -188,7 +191,7 @@ def shard_shapes(grads: Grads, count: int) -> Grads:
 
 
 def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES) -> float:
-    """Count the bytes of memory that a device processes in a reduction, without its collectives."""
+    """Return the bytes of memory that a device reads and writes in coding, over all passes."""
     named = flatten_with_names(grads)
     total = WHOLE_PASSES * FLOAT_BYTES * tree_size(grads)
     for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):
@@ -205,7 +208,7 @@ def _more_passes(codec: Codec) -> float:
 
 
 def _bytes_alike(grads: Grads, shards: Grads) -> float:
-    """Count the bytes of the leaves that are not split into shards."""
+    """Return the bytes of the leaves that are not split into shards."""
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(shards), strict=True)
     return sum(leaf_bytes(leaf) for leaf, shard in pairs if leaf.shape == shard.shape)
 
@@ -242,7 +245,7 @@ def _group_calls(
 
 
 def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
-    """Count the bytes of each all-reduce of a linear codec, which several tensors share."""
+    """Return the bytes of each all-reduce of a linear codec, for several tensors together."""
     found: list[int] = []
 
     def run(xs: Sequence[jax.Array]) -> PyTree:
@@ -258,7 +261,7 @@ def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
 
 
 def _like(leaves: Sequence[Leaf], group: CodecGroup) -> jax.ShapeDtypeStruct:
-    """Return the shape of the bucket into which these leaves are packed."""
+    """Return the shape of the bucket into which the leaves are packed."""
     flat = all(codec.flat for codec in group.codecs)
     shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
     return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)

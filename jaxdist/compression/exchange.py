@@ -1,4 +1,4 @@
-"""The three exchanges, which combine the messages of all devices for a single bucket."""
+"""The three exchanges, which combine the messages of all devices for the buckets of a group."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxdist.compression.sender import encode_once
 from jaxdist.trees import leaf_bytes
 
 UNROLL = 8
-"""Number of messages that are decoded and added in a single pass over the sum."""
+"""The number of messages that are decoded and added in a single pass over the sum."""
 PIECE_BYTES = 2**19
-"""Bytes of the largest piece that a device sends in an all-to-all over gloo. Larger pieces contend
-for the links, and each of many small pieces costs a latency."""
+"""The maximum number of bytes that a device sends in one all-to-all over gloo. Larger messages are
+divided, because they contend for the links. Much smaller messages would cost latency."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ExchangeContext:
     """The settings of an exchange between devices.
 
     Attributes:
-      axis: mesh axis of the devices that take part.
-      algorithm: algorithm of the collectives.
+      axis: the mesh axis, or the tuple of mesh axes, over which messages are sent.
+      algorithm: the algorithm of the collectives.
       feedback: the error feedback of every sender.
-      round: the current round, with the rank of this device.
+      round: the current round, whose `rank` is the rank of this device.
     """
 
     axis: Axis
@@ -44,23 +44,28 @@ class ExchangeContext:
     round: Round
 
     def part(self, index: int) -> ExchangeContext:
-        """Return the settings for message `index` of several in a round."""
+        """Return the settings for the message with index `index` of the round."""
         return replace(self, round=self.round.part(index))
 
     def without_feedback(self) -> ExchangeContext:
-        """Return the settings for a lossless codec."""
+        """Return the settings without error feedback, for a lossless codec."""
         return replace(self, feedback=NoFeedback())
 
 
 class BucketState(NamedTuple):
     """The state that a device keeps for a bucket between rounds.
 
+    With the exchange "scatter" a device sends two messages in a round: its gradient, and then the
+    sum of its shard. `down` and `down_view` are for the second message, and are () otherwise.
+
     Attributes:
-      up: the feedback's memory for the messages that this device sends, shaped like the bucket.
-      up_view: the view of all devices' messages; if shards are summed, of this device's shard only.
-      down: the feedback's memory for the messages in which this device sends its shard's sum.
-      down_view: the view of the messages with the sums of all shards, shaped like the bucket.
-      common: the state of the results, which is the same on all devices.
+      up: the feedback's memory for the messages with this device's gradients, with the shape of the
+        bucket.
+      up_view: the view of the sum of all devices' messages. With "scatter" it is the view of this
+        device's shard of this sum.
+      down: the feedback's memory for the messages with the sums of this device's shard.
+      down_view: the view of the messages with the sums of all shards, with the shape of the bucket.
+      common: the common state of the feedback, which is the same on all devices.
     """
 
     up: Memory = ()
@@ -79,7 +84,15 @@ class BucketState(NamedTuple):
         *,
         in_shards: bool,
     ) -> BucketState:
-        """Return the state before the first round, for a bucket of this shape."""
+        """Return the state before the first round.
+
+        Args:
+          like: the shape of the bucket.
+          devices: the number of devices that exchange messages.
+          codecs: the codecs of all stages.
+          feedback: the error feedback.
+          in_shards: whether a stage uses the exchange "scatter".
+        """
         up, common = feedback.init(like, codecs), feedback.common(like)
         if not in_shards:
             return cls(up, feedback.view(like), common=common)
@@ -90,30 +103,41 @@ class BucketState(NamedTuple):
 
 
 Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
-"""A tuple of the result, which has the bucket's shape, the codec's next state and the bucket's next
+"""A tuple of the result in the shape of the bucket, the codec's next state, and the bucket's next
 state."""
 
 
 def scatter_decoded(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
-    """Sum one shard of the bucket on each device, encode each sum again, and gather the sums."""
+    """Exchange a bucket by "scatter".
+
+    Each device decodes and sums the messages of its shard, and encodes the sum. The encoded sums
+    are gathered on all devices.
+
+    Args:
+      codec: the codec.
+      gradient: this device's bucket.
+      held: the codec's state.
+      state: the bucket's state.
+      party: the settings.
+    """
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
     x, up = feedback.correct(feedback.carried(gradient, state.common, count), state.up)
     shards = split_padded(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
-    # The second message of a device takes another rank: random numbers of the device's own are then
-    # different in both messages, while numbers that all devices share (randomk's positions) are
-    # equal.
+    # The second message of a device uses another rank. Random numbers that depend on the device are
+    # then different in both messages, and numbers that are common to all devices (the positions of
+    # randomk) are equal.
     down_round = round._replace(rank=count + mine)
 
     def real(shard: jax.Array) -> jax.Array:
-        """Set a shard's sum to zero in the padding beyond the bucket.
+        """Return the sum of a shard with zeros in the padding after the end of the bucket.
 
         The sign codec cannot represent zero, so the residual of the padding would grow and distort
-        the scale of its block.
+        the scale of the last block.
         """
         if shards.size == x.size:
             return shard
@@ -126,7 +150,8 @@ def scatter_decoded(
         return codec.decode(message, shards[0], round.part(number))
 
     messages = jax.vmap(encode, in_axes=(0, 0, None))(shards, numbers, round)
-    # The sender decodes its own messages, since the residual is the part that the receivers lack.
+    # The sender decodes its own messages, since the residual is the difference between its gradient
+    # and the decoded messages.
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
     # Each device sends its message of shard i to device i, and receives N messages of its shard.
@@ -147,7 +172,10 @@ def scatter_decoded(
 def gather_decoded(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: ExchangeContext
 ) -> Exchanged:
-    """Gather the messages of all devices, and decode and sum them on every device."""
+    """Exchange a bucket by "gather": every device receives, decodes and sums all messages.
+
+    The arguments are the arguments of `scatter_decoded`.
+    """
     own = party.feedback.carried(gradient, state.common, axis_size(party.axis))
     x, up = party.feedback.correct(own, state.up)
     message, held = encode_once(codec, x, held, party.round)
@@ -165,7 +193,15 @@ def sum_up(
     states: Sequence[BucketState],
     party: ExchangeContext,
 ) -> list[Exchanged]:
-    """Sum the messages of a linear codec for all buckets, with one all-reduce for each round."""
+    """Exchange all buckets of a group by "sum", with common all-reduces for all buckets.
+
+    Args:
+      codec: the codec, which must be a `LinearCodec`.
+      gradients: this device's buckets.
+      held: the codec's state for each bucket.
+      states: the state of each bucket.
+      party: the settings.
+    """
     assert isinstance(codec, LinearCodec), codec
     feedback = party.feedback
     rounds = [party.round.part(i) for i in range(len(gradients))]
@@ -192,7 +228,7 @@ def sum_up(
 
 
 def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> jax.Array:
-    """Add up the estimates of stacked messages in order, `UNROLL` in each pass over the sum."""
+    """Return the sum of the estimates of stacked messages, which are added in order."""
 
     def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
         return codec.add(total, message, like, round), None
@@ -202,15 +238,16 @@ def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> j
 
 
 def _gathered(message: Message, party: ExchangeContext) -> Message:
-    """Gather every device's message, stacked in the order of the axis."""
+    """Gather the messages of all devices, stacked along a new first dim by rank."""
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
 
 
 def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
-    """Send row i of [N, ...] to device i, and return the N rows that arrive at this device.
+    """Send row i of [N, ...] to device i, and return the N rows that this device receives.
 
-    Over gloo the rows are sent in pieces: where large messages of several devices meet at one
-    device, other connections are idle, and up to half of a slow link is unused.
+    Over gloo the rows are divided and sent by several all-to-alls. If several devices send large
+    messages to the same device, other connections are idle, and up to half of a slow link is not
+    used.
     """
     pieces = -(-leaf_bytes(x) // PIECE_BYTES) if sends_apart() else 1
     if pieces == 1:
@@ -222,11 +259,12 @@ def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:
-    """Send every array of a message, joined as bytes if each collective costs its own latency.
+    """Send every array of a message, in a single array of bytes if `sends_apart()` is true.
 
     Args:
-      send: function from [..., b] to [N, ..., b].
-      lead: number of leading dims of each array that count messages.
+      message: the message, or several stacked messages.
+      send: the function that sends an array [..., b] and returns [N, ..., b].
+      lead: the number of first dims of each array that count messages.
     """
     arrays, structure = jax.tree.flatten(message)
     if len(arrays) == 1 or not sends_apart():
@@ -248,7 +286,8 @@ def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
 
 def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
     """Convert uint8 [N, b] to [N, *shape]."""
-    # A bitcast from uint8 removes the last dim, but not if the other dtype has one byte as well.
+    # A bitcast from uint8 to a wider dtype removes the last dim. A bitcast to a dtype of one byte
+    # does not.
     width = (dtype.itemsize,) if dtype.itemsize > 1 else ()
     return jax.lax.bitcast_convert_type(part.reshape(len(part), *shape, *width), dtype)
 

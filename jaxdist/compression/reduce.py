@@ -1,11 +1,11 @@
-"""Compressed all-reduce: messages instead of gradients, with error feedback on every sender.
+"""The compressed all-reduce, which sends messages instead of gradients, with error feedback.
 
 With N devices and a bucket of n elements on each, a shard has c = ceil(n / N) elements. The codec's
-`exchange` decides how the messages are combined:
+`exchange` is the method by which the messages are combined:
 
     scatter   encode N shards, all-to-all, decode, sum in float32 [c], encode again, all-gather
     gather    encode, all-gather, decode all N messages and add them up in order
-    sum       all-reduce the messages of a linear codec, in as many rounds as it has
+    sum       one or more all-reduces of the messages of a linear codec
 
 Every device decodes the same words in the same order, so results have the same bits.
 """
@@ -57,14 +57,15 @@ class GroupState(NamedTuple):
 
 
 class CompressionState(NamedTuple):
-    """The devices' state between reductions; every leaf has a leading dim over the devices.
+    """The state of all devices between reductions.
 
-    Inside `jax.shard_map` a device sees [1, ...]: in_specs and out_specs are `P(axis)`.
+    Every leaf has a first dim that counts devices. Inside `jax.shard_map`, with `P(axis)` as
+    in_specs and out_specs, a device sees [1, ...].
 
     Attributes:
-      step: number of reductions so far, int32.
-      skipped: number of reductions that had a NaN or an infinity, int32.
-      groups: the state of each group of leaves that share a choice of codec.
+      step: the number of earlier reductions, int32.
+      skipped: the number of earlier reductions that had a NaN or an infinity, int32.
+      groups: the state of each group of leaves that have the same choice of codec.
     """
 
     step: jax.Array
@@ -76,10 +77,11 @@ class Reduced(NamedTuple):
     """The result of a compressed reduction.
 
     Attributes:
-      grads: the sum or mean, a tree like the gradients; all elements are NaN unless `finite`.
-      state: the next state; unless `finite`, the old state with one more step and skipped step.
-      finite: whether the result and the gradients of all devices are finite, a bool that is the
-        same on all devices.
+      grads: the sum or mean, a tree like the gradients. All elements are NaN if `finite` is false.
+      state: the next state. If `finite` is false, it is the old state, with `step` and `skipped`
+        larger by 1.
+      finite: whether the result and the gradients of all devices are finite, a bool scalar that is
+        the same on all devices.
     """
 
     grads: Grads
@@ -98,16 +100,19 @@ def init_state(
     """Return the state before the first reduction, for all devices.
 
     Args:
-      grads: one device's gradients, or their shapes.
-      devices: number N of devices on the axis of the reduction.
-      codec, feedback, bucket_bytes: as for `compressed_all_reduce`.
+      grads: the gradients of one device, or their shapes.
+      devices: the number N of devices on the axis of the reduction.
+      codec: a codec, stages of codecs, or a choice for each parameter.
+      feedback: the error feedback.
+      bucket_bytes: the maximum number of bytes of a bucket.
 
     Returns:
-      The state as arrays [N, ...]. Under `jax.jit` with `out_shardings` each device creates its own
-      part.
+      The state as arrays [N, ...]. Under `jax.jit` with `out_shardings`, each device creates only
+      its part.
 
     Raises:
-      CompressionError: see `compressed_all_reduce`.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
+        codec do not fit together, or a rule matches no parameter.
     """
     named = flatten_with_names(grads)
     leaves = [leaf for _, leaf in named]
@@ -154,25 +159,27 @@ def compressed_all_reduce(
 ) -> Reduced:
     """All-reduce gradients as messages of a codec, inside `jax.shard_map`.
 
-    The result has the same bits on all devices. Use `check_vma=False`, as for hand-written
-    collectives.
+    The result has the same bits on all devices. The `shard_map` needs `check_vma=False`, because
+    JAX cannot prove this.
 
     Args:
       grads: this device's gradients, a tree of floating-point arrays.
-      state: the state of `init_state`, with the same arguments; [1, ...] on each device.
-      axis: mesh axis, or a tuple of mesh axes, slowest first.
+      state: the state from `init_state` or from the previous reduction, [1, ...] on each device.
+        `init_state` must have been called with the same codec, feedback and bucket_bytes.
+      axis: the name of a mesh axis, or a tuple of names, slowest first.
       codec: a codec, stages of codecs, or a choice for each parameter.
       feedback: the error feedback of every sender.
-      op: "mean" divides the gradients before they are encoded, so that residuals and limits of
-        norms are in units of the mean.
-      algorithm: algorithm of the collectives that carry the messages.
-      bucket_bytes: size of the flat buckets into which leaves with the same choice are packed.
-      seed: seed of all random choices, the same on all devices.
+      op: "sum" or "mean". With "mean" the gradients are divided before they are encoded, so
+        residuals, and limits of norms, are for the mean.
+      algorithm: the algorithm of the collectives that send the messages.
+      bucket_bytes: the maximum number of bytes of a flat bucket, into which leaves with the same
+        choice are packed.
+      seed: the seed of all random choices, the same on all devices.
 
     Raises:
-      CompressionError: a codec that cannot encode a leaf; incompatible feedback or stages; a rule
-        that matches nothing; a state made with other arguments.
-      CollectiveError: outside of `jax.shard_map`, or an unknown axis.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
+        codec do not fit together, a rule matches no parameter, or the state is for other arguments.
+      CollectiveError: the call is not inside a `jax.shard_map`, or the axis is unknown.
     """
     axis = checked(axis, "compressed_all_reduce")
     named, structure = flatten_with_names(grads), jax.tree.structure(grads)
@@ -182,7 +189,7 @@ def compressed_all_reduce(
     leaves = [jnp.asarray(leaf) for _, leaf in named]
     _check_state(own, groups, leaves, size, feedback)
     party = ExchangeContext(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
-    # Skipped rounds do not count, as in the optimizer, so that stages follow the optimizer's steps.
+    # Skipped rounds do not count, so the stages of a codec follow the steps of the optimizer.
     taken = own.step - own.skipped
     terms = [begins(x, axis, number) for number, x in enumerate(leaves)]
     sent = [x / size for x in terms] if op == "mean" else terms
@@ -193,8 +200,8 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = ends(result.astype(leaves[position].dtype), axis, position)
-    # Only gradients that are encoded are checked on every device: a NaN or an infinity in any other
-    # gradient shows in the result.
+    # Only the encoded gradients are checked on every device. A NaN or an infinity in another
+    # gradient is in the result too.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=select_tree(finite, tuple(after), own.groups))
@@ -205,7 +212,13 @@ def compressed_all_reduce(
 
 
 def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis: Axis) -> jax.Array:
-    """Return whether leaves and results are finite on all devices, by an all-reduce of a number."""
+    """Return whether all leaves and results are finite on all devices.
+
+    Args:
+      leaves: the arrays of this device, whose check needs an all-reduce of a number.
+      results: the arrays that are the same on all devices.
+      axis: the axis of the devices.
+    """
     fine = jnp.bool_(True)
     if leaves:
         bad = sum((jnp.int32(~array_is_finite(x)) for x in leaves), start=jnp.int32(0))
@@ -222,10 +235,14 @@ def _reduce_group(
     party: ExchangeContext,
     taken: jax.Array,
 ) -> tuple[dict[int, jax.Array], GroupState]:
-    """Return the sums of a group's leaves by position, and the group's next state.
+    """Return the sums of a group's leaves, by the indices of the leaves, and the next state.
 
     Args:
-      taken: number of earlier rounds that were not skipped.
+      group: the group.
+      leaves: the gradients of this device for all leaves.
+      state: the group's state.
+      party: the settings of the exchange.
+      taken: the number of earlier rounds that were not skipped, which determines the stage.
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
@@ -245,7 +262,11 @@ def _reduce_group(
 def _run(
     group: CodecGroup, stage: int, party: ExchangeContext, xs: list[jax.Array], state: GroupState
 ) -> tuple[list[jax.Array], GroupState]:
-    """Run a stage's codec on all buckets of a group."""
+    """Exchange all buckets of a group by the codec of a stage.
+
+    Returns:
+      The sum of each bucket, and the group's next state.
+    """
     codec, states = group.codecs[stage], state.codecs[stage]
     if group.lossless:
         party = party.without_feedback()

@@ -1,9 +1,12 @@
-"""Conversion of the state of a compressed all-reduce to another number of devices.
+"""The conversion of the state of a compressed all-reduce to another number of devices.
 
-Residuals are errors of a sum, so their sum over the old senders is divided equally between the new
-senders. EF21's estimates, whose sum is the receivers' view, are divided likewise. State that
-belongs to the shards of a sum is concatenated and split into the new number of shards. State that
-is equal on all devices is copied to the new devices.
+Each kind of state is converted by another rule:
+
+- The residuals of all senders are errors of the same sum. They are added up, and each new sender
+  gets an equal part of this sum. EF21's estimates are converted by the same rule, because their sum
+  is the view of the receivers.
+- The state for the shards of a sum is concatenated, and divided into the new number of shards.
+- State that is equal on all devices is copied to the new devices.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from jaxdist.types import Leaf, PyTree
 def reshard(
     saved: CompressionState, state: CompressionState, sizes: Sequence[int], axes: Sequence[int]
 ) -> CompressionState:
-    """Convert a state from a mesh with other sizes of some axes to the current mesh.
+    """Convert a state that was saved on a mesh with other axis sizes to the current mesh.
 
     Args:
-      saved: arrays [devices of the old mesh, ...].
-      state: shapes of the requested state, [devices, ...].
-      sizes: sizes of the current mesh's axes, slowest first.
-      axes: indices of the axes that messages cross; all other axes had the same size.
+      saved: the saved state, arrays [devices of the old mesh, ...].
+      state: the shapes of the requested state, [devices of the current mesh, ...].
+      sizes: the sizes of the current mesh's axes, slowest first.
+      axes: the indices of the mesh axes over which messages are sent. All other axes must have the
+        same size in the old mesh.
 
     Raises:
       CompressionError: the blocks of the gradients on a device have other shapes than before.
@@ -51,12 +55,12 @@ def reshard(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The numbers of devices along the axes of the saved and the current mesh.
+    """The numbers of devices along the message axes, and along the mesh axes before and after them.
 
     Attributes:
-      before: devices along the axes slower than those that messages cross.
-      old, new: devices along the axes that messages cross, in the saved and the current mesh.
-      after: devices along the axes faster than those that messages cross.
+      before: the number of devices along the axes that are slower than the message axes.
+      old, new: the number of devices along the message axes, in the saved and the current mesh.
+      after: the number of devices along the axes that are faster than the message axes.
     """
 
     before: int
@@ -95,7 +99,7 @@ class _Rows:
         return self._moved(old, new, lambda rows: jnp.broadcast_to(rows[:1], self._to(rows)))
 
     def shared(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """Divide the sum over the old devices equally between the new devices."""
+        """Return an equal part of the sum over the old devices for each new device."""
 
         def share(rows: jax.Array) -> jax.Array:
             return jnp.broadcast_to(rows.sum(0, keepdims=True) / self.new, self._to(rows))
@@ -103,7 +107,7 @@ class _Rows:
         return self._moved(old, new, share)
 
     def _cut(self, old: jax.Array, new: Leaf, size: int) -> jax.Array:
-        """Concatenate the shards of the old devices, and split the result for the new devices."""
+        """Concatenate the shards of the old devices, and divide the result among new devices."""
 
         def cut(rows: jax.Array) -> jax.Array:
             filled = self.new * new.shape[1]

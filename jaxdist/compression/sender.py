@@ -1,4 +1,4 @@
-"""A codec with error feedback between one sender and the receivers of its messages."""
+"""A codec with error feedback for a single sender, and functions that all senders use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class SenderState(NamedTuple):
     Attributes:
       codec: the codec's state.
       memory: the feedback's memory.
-      skipped: number of rounds skipped because of a NaN or an infinity, an int32 scalar.
+      skipped: the number of rounds that were skipped because of a NaN or an infinity, an int32
+        scalar.
     """
 
     codec: CodecState
@@ -35,12 +36,12 @@ class SenderState(NamedTuple):
 
 
 class EncodedGradient(NamedTuple):
-    """The results of encoding a gradient.
+    """An encoded gradient, with the next state of its sender.
 
     Attributes:
-      message: the message for the receivers; undefined unless `finite`.
+      message: the message for the receivers, which must not be sent if `finite` is false.
       decoded: the float32 value that the receivers decode from the message.
-      state: the next state; unless `finite`, the old state with one more skipped round.
+      state: the next state. If `finite` is false, it is the old state with one more skipped round.
       finite: whether the gradient and the decoded message are finite, a bool scalar.
     """
 
@@ -54,6 +55,10 @@ class EncodedGradient(NamedTuple):
 class Sender:
     """A codec with error feedback for a single sender, such as a worker of a parameter server.
 
+    Attributes:
+      codec: the codec.
+      feedback: the error feedback.
+
     >>> from jaxdist.compression import Sign, first_round
     >>> sender, x = Sender(Sign()), jnp.asarray([3.0, -1.0])
     >>> sent = sender.encode(x, sender.init(x), first_round())
@@ -61,7 +66,7 @@ class Sender:
     ([2.0, -2.0], [1.0, 1.0])
 
     Raises:
-      CompressionError: the feedback does not fit the codec, or needs several senders.
+      CompressionError: the feedback does not fit the codec, or needs a common state of all senders.
     """
 
     codec: Codec
@@ -86,7 +91,13 @@ class Sender:
         return SenderState(self.codec.init(like), memory, jnp.int32(0))
 
     def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> EncodedGradient:
-        """Encode the gradient of a round as a message, and update the feedback's memory."""
+        """Encode the gradient of a round as a message, and compute the next state.
+
+        Args:
+          gradient: the gradient.
+          state: the state after the previous round.
+          round: the round.
+        """
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
         x, memory = self.feedback.correct(ready, state.memory)
@@ -95,18 +106,21 @@ class Sender:
         memory = self.feedback.settle(x, decoded, memory)
         finite = array_is_finite(gradient) & array_is_finite(decoded)
         after = SenderState(codec, memory, state.skipped)
-        # A NaN in the residual would spoil every later round, so a round with a NaN keeps the old
-        # memory.
+        # A NaN in the residual would be in every later message. A round with a NaN therefore keeps
+        # the old memory.
         before = state._replace(skipped=state.skipped + 1)
         return EncodedGradient(message, decoded, select_tree(finite, after, before), finite)
 
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round
     ) -> tuple[jax.Array, View]:
-        """Decode a message to the float32 value that replaces the gradient, and the next view.
+        """Decode a message, and return the value that replaces the gradient, and the next view.
 
         Args:
-          view: the receiver's view; before the first round it is `feedback.view(like)`.
+          message: the message.
+          view: the receiver's view, which is `feedback.view(like)` before the first round.
+          like: the shape and dtype of the gradient.
+          round: the round of the message.
         """
         return self.feedback.receive(self.codec.decode(message, like, round), view)
 
@@ -114,13 +128,15 @@ class Sender:
 def states_after_push(
     before: Mapping[K, SenderState], sent: Mapping[K, EncodedGradient], *, finite: bool
 ) -> dict[K, SenderState]:
-    """Return the next states of arrays that are sent in one push, by the keys of `sent`.
+    """Return the next sender states of the arrays of a push, by key.
 
-    A push that is not finite is dropped whole, so its finite arrays are not sent either, and keep
-    their states with one more skipped round.
+    If one array of a push is not finite, no array of the push is sent. All arrays then keep their
+    old states, with one more skipped round.
 
     Args:
-      finite: whether all arrays of the push are finite, including those sent uncompressed.
+      before: the states before the push, by key.
+      sent: the encoded arrays, by key.
+      finite: whether all arrays of the push are finite, including arrays that are not encoded.
     """
     if finite:
         return {key: one.state for key, one in sent.items()}
@@ -130,16 +146,17 @@ def states_after_push(
 def encode_once(
     codec: Codec, x: jax.Array, state: CodecState, round: Round
 ) -> tuple[Message, CodecState]:
-    """Call `codec.encode`, and keep XLA from computing the message twice with different rounding.
+    """Return the result of `codec.encode` such that XLA computes the message only once.
 
-    The residual would otherwise belong to another message than the sent message.
+    XLA could compute the message a second time for the residual, with different rounding. The
+    residual would then be wrong for the sent message.
     """
     message, state = codec.encode(x, state, round)
     message = jax.lax.optimization_barrier(message)
     if here_kind() != "cpu":
         return message, state
-    # XLA:CPU drops barriers before it fuses, but cannot recompute the result of a branch elsewhere.
-    # The condition is always true, which XLA cannot know.
+    # XLA:CPU removes barriers before it fuses, but it cannot compute the result of a branch twice.
+    # The condition is always true, but XLA cannot prove this.
     nothing: Message = jax.tree.map(jnp.zeros_like, message)
     return jax.lax.cond(round.step >= 0, lambda: message, lambda: nothing), state
 
@@ -150,7 +167,7 @@ def array_is_finite(x: jax.Array) -> jax.Array:
 
 
 def select_tree(condition: jax.Array, yes: T, no: T) -> T:
-    """Return the tree `yes` where the bool scalar is true, and the tree `no` otherwise."""
+    """Return the tree `yes` if the bool scalar `condition` is true, otherwise the tree `no`."""
 
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(condition, a, b)

@@ -1,4 +1,4 @@
-"""Conversions between arrays and the bits of messages: words, blocks, scales, packed codes."""
+"""Conversions between arrays and the parts of messages: words, blocks, scales and packed codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 
 def out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Reshape blocks of any shape to an array without the padding: the inverse of `in_blocks`."""
+    """Reshape blocks to an array of shape `shape`, without the padding of `in_blocks`."""
     size = 1
     for length in shape:
         size *= length
@@ -51,11 +51,13 @@ def block_sizes(size: int, block: int) -> jax.Array:
 def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
     """Round float32 scales to eight significant bits, so that products with small codes are exact.
 
+    A scale below `LEAST_SCALE` becomes 0, and a scale that is not finite is unchanged.
+
     Args:
-      scale: numbers that are not negative.
-      up: whether to round up rather than to nearest.
+      scale: the scales, which are not negative.
+      up: whether to round up instead of to nearest.
     """
-    # Rounding up keeps the quotient of an element by its scale within the codec's range of codes.
+    # If a scale is rounded up, the quotient of an element and its scale is in the range of codes.
     if up:
         bits = (to_words(scale) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
         rounded = jnp.where(jnp.isfinite(scale), from_words(bits, jnp.float32), scale)
@@ -65,8 +67,8 @@ def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
 
 
 def scale_words(scale: jax.Array) -> jax.Array:
-    """Convert scales that `coarse` has rounded to uint16 words."""
-    # The cast is exact: bfloat16 has the eight significant bits that `coarse` leaves.
+    """Convert scales that `coarse` returned to uint16 words."""
+    # The cast is exact, because `coarse` rounds to eight significant bits, like bfloat16.
     return to_words(scale.astype(jnp.bfloat16))
 
 
@@ -76,20 +78,20 @@ def scales_of(words: jax.Array) -> jax.Array:
 
 
 def power_of_two(limit: jax.Array) -> jax.Array:
-    """Return the largest normal float32 power of two that is at most `limit`.
+    """Return the largest power of two that is at most `limit`, clipped to 2^-126 and 2^126.
 
     >>> power_of_two(jnp.float32(5.0)).item()
     4.0
     """
-    # The largest exponent is 253, so that the inverse of the result is a normal number too.
+    # The largest biased exponent is 253, so that the inverse of the result is a normal number too.
     exponent = jnp.clip((to_words(limit) >> 23).astype(jnp.int32) & 0xFF, 1, 253)
     return from_words(exponent.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def pack_rows(rows: jax.Array, bits: int) -> jax.Array:
-    """Pack uint32 codes [..., 8 / bits, c] of `bits` bits into bytes [..., c], row 0 lowest.
+    """Pack uint32 codes [..., 8 / bits, c] of `bits` bits each into bytes [..., c].
 
-    The codes of a column share a byte, rather than neighbours in a row, so that whole vectors are
+    The codes of a column share a byte, with row 0 in the lowest bits. Whole rows can therefore be
     shifted and joined.
     """
     packed = rows[..., 0, :]

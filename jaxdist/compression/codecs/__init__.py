@@ -1,1 +1,1 @@
-"""The codecs, which write an array in few bytes: each a `jaxdist.compression.contract.Codec`."""
+"""The implementations of `jaxdist.compression.contract.Codec`, which encode arrays in few bytes."""

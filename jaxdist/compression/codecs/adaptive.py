@@ -1,4 +1,4 @@
-"""Adaptive quantization: more bits for blocks with more energy, in messages of a fixed size."""
+"""A codec with adaptive quantization, which uses more bits for blocks with more energy."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from jaxdist.types import Leaf
 class Adaptive(Codec):
     """A codec that rounds elements to integers, with 0 or 2 to 8 bits for each block.
 
-    A block of energy E that has b bits has an error of about E 4^-b, so each further bit removes
-    less error than the bit before. Bits are given, one at a time, to the block where they remove
-    the most error (greedy allocation, optimal for such gains: Shoham and Gersho, IEEE Trans. ASSP
-    36(9), 1988). Codes are sent as planes of one bit for each element of a block. A message has a
-    fixed number of planes, and the compiled program decides from the gradient in each round how
-    many planes each block has.
+    The energy E of a block is the sum of its squares. With b bits the block has an error of about
+    E 4^-b, so each further bit removes less error than the previous bit. Each bit is allocated to
+    the block in which it removes the most error. This greedy allocation is optimal for such gains
+    (Shoham and Gersho, IEEE Trans. ASSP 36(9), 1988).
+
+    A plane has one bit for each element of a block. A message has a fixed number of planes, so its
+    size is fixed. The number of planes of each block depends on the gradient, and is computed in
+    each round.
 
     Cost: bits / 32 of the bytes of float32, and 3 bytes for each block.
     """
 
     type: Literal["adaptive"] = "adaptive"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     bits: float = 4.0
-    """Number of bits of an element on average over the blocks, from 1 to 8."""
+    """The number of bits of an element on average over the blocks, from 1 to 8."""
     block: Block = 512
-    """Number of elements that share a scale and a number of bits."""
+    """The number of elements that share a scale and a number of bits."""
 
     @field_validator("bits")
     @classmethod
@@ -52,7 +54,7 @@ class Adaptive(Codec):
         return bits
 
     def planes(self, blocks: int) -> int:
-        """Return the number of one-bit planes in the message of `blocks` blocks."""
+        """Return the number of one-bit planes in the message of an array of `blocks` blocks."""
         return max(2, int(self.bits * blocks))
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -62,8 +64,8 @@ class Adaptive(Codec):
         levels = _levels(bits)
         most = jnp.max(jnp.abs(blocks), axis=1)
         scale = coarse(jnp.where(bits > 0, most / jnp.maximum(levels, 1.0), 0.0), up=True)
-        # A block without bits has scale 0 and codes 0. A value that is not finite becomes the scale
-        # even there, so that the round is found to be not finite.
+        # A block without bits has scale 0 and codes 0. But if a value of the block is not finite,
+        # the scale is this value, so that the round is found to be not finite.
         scale = jnp.where(jnp.isfinite(most), scale, most)
         codes = jnp.round(blocks * inverse(scale)[:, None]) + levels[:, None]
         rows = codes.astype(jnp.uint32).reshape(count, BITS, -1)
@@ -91,17 +93,18 @@ class Adaptive(Codec):
 
 
 def allocate(energy: jax.Array, planes: int) -> jax.Array:
-    """Return each block's number of bits, int32 [blocks], 0 or 2 to 8, with a sum up to `planes`.
+    """Return the number of bits of each block, int32 [blocks]: 0, or from 2 to 8.
 
     Args:
-      energy: sum of squares of each block, float32 [blocks].
+      energy: the sum of squares of each block, float32 [blocks].
+      planes: the maximum of the sum of all numbers of bits.
     """
     # Each gain is the part of an error E 4^-b that a plane removes. The first two planes have equal
     # gains and are allocated together, since a single bit has no zero between its levels.
     gains = [(1 - 4.0**-2) / 2] * 2 + [4.0**-bit - 4.0 ** -(bit + 1) for bit in range(2, BITS)]
     taken = energy[None] * jnp.asarray(gains, jnp.float32)[:, None]
-    # The sort is stable and the gains are in the order of the bits, so that among equal gains no
-    # block gets a later bit before an earlier bit.
+    # The sort is stable and the gains are in the order of the bits. If gains are equal, a block
+    # therefore gets an earlier bit before a later bit.
     order = jnp.argsort(-taken.reshape(-1), stable=True)[:planes]
     # The gains are flattened bit by bit, so the remainder is the index of the block.
     bits = jnp.zeros_like(energy, jnp.int32).at[order % len(energy)].add(1)
@@ -110,12 +113,12 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
 
 
 def _levels(bits: jax.Array) -> jax.Array:
-    """Return the largest code of `bits` bits with a sign, as float32, or 0 for 0 bits."""
+    """Return the largest signed code of `bits` bits, as float32, or 0 for 0 bits."""
     return jnp.where(bits > 0, (1 << jnp.maximum(bits - 1, 0)) - 1, 0).astype(jnp.float32)
 
 
 def _slots(bits: jax.Array, planes: int) -> tuple[jax.Array, jax.Array]:
-    """Return two int32 arrays [planes]: the block, and the bit in its codes, of each plane."""
+    """Return the block of each plane, and the index of the plane's bit, both int32 [planes]."""
     ends = jnp.cumsum(bits)
     slots = jnp.arange(planes, dtype=bits.dtype)
     block = jnp.minimum(jnp.searchsorted(ends, slots, side="right"), len(bits) - 1)

@@ -1,4 +1,4 @@
-"""The choice of a codec in a config, by `type:`."""
+"""The config section that chooses a codec by its `type`."""
 
 from __future__ import annotations
 

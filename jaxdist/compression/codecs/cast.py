@@ -21,25 +21,26 @@ DTYPES = {
 
 
 class Cast(Codec):
-    """A codec that rounds each element to a smaller float, after scaling the array to its range.
+    """A codec that rounds each element to a smaller float type.
 
-    The scale is the power of two that brings the largest element nearest to the top of the range
-    (one scale for each tensor: Peng et al., FP8-LM, arXiv 2310.18313, section 2.1). Scaling by a
-    power of two does not round. bfloat16 has float32's range and needs no scale.
+    The array is first scaled to the range of this type. The scale is the largest power of two for
+    which the largest element is in the range (one scale for each tensor: Peng et al., FP8-LM, arXiv
+    2310.18313, section 2.1). Scaling by a power of two does not round. bfloat16 has the range of
+    float32 and needs no scale.
     """
 
     type: Literal["cast"] = "cast"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     dtype: Small = "bfloat16"
-    """Float type whose nearest value each element is rounded to."""
+    """The float type to which each element is rounded."""
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         small, wide = DTYPES[self.dtype], x.astype(jnp.float32)
         if self.dtype == "bfloat16":
             return {"values": to_words(wide.astype(small))}, state
         most = jnp.max(jnp.abs(wide))
-        # Without the lower limit of 2^-100 an array of zeros would have an infinite scale, and its
-        # estimate would be NaN.
+        # Without the lower limit of 2^-100, an array of zeros would have an infinite scale, and the
+        # decoded array would be NaN.
         limit = float(jnp.finfo(small).max) / jnp.maximum(most, 2.0**-100)
         # float8_e4m3fn has no infinities. A scale of NaN makes all decoded elements NaN instead, so
         # that the round is found to be not finite.

@@ -1,4 +1,4 @@
-"""A chain of two codecs: the first selects elements, the second encodes them."""
+"""A chain of two codecs, of which the first selects elements and the second encodes them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Chain(Codec):
     """A codec that selects elements by the codec `first` and encodes them by the codec `then`."""
 
     type: Literal["chain"] = "chain"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     first: First
-    """Codec that selects the elements to send: topk or randomk."""
+    """The codec that selects the elements to send: topk or randomk."""
     then: Then
-    """Codec of the sent elements: cast, quantize, adaptive or sign."""
+    """The codec that encodes the selected elements: cast, quantize, adaptive or sign."""
 
     @property  # A class variable in `Codec`, which here depends on the first codec.
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The exchange of the messages; it is never "sum", since codes cannot be added."""
+        """The exchange of the messages, which is never "sum", since codes cannot be added."""
         return "gather" if self.first.exchange == "gather" else "scatter"
 
     @property

@@ -1,4 +1,4 @@
-"""Settings that several codecs share, with their validation."""
+"""The types of settings that several codecs have, with their validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from jaxdist.compression.wire import BITS
 
 
 def checked_block(block: int) -> int:
-    """Check that a block is a multiple of 8 elements, so that bits of its elements fill bytes.
+    """Return a number of elements of a block, after a check that it is valid.
+
+    The number must be a multiple of 8, so that the bits of a block's elements fill whole bytes.
 
     Raises:
       ValueError: the block is not a multiple of 8 from 8 to 2^20.
@@ -24,10 +26,10 @@ def checked_block(block: int) -> int:
 
 
 def checked_fraction(fraction: float) -> float:
-    """Check that a fraction of the elements is above 0 and at most 1.
+    """Return a fraction of the elements, after a check that it is valid.
 
     Raises:
-      ValueError: the fraction is out of this range.
+      ValueError: the fraction is not above 0 and at most 1.
     """
     if not 0 < fraction <= 1:
         raise ValueError(
@@ -38,6 +40,6 @@ def checked_fraction(fraction: float) -> float:
 
 
 Block = Annotated[int, AfterValidator(checked_block)]
-"""Number of elements that share a scale."""
+"""The number of elements that share a scale."""
 Fraction = Annotated[float, AfterValidator(checked_fraction)]
-"""Fraction of the elements to send."""
+"""The fraction of the elements to send."""

@@ -22,35 +22,38 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 DEPENDENT = 1e-6
-"""Fraction of a column's norm below which its remainder after projection is rounding error."""
+"""The fraction of a column's norm below which the rest of the column is only rounding error, after
+the projections on earlier columns are subtracted."""
 
 
 class LowRank(LinearCodec):
-    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): one step of a power iteration.
+    """The codec PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1).
 
-    Given a matrix M and the Q of the previous round, P = M Q is summed over devices and
-    orthogonalised (Gram-Schmidt), and Q = M^T P is summed over devices. The estimate of the sum is
-    P Q^T, and the estimate of this device's own matrix is P Q_own^T. An array of more than two dims
-    is reshaped to a matrix of its first dims by its last dims, with the split that gives the
-    smallest factors.
+    A matrix M is sent as two thin matrices, by one step of a power iteration. P = M Q, with the Q
+    of the previous round, is summed over devices and orthogonalized (Gram-Schmidt). Then Q_own =
+    M^T P is summed over devices to Q. The estimate of the sum is P Q^T, and the estimate of this
+    device's matrix is P Q_own^T. An array of more than two dims is reshaped to a matrix: its first
+    dims become the rows and its last dims the columns, with the split that gives the smallest
+    factors.
 
     Cost: 4 r (m + n) bytes for an m x n matrix, in two all-reduces.
     """
 
     type: Literal["lowrank"] = "lowrank"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     rank: Count = 4
-    """Rank r: the number of columns of both factors."""
+    """The rank r, which is the number of columns of both factors."""
     stacked_dims: Annotated[int, Field(ge=0, le=4)] = 0
-    """Leading dims that count separate matrices, such as the layers of a scanned model."""
+    """The number of first dims that count separate matrices, such as the layers of a scanned model.
+    """
     seed: int = 0
-    """Seed of the first Q, which is the same on all devices."""
+    """The seed of the first Q, which is the same on all devices."""
 
     flat: ClassVar[bool] = False
 
     @property
     def exact(self) -> bool:
-        """False, since a small element may have a large estimate."""
+        """Always false, since a small element may have a large estimate."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
@@ -102,15 +105,15 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
 def orthogonal(columns: jax.Array) -> jax.Array:
     """Orthonormalize the columns of [..., m, r] by the modified Gram-Schmidt process.
 
-    Each remainder is orthogonalized twice. A column that is a combination of earlier columns, up to
-    rounding, becomes zero.
+    The projections on earlier columns are subtracted twice. A column that is a linear combination
+    of earlier columns, up to rounding, becomes zero.
     """
     done: list[jax.Array] = []
     for index in range(columns.shape[-1]):
         column = _of_length_one(columns[..., index])
         rest = column
-        # After a single pass, a column that nearly depends on earlier columns would not yet be
-        # orthogonal to them, because of rounding.
+        # After a single pass, rounding errors would leave a column that nearly depends on earlier
+        # columns not orthogonal to these columns.
         for other in done * 2:
             rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
         left = jnp.sum(rest * rest, axis=-1, keepdims=True)
@@ -119,7 +122,10 @@ def orthogonal(columns: jax.Array) -> jax.Array:
 
 
 def _of_length_one(column: jax.Array) -> jax.Array:
-    """Normalize a column, after division by its largest element, whose square might overflow."""
+    """Normalize a column; it is first divided by its largest element, so that no square overflows.
+
+    A column of zeros is returned unchanged.
+    """
     largest = jnp.max(jnp.abs(column), axis=-1, keepdims=True)
     scaled = column / jnp.where(largest > 0, largest, 1.0)
     square = jnp.sum(scaled * scaled, axis=-1, keepdims=True)

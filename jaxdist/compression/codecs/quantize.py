@@ -23,28 +23,29 @@ from jaxdist.compression.wire import (
 from jaxdist.types import Leaf
 
 MAGIC = 1.5 * 2.0**23
-"""A number whose sum with a float32 below 2^22 has the nearest integer in its low bits."""
+"""A number with which a float32 below 2^22 is rounded: the low bits of the sum are the nearest
+integer."""
 
 
 class Quantize(Codec):
-    """A codec that encodes x as q s, with an integer q and a scale s for each block.
+    """A codec that encodes each element x as q s, with an integer q and a scale s for each block.
 
-    q is from -L to L with L = 2^(bits - 1) - 1, and s is the block's largest |x| divided by L.
-    Rounding to nearest has an error of at most s / 2. Stochastic rounding is up or down at random
-    so that the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest
-    element in place of the norm); its error is below s.
+    q is from -L to L, where L = 2^(bits - 1) - 1, and s is the block's largest |x| divided by L.
+    Rounding to nearest has an error of at most s / 2. Stochastic rounding rounds up or down at
+    random so that the mean of the result is x, and has an error below s. It is from QSGD (Alistarh
+    et al., arXiv 1610.02132, section 3.1), with the largest element instead of the norm.
 
     Cost: bits / 32 of the bytes of float32, and 2 bytes for each block.
     """
 
     type: Literal["quantize"] = "quantize"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     bits: int = 8
-    """Number of bits of each element: 8 or 4."""
+    """The number of bits of each element: 8 or 4."""
     block: Block = 256
-    """Number of elements that share a scale."""
+    """The number of elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of each element; stochastic rounding is unbiased and needs no error feedback."""
+    """The rounding of each element. Stochastic rounding is unbiased and needs no error feedback."""
 
     @field_validator("bits")
     @classmethod
@@ -59,7 +60,7 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """False for stochastic rounding, which may take an element near 0 up to s."""
+        """Whether rounding is to nearest; stochastic rounding may round an element near 0 to s."""
         return not self.unbiased
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -74,8 +75,8 @@ class Quantize(Codec):
             whole = jnp.clip(whole, -levels, levels)
         else:
             # The sum with MAGIC below would round too, but XLA may fuse the product into the sum,
-            # which then rounds once instead of twice. Codes that XLA computes again, for the
-            # residual, could then differ from those in the message.
+            # which then rounds once instead of twice. XLA computes the codes again for the
+            # residual, and these codes could then differ from the codes in the message.
             whole = jnp.round(whole)
         # The low bits of the sum are the code in two's complement; this is faster than a cast.
         codes = jax.lax.bitcast_convert_type(whole + MAGIC, jnp.uint32)
@@ -85,14 +86,14 @@ class Quantize(Codec):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
         codes = unpack_rows(message["codes"], self.bits)
         spare = BITS - self.bits
-        # The shifts up and back down, as signed integers, extend the sign of a 4-bit code.
+        # A shift to the left and a signed shift to the right extend the sign of a 4-bit code.
         signed = jax.lax.bitcast_convert_type(codes << spare, jnp.int8) >> spare
         blocks = signed.astype(jnp.float32) * scales_of(message["scales"])[:, None, None]
         return out_of_blocks(blocks, like.shape)
 
 
 def inverse(scale: jax.Array) -> jax.Array:
-    """Return 1 / scale, and 0 for the scale 0 of a block of zeros."""
-    # The last argument is the scale rather than 0, so that a NaN is passed on and the round is
-    # found to be not finite.
+    """Return 1 / scale, or 0 for the scale 0 of a block of zeros."""
+    # The last argument is the scale instead of 0, so that the result of a NaN is NaN and the round
+    # is found to be not finite.
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)

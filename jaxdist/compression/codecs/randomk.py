@@ -1,4 +1,4 @@
-"""A codec that sends elements drawn at random, at the same positions on all devices."""
+"""A codec that sends random elements of an array, at the same positions on all devices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxdist.types import Leaf
 
 
 class RandomK(LinearCodec):
-    """A codec that sends a random one of each c = 1 / fraction elements in every round.
+    """A codec that sends a random element of each c = 1 / fraction adjacent elements.
 
-    All devices draw the same positions from the round's key, so that no position is sent and
-    messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
+    All devices draw the same positions from the key of the round. Positions are therefore not sent,
+    and messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
     `scaled`, elements are multiplied by c before they are sent. The estimate is then unbiased, with
     a variance of c - 1 times the element's square, and error feedback must be off.
 
@@ -25,11 +25,11 @@ class RandomK(LinearCodec):
     """
 
     type: Literal["randomk"] = "randomk"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     fraction: Fraction = 0.01
-    """Fraction of the elements to send, above 0 and at most 1; 1 / fraction is rounded."""
+    """The fraction of the elements to send, above 0 and at most 1; 1 / fraction is rounded."""
     scaled: bool = False
-    """Send each element times 1 / fraction, which makes the estimate unbiased."""
+    """Whether to multiply each sent element by 1 / fraction, which makes the estimate unbiased."""
 
     @property
     def unbiased(self) -> bool:
@@ -37,7 +37,7 @@ class RandomK(LinearCodec):
 
     @property
     def neighbours(self) -> int:
-        """The number c of neighbours among which a single element is drawn."""
+        """The number c of adjacent elements from which a single element is drawn."""
         return max(1, round(1 / self.fraction))
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:

@@ -28,28 +28,28 @@ class Sign(Codec):
     """A codec that sends the sign of each element, and the mean absolute value of each block.
 
     The codec is biased and needs error feedback (Seide et al., 2014; Karimireddy et al., arXiv
-    1901.09847, section 5, whose scale is used here for each block). The sign of a zero is its sign
-    bit.
+    1901.09847, section 5). The scale is from the second paper, but with a scale for each block. The
+    sign of a zero is its sign bit.
 
     Cost: 1 / 32 of the bytes of float32, and 2 bytes for each block.
     """
 
     type: Literal["sign"] = "sign"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     block: Block = 1024
-    """Number of elements that share a scale."""
+    """The number of elements that share a scale."""
 
     @property
     def exact(self) -> bool:
-        """False, since the residual of an element far below the mean needs more than 24 bits."""
+        """Always false, since the residual of an element far below the mean has over 24 bits."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         blocks = in_blocks(x, self.block)
         # `jnp.mean` would also count the zeros of padding in the last block.
         mean = jnp.sum(jnp.abs(blocks), axis=1) / block_sizes(x.size, self.block)
-        # The sign bit itself is sent: a comparison with 0 has three results, for which one bit does
-        # not suffice.
+        # The sign bit itself is sent, because a comparison with 0 has three results, and a bit has
+        # only two values.
         rows = (to_words(blocks) >> 31).reshape(len(blocks), BITS, -1)
         scales = scale_words(coarse(mean, up=False))
         return {"signs": pack_rows(rows, 1), "scales": scales}, state

@@ -15,29 +15,30 @@ from jaxdist.compression.wire import from_words, to_words
 from jaxdist.types import Leaf
 
 HITS, LEAST_SAMPLE = 128, 4096
-"""Number of sampled elements above the threshold, and size of the smallest sample. With 128 such
-elements the number of all elements above the threshold has an error of about 9%."""
+"""The number of sampled elements above the threshold, and the size of the smallest sample. With 128
+such elements, the number of all elements above the threshold has an error of about 9%."""
 WORD, LANES = 32, 128
-"""Number of bits of a word, and number of words that are packed side by side."""
+"""The number of bits of a word, and the number of words in a row of words."""
 
 
 class TopK(Codec):
     """A codec that sends the k elements of largest absolute value, with their positions.
 
-    The sampled method estimates the threshold from a sample, as Deep Gradient Compression does (Lin
-    et al., arXiv 1712.01887, section 3), instead of sorting all elements. If more than k elements
-    exceed the threshold, it takes k consecutive elements of these from a random start; if fewer do,
-    the remaining slots hold zeros.
+    The method `sampled` estimates a threshold from a sample instead of sorting all elements, as
+    Deep Gradient Compression does (Lin et al., arXiv 1712.01887, section 3). If more than k
+    elements exceed the threshold, k consecutive elements of these are sent, from a random start. If
+    fewer than k elements exceed the threshold, the remaining slots of the message have zeros.
 
     Cost: 8 bytes for each of the k elements.
     """
 
     type: Literal["topk"] = "topk"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
     fraction: Fraction = 0.01
-    """Fraction of the elements to send, above 0 and at most 1."""
+    """The fraction of the elements to send, above 0 and at most 1."""
     method: Literal["sampled", "exact"] = "sampled"
-    """Selection of the elements: by a threshold from a sample, or exactly by `jax.lax.top_k`."""
+    """The selection of the elements: by a threshold from a sample (sampled), or by `jax.lax.top_k`
+    (exact)."""
 
     exchange: ClassVar[Exchange] = "gather"
 
@@ -70,18 +71,27 @@ class TopK(Codec):
         return self._onto(total, message["positions"], values)
 
     def _onto(self, total: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
-        # Values are added rather than set, since empty slots have position 0 and the value 0.
+        # Values are added instead of set, since empty slots have position 0 and the value 0.
         flat = total.reshape(-1).at[where.astype(jnp.int32)].add(values)
         return flat.reshape(total.shape)
 
 
 def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `count` positions of elements above a sampled threshold, and a flag for each position.
+    """Return the positions of `count` elements above a sampled threshold.
 
-    The flag is false for an empty slot, whose position is 0. Nothing is sorted: a pass over all
-    elements packs a bit for each element into words, and each slot then finds its bit by a binary
-    search among the cumulative counts of the words. The bits of a word come from 32 different rows,
-    so that whole rows are shifted and joined.
+    The elements are not sorted. A pass over all elements packs a bit for each element into words:
+    whether the element is above the threshold. Each slot of the result then finds its bit by a
+    binary search in the cumulative counts of the words' bits. The bits of a word are from 32
+    different rows, so that whole rows can be shifted and joined.
+
+    Args:
+      flat: the elements, [n].
+      count: the number of positions.
+      key: the random key.
+
+    Returns:
+      The positions, int32 [count], and a flag for each position. A flag is false if there are not
+      enough elements above the threshold. The position is then 0.
     """
     sample_key, start_key = jax.random.split(key)
     large = jnp.abs(flat) >= _threshold(flat, count, sample_key)
@@ -91,10 +101,10 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     start = jax.random.randint(start_key, (), 0, jnp.maximum(found - count, 0) + 1)
     slots = jnp.arange(count, dtype=jnp.int32)
     there = slots < found
-    # Empty slots search for the first bit; `select` sets their values to 0.
+    # Empty slots search for the first bit, and `select` sets the values of empty slots to 0.
     ordinal = jnp.where(there, start + slots, 0)
-    # `ends` counts the bits up to the end of each word, so the first word with a larger count has
-    # the bit.
+    # `ends` has the number of bits up to the end of each word, so the bit is in the first word with
+    # a larger number.
     word = jnp.searchsorted(ends, ordinal, side="right").astype(jnp.int32)
     within = ordinal - jnp.where(word > 0, ends[word - 1], 0)
     row = _bit_at(words[word], within)
@@ -106,7 +116,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
     size = min(flat.size, max(LEAST_SAMPLE, math.ceil(HITS * flat.size / count)))
     stride = flat.size // size
     offset = jax.random.randint(key, (), 0, stride)
-    # The sample has equal distances from a random start, which is a slice; random positions would
+    # The sample has equal distances from a random start, so it is a slice. Random positions would
     # need a gather.
     columns = flat[: size * stride].reshape(size, stride)
     sample = jnp.abs(lax.dynamic_slice_in_dim(columns, offset, 1, axis=1)[:, 0])
@@ -115,7 +125,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
 
 
 def _packed(flags: jax.Array) -> jax.Array:
-    """Pack flags as bits into uint32 words: bit r of a word comes from row r of 32 rows."""
+    """Pack flags as bits into uint32 words, where bit r of a word is from row r of 32 rows."""
     padding = -flags.size % (WORD * LANES)
     rows = jnp.pad(flags, (0, padding)).reshape(-1, WORD, LANES)
     words = rows[:, 0].astype(jnp.uint32)
@@ -125,8 +135,8 @@ def _packed(flags: jax.Array) -> jax.Array:
 
 
 def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-    """Return the position of the set bit that has index `ordinal` among a word's set bits."""
-    # A binary search: does the lower half of the remaining bits hold the set bit?
+    """Return the position of the set bit that has the index `ordinal` among a word's set bits."""
+    # This is a binary search: is the set bit in the lower half of the remaining bits?
     place = jnp.zeros_like(ordinal)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

@@ -1,4 +1,4 @@
-"""The codec without compression, for some of the parameters or for a run's first steps."""
+"""The codec without compression, for some of the parameters or for the first steps of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WholeCodec(LinearCodec):
     """A codec that sends every element as float32."""
 
     type: Literal["whole"] = "whole"
-    """Selects this codec."""
+    """The name that selects this codec in a config."""
 
     @property
     def lossless(self) -> bool:

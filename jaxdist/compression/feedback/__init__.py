@@ -1,1 +1,1 @@
-"""The kinds of feedback, each a `jaxdist.compression.feedback.contract.Feedback`."""
+"""The implementations of `jaxdist.compression.feedback.contract.Feedback`, the error feedback."""

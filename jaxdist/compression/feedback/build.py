@@ -1,4 +1,4 @@
-"""The choice of feedback in a config, by `type:`."""
+"""The config section that chooses an error feedback by its `type`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classic error feedback: the error of a message is added to the next gradient."""
+"""The classic error feedback, which adds the error of a message to the next gradient."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from jaxdist.types import Leaf
 
 
 class Residual(Feedback):
-    """Feedback that adds a residual to the gradient, x = gradient + residual.
+    """The base class of feedback that encodes the sum of a gradient and a residual.
 
-    The next residual is x - decode(encode(x)), so that `decode(encode(x)) + residual == x` holds to
-    the bit. Where an estimate may be far from a small x (`Codec.exact` is false), no single float32
-    can hold the difference. The residual is then the sum of two float32 numbers: the rounded
-    difference and its rounding error (Møller's and Knuth's two-sum).
+    A device encodes x = gradient + residual. The next residual is x - decode(encode(x)), and
+    `decode(encode(x)) + residual == x` is true to the bit. If an estimate may be far from a small x
+    (`Codec.exact` is false), a single float32 cannot represent the difference. The residual is then
+    the sum of two float32 numbers: the rounded difference and its rounding error (two-sum of Møller
+    and Knuth).
 
-    Memory: 4 bytes for each element; 8 bytes for codecs that are not exact, unless `rounded`.
+    Memory: 4 bytes for each element, or 8 bytes for codecs that are not exact, unless `rounded`.
     """
 
     rounded: bool = False
-    """Always keep the residual as a single float32, which has an error of up to 2^-24 of the
+    """Whether the residual is always a single float32, which has an error of up to 2^-24 of the
     estimate."""
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
@@ -42,22 +43,18 @@ class Residual(Feedback):
         residual = x - decoded
         if "rounding" not in memory:
             return {"residual": residual}
-        # A two-sum of x and -decoded: residual + rounding is their exact difference. A simpler
-        # order of these operations would lose the rounding error, which is 0 only in exact
-        # arithmetic.
+        # This is the two-sum of x and -decoded: residual + rounding is exactly x - decoded. A
+        # simpler order of these operations would lose the rounding error.
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}
 
 
 class ErrorFeedback(Residual):
-    """Classic feedback, which adds the residual of a gradient to the next (Seide et al., 2014).
-
-    See `Residual` for the memory of this feedback.
-    """
+    """The classic feedback (Seide et al., 2014), which is `Residual` for gradients."""
 
     type: Literal["classic"] = "classic"
-    """Selects this feedback."""
+    """The name that selects this feedback in a config."""
 
 
 CLASSIC = ErrorFeedback()

@@ -1,4 +1,4 @@
-"""Clipping of a device's own gradients before they are encoded, instead of the sum over devices."""
+"""The clipping of each device's gradients before they are encoded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 
 def clip_own(gradients: Sequence[jax.Array], limit: float | None, devices: int) -> list[jax.Array]:
-    """Scale a device's gradients down to a norm of at most limit / sqrt(devices), in float32.
+    """Scale a device's gradients such that their norm is at most limit / sqrt(devices), in float32.
 
-    The sum of `devices` independent gradients then has about the norm `limit` (Deep Gradient
-    Compression, Lin et al., arXiv 1712.01887, section 3). With a limit of None nothing is scaled.
+    The sum of `devices` independent gradients then has a norm of about `limit` (Deep Gradient
+    Compression, Lin et al., arXiv 1712.01887, section 3). If `limit` is None, the gradients are
+    only converted to float32.
     """
     wide = [gradient.astype(jnp.float32) for gradient in gradients]
     if limit is None:

@@ -1,4 +1,4 @@
-"""Messages of momentum in place of gradients, as 1-bit Adam and 1-bit LAMB send them."""
+"""The feedback of 1-bit Adam and 1-bit LAMB, whose messages have momentum instead of gradients."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from jaxdist.types import Leaf
 
 
 class CompressedMomentum(Residual):
-    """The communication of 1-bit Adam (Tang et al., arXiv 2102.02888) and 1-bit LAMB (2104.06069).
+    """The feedback of 1-bit Adam (Tang et al., arXiv 2102.02888) and 1-bit LAMB (2104.06069).
 
-    Each of N devices sends its part of the next momentum, (b1 / N) m + (1 - b1) gradient, plus the
-    residual of its earlier messages; m is the last momentum, the same on all devices. The sum m' of
-    these parts is returned in the form of a gradient, (m' - b1 m) / (1 - b1), from which an
-    optimizer with the same b1 recovers m'. With lossless messages the result is the sum of the
-    gradients. Lossy messages make the result several times as large, so this feedback suits only
-    optimizers that use gradients for nothing but their momentum.
+    Let m be the momentum of the previous round, which is the same on all N devices. Each device
+    sends its summand of the next momentum, (b1 / N) m + (1 - b1) gradient, plus the residual of its
+    earlier messages. The sum m' of these is the next momentum. It is returned in the form of a
+    gradient, (m' - b1 m) / (1 - b1), from which an optimizer with the same b1 computes m' again.
 
-    Memory: as classic, plus 4 bytes for each element of m.
+    With lossless messages, the result is the sum of the gradients. With lossy messages, the result
+    is several times larger. This feedback is therefore only for optimizers that use gradients for
+    their momentum alone.
+
+    Memory: the memory of classic feedback, and 4 bytes for each element of m.
     """
 
     type: Literal["compressed_momentum"] = "compressed_momentum"
-    """Selects this feedback."""
+    """The name that selects this feedback in a config."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the momentum; it must equal the optimizer's b1."""
+    """The decay of the momentum, which must equal the b1 of the optimizer."""
     clip_norm: PositiveFloat | None = None
-    """Limit of the norm of the summed gradient, to which each device clips its own share before it
-    sends; null never clips. The optimizer cannot clip instead, since it receives a reconstructed
-    gradient with another norm."""
+    """The limit of the norm of the summed gradient; null does not clip. Each device clips its
+    gradient to the limit divided by the square root of the number of devices. The optimizer cannot
+    clip instead, since it receives a gradient with another norm."""
 
     @property
     def back(self) -> Feedback:

@@ -1,11 +1,12 @@
-"""The contract of error feedback: a memory of each sender, and a view of each receiver.
+"""The base class of error feedback, with a memory of each sender and a view of each receiver.
 
-In each round the sender computes `x` from its gradient and its memory (`correct`), encodes it,
-decodes its own message, and updates its memory (`settle`). From the decoded message and its view, a
-receiver computes the value that replaces the gradient (`receive`). Where messages carry something
-other than the gradient, such as momentum, all devices keep equal copies of a state: `carried`
-computes the value to send from that state and a gradient, and `conclude` computes the value that
-replaces the gradient from a result.
+In each round a sender computes an array `x` from its gradient and its memory (`correct`). It
+encodes `x`, decodes the message, and computes its next memory (`settle`). A receiver computes the
+value that replaces the gradient from the decoded message and its view (`receive`).
+
+If messages have something other than gradients, such as momentum, all devices keep a common state.
+`carried` computes the value to send from this state and a gradient. `conclude` computes the value
+that replaces the sum of gradients from this state and the received sum.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 Memory: TypeAlias = Any
-"""A sender's memory: a tree of float32 arrays with the shape of the arrays that it encodes."""
+"""The memory of a sender: a tree of float32 arrays with the shape of the encoded arrays."""
 View: TypeAlias = Any
-"""A receiver's state for a sender's messages, or for the sum of several senders' messages."""
+"""The state of a receiver for the messages of a sender, or for the sum of several senders'
+messages."""
 
 
 class Feedback(Config):
-    """A method of sending a message's error later; an instance is its settings and its code."""
+    """The base class of error feedback, which sends the error of a message in later messages.
+
+    A feedback is a config: an instance has the settings, and its methods are called in each round.
+    """
 
     def check(self, codec: Codec) -> None:
-        """Raise CompressionError for a codec whose estimates this feedback would make worse."""
+        """Raise CompressionError if this feedback would make the estimates of a codec worse."""
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
         why = "is unbiased: it has no error to feed back, and feedback would add up its variance"
@@ -45,26 +50,31 @@ class Feedback(Config):
 
     @property
     def back(self) -> Feedback:
-        """The feedback of a device that encodes the sum of its shard again."""
+        """The feedback for the messages in which a device sends the sum of its shard."""
         return self
 
     def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        """Prepare all gradients of a device together, such as by clipping, before `correct`."""
+        """Return all gradients of a device after a change before `correct`, such as clipping.
+
+        Args:
+          gradients: the gradients of this device.
+          devices: the number of devices that exchange messages.
+        """
         return list(gradients)
 
     @abstractmethod
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory: ...
 
     def view(self, like: Leaf) -> View:
-        """Return a receiver's view before the first round."""
+        """Return the view of a receiver before the first round."""
         return ()
 
     def common(self, like: Leaf) -> View:
-        """Return the common state of the results before the first round."""
+        """Return the common state of all devices before the first round."""
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
-        """Return this device's term of the sum over `devices` devices that messages carry."""
+        """Return the summand that this device sends, from its gradient and the common state."""
         return gradient
 
     def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:

@@ -1,4 +1,4 @@
-"""EF21: sender and receivers keep an estimate of the gradient, and messages carry its change."""
+"""The feedback EF21, whose messages are changes of an estimate of the gradient."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from jaxdist.types import Leaf
 
 
 class Ef21(Feedback):
-    """EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2): g_i += C(gradient_i - g_i).
+    """The feedback EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2).
 
-    Every device updates the parameters with the sum of all estimates g_i. Each estimate is, to the
-    bit, the running sum of the decoded messages, from zero. With gradients that already contain
-    momentum the method is EF21-SGDM (arXiv 2305.15155). Where sums are encoded again, their
+    Sender i and its receivers keep an estimate g_i of the gradient. With the codec C, each round
+    computes g_i += C(gradient_i - g_i). Each estimate is, to the bit, the sum of the decoded
+    messages of all rounds. The optimizer gets the sum of all estimates. With gradients that already
+    have momentum, the method is EF21-SGDM (arXiv 2305.15155). If sums are encoded again, their
     messages use EF21 too, as in the method for both directions (EF21-BC, arXiv 2110.03294).
 
-    Memory: 4 bytes for each element of the estimate, and 4 for each element of the sum.
+    Memory: 4 bytes for each element of the estimate, and 4 bytes for each element of the sum.
     """
 
     type: Literal["ef21"] = "ef21"
-    """Selects this feedback."""
+    """The name that selects this feedback in a config."""
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         return {"estimate": jnp.zeros(like.shape, jnp.float32)}

@@ -1,4 +1,4 @@
-"""Momentum correction: each sender keeps the momentum, for codecs that send few elements."""
+"""The feedback with momentum correction, for codecs that send few elements."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from jaxdist.types import Leaf
 
 
 class MomentumCorrection(Feedback):
-    """Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4 and section 3).
+    """The feedback of Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4).
 
-    Each device has a velocity u = m u + gradient, which it accumulates in v = v + u. A message has
-    the largest elements of v, after which the device sets these elements of u and v to zero (factor
-    masking). The optimizer must not have a momentum of its own. Each device clips its gradient to
-    `clip_norm` / sqrt(devices) before the gradients are added up.
+    Each device has a velocity u = m u + gradient, and accumulates it in v = v + u. A message has
+    the elements of v that the codec selects. The device then sets these elements of u to zero
+    (factor masking), and keeps only the codec's error of these elements in v. The optimizer must
+    have no momentum. Each device clips its gradient to `clip_norm` / sqrt(devices) before it
+    computes the velocity (section 3).
 
-    The codec's error in an element that is sent remains in v. Memory: 8 bytes for each element.
+    Memory: 8 bytes for each element.
     """
 
     type: Literal["momentum"] = "momentum"
-    """Selects this feedback."""
+    """The name that selects this feedback in a config."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay m of the velocity."""
+    """The decay m of the velocity."""
     nesterov: bool = False
-    """Use Nesterov's momentum: u = m (u + gradient), v = v + u + gradient."""
+    """Whether to use Nesterov's momentum: u = m (u + gradient), v = v + u + gradient."""
     clip_norm: PositiveFloat | None = None
-    """Limit of the norm of the summed gradient, to which each device clips its own share; null
-    never clips."""
+    """The limit of the norm of the summed gradient; null does not clip. Each device clips its
+    gradient to the limit divided by the square root of the number of devices."""
     masking: bool = True
-    """Set the velocity of the sent elements to zero, so that old momentum has no further effect."""
+    """Whether to set the velocity of sent elements to zero, so that old momentum has no further
+    effect."""
 
     @property
     def back(self) -> Feedback:
@@ -64,7 +66,7 @@ class MomentumCorrection(Feedback):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
         velocity = memory["velocity"]
         if self.masking:
-            # An element counts as sent if its estimate is not zero, so an element that the codec
-            # rounded to zero keeps its velocity.
+            # An element is sent if its estimate is not zero, so an element that the codec rounded
+            # to zero keeps its velocity.
             velocity = jnp.where(decoded != 0, 0.0, velocity)
         return {"velocity": velocity, "sum": x - decoded}

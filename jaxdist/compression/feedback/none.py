@@ -1,4 +1,4 @@
-"""Messages without error feedback: for unbiased codecs, and to measure the effect of feedback."""
+"""The absence of error feedback, for unbiased codecs and for measurements of feedback's effect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxdist.types import Leaf
 
 
 class NoFeedback(Feedback):
-    """The absence of feedback: the part of a gradient that a message leaves out is lost."""
+    """The absence of feedback: the error of a message is lost."""
 
     type: Literal["none"] = "none"
-    """Selects this feedback."""
+    """The name that selects this feedback in a config."""
 
     def check(self, codec: Codec) -> None:
         pass
