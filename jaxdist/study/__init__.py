@@ -1,1 +1,1 @@
-"""Studies: many runs of one config, compared in a table and a picture."""
+"""Studies, which compare many runs of one config in a table and a picture."""

@@ -1,4 +1,7 @@
-"""`jaxdist study batch-scaling`: optimizers at growing batch sizes, with scaled and tuned rates."""
+"""`jaxdist study batch-scaling`: optimizers at growing batch sizes.
+
+Learning rates are scaled by a rule, and are also tuned by a search.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,10 @@ class Study:
     """The results of a batch-scaling study.
 
     Attributes:
-      caption: description of the model, the data and the choice of learning rates.
-      contenders: optimizers by name.
-      runs: all runs, including those of learning-rate searches.
+      caption: a description of the model, the data and the choice of learning rates.
+      contenders: the optimizers by name.
+      cells: the results of each optimizer at each batch size.
+      runs: all runs, including the runs of learning-rate searches.
     """
 
     caption: str
@@ -51,7 +55,10 @@ class Study:
         return "\n".join([self.caption, "", study_table(self.cells), "", *verdict(self.cells)])
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the text, the cells with mean and spread, and every run."""
+        """Return the results as JSON values: the text, the cells and the runs.
+
+        A cell has the mean and the spread, which are None if they are not finite.
+        """
         cells = [
             {
                 "optimizer": cell.optimizer,
@@ -83,13 +90,17 @@ def batch_scaling(
     plot: Path | None,
     console: Console,
 ) -> Study:
-    """Train the config with each optimizer at each batch size; print and write the results.
+    """Train the config with each optimizer at each batch size, and return the results.
 
-    Finished runs are stored next to the output (or under runs/), and the same command reuses them.
+    The results are printed and written. Finished runs are stored next to the output (or under
+    runs/), so that a repetition of the command does not repeat them.
 
     Args:
+      study: the definition of the study.
       overrides: settings of all runs, which override the study's settings.
-      json_file, plot: output file, and output directory of the plot.
+      json_file: the file for the results as JSON, or None.
+      plot: the directory for the plot, or None for no plot.
+      console: the console for the results and the progress.
 
     Raises:
       JaxdistError: a config, size or name is invalid, or the output cannot be written.
@@ -100,15 +111,15 @@ def batch_scaling(
     _, config = load(path, settings)
     seeds_of = range(config.seed, config.seed + TUNING_SEEDS + study.seeds)
     experiments = trainer.check(
-        # One optimizer is enough, since only the batch size decides whether a batch divides.
+        # A single optimizer is enough, since only the batch size decides whether devices divide it.
         [Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in study.batches]
     )
     experiment = experiments[0]
     plan = StudyPlan(
         optimizers=study.contenders,
         steps={size: e.total_steps for size, e in zip(study.batches, experiments, strict=True)},
-        # The reported runs have other seeds than the search, whose best result is biased by the
-        # choice.
+        # The reported runs have other seeds than the search: the best result of a search is biased
+        # by the choice.
         seeds=tuple(seeds_of[TUNING_SEEDS:]),
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=study.tune,
@@ -130,7 +141,11 @@ def batch_scaling(
 
 
 def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> list[str]:
-    """Return the overrides of every run."""
+    """Return the overrides of every run.
+
+    Raises:
+      ConfigError: an override sets what the study sets, or the number of epochs is unknown.
+    """
     for text in overrides:
         key = text.partition("=")[0].strip()
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
@@ -150,7 +165,7 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
 
 
 def _line(cells: Sequence[StudyCell]) -> str:
-    """Return a line with the cells of one optimizer and batch size."""
+    """Return a line for the cells of an optimizer at a batch size."""
     found = ", ".join(f"{format_cell(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
     return f"{cells[0].optimizer}, batch {cells[0].batch_size}: {found}"
 

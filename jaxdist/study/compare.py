@@ -27,8 +27,8 @@ class Comparison:
     """The results of a comparison of variants.
 
     Attributes:
-      caption: description of the model and the data, and of the table's columns.
-      rows: results of each variant; the first is the baseline of the others.
+      caption: a description of the model and the data, and of the table's columns.
+      rows: the results of each variant. The first variant is the baseline of the others.
     """
 
     caption: str
@@ -44,7 +44,7 @@ class Comparison:
         return "\n".join([self.caption, "", comparison_table(self.rows), "", *settings])
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the text, the variants with mean and spread, and every run."""
+        """Return the results as JSON values: the text, the variants, and the runs."""
         return {
             "caption": self.caption,
             "table": comparison_table(self.rows).splitlines(),
@@ -62,16 +62,19 @@ def compare_variants(
     plot: Path | None,
     console: Console,
 ) -> Comparison:
-    """Train variants of a config, and print and write their effect on the held-out loss.
+    """Train variants of a config, and return their effect on the held-out loss.
 
-    All variants train on the same batches for the same number of steps, from the same parameters
-    for each seed. Finished runs are stored next to the output (or under runs/), and the same
-    command reuses them.
+    The results are printed and written. All variants train on the same batches for the same number
+    of steps, and for each seed they begin with the same parameters. Finished runs are stored next
+    to the output (or under runs/), so that a repetition of the command does not repeat them.
 
     Args:
+      study: the definition of the study.
       overrides: settings of all variants, which override the study's settings.
       variants: additional variants, as texts for `jaxdist.study.variants.parse_variants`.
-      json_file, plot: output file, and output directory of the plot.
+      json_file: the file for the results as JSON, or None.
+      plot: the directory for the plot, or None for no plot.
+      console: the console for the results and the progress.
 
     Raises:
       JaxdistError: a variant cannot be trained or compared, or the output cannot be written.
@@ -88,7 +91,7 @@ def compare_variants(
             "--variant NAME='section.key=value'"
         )
     trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
-    # The baseline is required, while other variants of a shipped set may not suit the config.
+    # The baseline is required, but the config may refuse other variants of a shipped set.
     experiments, refused = trainer.check(optional=taken[1:])
     check_writable(plot, json_file)
     name = study.of or "variants"
@@ -118,8 +121,10 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
     """A trainer that runs a variant of a config with a seed.
 
     Args:
+      path: the path of the config.
       overrides: settings of all variants.
-      seeds: seeds, each added to the config's seed.
+      variants: the variants.
+      seeds: the numbers that are added to the config's seed, which give the seeds of the runs.
     """
 
     def __init__(
@@ -135,7 +140,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         self.seeds = tuple(config.seed + seed for seed in seeds)
 
     def settings(self, trial: VariantTrial) -> Sequence[str]:
-        """Return the variant's settings and the seed.
+        """Return the settings of a trial's variant, and the seed.
 
         Raises:
           ConfigError: the variant sets the seed.
@@ -150,18 +155,20 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         return (*own, f"seed={trial.seed}")
 
     def variant(self, name: str) -> Variant:
-        """Return the variant with a name."""
+        """Return the variant with the given name."""
         return self._variants[name]
 
     def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
         """Return the experiments of variants by name, and a sentence for each omitted variant.
 
         Args:
-          optional: names of variants that are left out if the config refuses them.
+          optional: the names of variants that are left out if they cannot be built.
 
         Raises:
-          JaxdistError: a required variant cannot be built, or no optional variant can be.
-          ConfigError: a variant changes a setting that all must share, or equals another variant.
+          JaxdistError: a required variant cannot be built, or all optional variants cannot be
+            built.
+          ConfigError: a variant changes a setting that all variants must share, or equals another
+            variant.
         """
         found: dict[str, Experiment] = {}
         refused: dict[str, JaxdistError] = {}

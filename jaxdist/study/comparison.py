@@ -1,4 +1,4 @@
-"""The results of a comparison of variants, as table rows and as plain data."""
+"""The results of a comparison of variants, as rows of a table and as JSON values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 MARGIN = 0.01
-"""Largest mean increase of the held-out loss, as a fraction of the baseline's, that is
-acceptable."""
+"""The largest acceptable mean increase of the held-out loss, as a fraction of the baseline's
+loss."""
 
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The runs of a variant, and the baseline's runs to compare them with.
+    """The runs of a variant, and the runs of the baseline with which they are compared.
 
     Attributes:
-      sent_bytes: bytes that a device sends in a step over the mesh axes that share the batch.
-      outcomes, base: runs of this variant and of the baseline, one per seed, in the same order.
-      base_bytes: bytes that a device sends in a step with the baseline.
+      variant: the variant.
+      sent_bytes: the bytes that a device sends in a step over the mesh axes that share the batch.
+      base_bytes: the bytes that a device sends in a step with the baseline.
+      outcomes, base: the runs of this variant and of the baseline. Both have a run for each seed,
+        in the same order.
     """
 
     variant: Variant
@@ -40,14 +42,17 @@ class VariantResult:
 
     @property
     def losses(self) -> list[float]:
-        """The held-out losses, one for each seed; all are NaN if any run diverged."""
+        """The held-out loss of each seed's run; all losses are NaN if any run diverged."""
         if self.diverged:
             return [math.nan] * len(self.outcomes)
         return [outcome.metrics["loss"] for outcome in self.outcomes]
 
     @property
     def changes(self) -> list[float]:
-        """The relative changes of the loss from the baseline, by seed; 0.01 means 1% more."""
+        """The relative change of each seed's loss from the baseline; 0.01 means 1% more.
+
+        All changes are NaN if any run of the variant or the baseline diverged.
+        """
         pairs = zip(self.outcomes, self.base, strict=True)
         if self.diverged or any(outcome.diverged for outcome in self.base):
             return [math.nan] * len(self.outcomes)
@@ -55,12 +60,15 @@ class VariantResult:
 
     @property
     def relative_bytes(self) -> float | None:
-        """The bytes sent, divided by those of the baseline, or None if the baseline sends none."""
+        """The sent bytes as a fraction of the baseline's, or None if the baseline sends nothing."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property
     def verdict(self) -> str:
-        """The verdict on the variant in a few words; "?" means that the seeds disagree."""
+        """The verdict on the variant in a few words, which is empty for the baseline.
+
+        A "?" means that the verdict is not the same for all seeds.
+        """
         if self.diverged:
             return f"diverged {self.diverged}/{len(self.outcomes)}"
         if self.outcomes == self.base:
@@ -73,7 +81,7 @@ class VariantResult:
         return ("within 1%" if holds else "worse") + ("" if agreed else " ?")
 
     def as_json(self) -> JsonObject:
-        """Return plain data; numbers that are not finite become null."""
+        """Return the results as JSON values, in which None replaces numbers that are not finite."""
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
@@ -101,7 +109,7 @@ def comparison_table(rows: Sequence[VariantResult]) -> str:
 
 
 def loss_shown(row: VariantResult) -> str:
-    """Format the mean and spread of the held-out loss, or "-" after divergence."""
+    """Return the mean and spread of the held-out loss as text, or "-" if a run diverged."""
     if row.diverged:
         return "-"
     mean = statistics.fmean(row.losses)

@@ -23,12 +23,13 @@ _TICKS = (-50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000
 def plot_comparison(
     rows: Sequence[VariantResult], directory: str | os.PathLike[str], *, name: str, title: str
 ) -> list[Path]:
-    """Draw every seed's change and the mean, with `jaxdist.metrics.figure.save_figure`.
+    """Draw the change of the loss for every seed and its mean, and return the paths of the files.
 
     Args:
-      rows: rows of one comparison; the first is the baseline.
-      name: name of the files.
-      title: title of the figure.
+      rows: the rows of a comparison. The first row is the baseline.
+      directory: the directory for the files.
+      name: the name of the files, without suffix.
+      title: the title of the figure.
     """
     return save_figure(comparison_figure(rows, title=title), directory, name, what="the study")
 
@@ -73,7 +74,10 @@ def _draw(axes: Axes, place: int, row: VariantResult) -> None:
 
 
 def _scale(axes: Axes, changes: Sequence[float]) -> None:
-    """Make the axis linear within 1% and logarithmic beyond, to show both 0.5% and 50%."""
+    """Make the horizontal axis linear within 1% and logarithmic beyond.
+
+    Both 0.5% and 50% are then visible.
+    """
     low, high = min([-1.0, *changes]), max([1.0, *changes])
     axes.set_xscale("symlog", linthresh=1.0, linscale=0.7)
     axes.set_xlim(low * 1.3, high * 1.3)

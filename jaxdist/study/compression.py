@@ -18,8 +18,8 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 WARM_UP = 0.2
-"""Fraction of a run that is warm-up: gradients are sent uncompressed, or top-k gradually lowers the
-share of entries that it sends."""
+"""The fraction of a run that is warm-up. During warm-up gradients are sent uncompressed, or top-k
+gradually lowers the fraction of entries that it sends."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class VariantSet:
     """A set of variants that `--of` names, adapted to a config.
 
     Attributes:
-      variants: the variants; the first is the baseline.
+      variants: the variants. The first variant is the baseline.
       notes: a sentence about each adaptation of the set to the config.
     """
 
@@ -39,7 +39,7 @@ def compression_variants(experiment: Experiment) -> VariantSet:
     """Return the variants of `studies/compression.yaml` that apply to an experiment.
 
     Args:
-      experiment: experiment without compression.
+      experiment: the experiment of the config without compression.
 
     Raises:
       ConfigError: no gradient is sent, because a single device has the whole batch.
@@ -56,11 +56,16 @@ def compression_variants(experiment: Experiment) -> VariantSet:
 
 
 SETS = {"compression": compression_variants}
-"""Functions from the config's experiment to a set of variants, by the names that `--of` takes."""
+"""The functions from a config's experiment to a set of variants, by the value of `--of`."""
 
 
 def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObject]:
-    """Return the kind of an optimizer, and the values that variants take from its config."""
+    """Return the kind of an optimizer, and the values that variants take from the config.
+
+    Args:
+      optim: the section `optim` of the config.
+      warm_up: the number of warm-up steps, which becomes one of the values.
+    """
     values: JsonObject = {"warm_up": warm_up, "kind": optim.type}
     if isinstance(optim, AdamWConfig) and optim.b1:
         return "adamw", {**values, "momentum": optim.b1, "clip_norm": optim.clip_norm}
@@ -69,21 +74,28 @@ def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObje
     if not optim.momentum:
         return "other", {**values, "kind": "sgd without momentum"}
     own = {name: getattr(optim, name) for name in ("momentum", "nesterov", "clip_norm")}
-    # The optimizer's velocity accumulates weight decay up to 1 / (1 - momentum) of it; without a
-    # velocity, every step applies that total at once.
+    # The optimizer's velocity accumulates weight decay up to 1 / (1 - momentum) times its value. A
+    # variant without a velocity applies this total in every step.
     decay = float(f"{optim.weight_decay / (1 - optim.momentum):.6g}")
     return "sgd", {**values, **own, "decay": decay}
 
 
 def _filled(value: Json, values: JsonObject) -> Json:
-    """Return a value in which texts that begin with $ are replaced by values of the config."""
+    """Return a value in which entries of `values` replace texts that begin with $.
+
+    The text without $ is the key of the entry.
+    """
     if isinstance(value, dict):
         return {key: _filled(one, values) for key, one in value.items()}
     return values[value[1:]] if isinstance(value, str) and value.startswith("$") else value
 
 
 def check_sent(experiment: Experiment) -> None:
-    """Raise ConfigError if the devices send no gradient, since one device has the whole batch."""
+    """Check that devices send gradients.
+
+    Raises:
+      ConfigError: a single device has the complete batch.
+    """
     layout = experiment.layout
     axis = layout.axis_of("batch")
     shape = layout.mesh.shape
@@ -96,9 +108,9 @@ def check_sent(experiment: Experiment) -> None:
 
 
 def sent_bytes(experiment: Experiment) -> float:
-    """Return the bytes that a device sends in a step over the batch's axes, after any warm-up.
+    """Return the bytes that a device sends in a step after warm-up, from the compiled program.
 
-    The bytes are read from the compiled program.
+    Only collectives over the mesh axes that share the batch count.
     """
     program, mesh = _without_warm_up(experiment.program), experiment.layout.mesh
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
@@ -112,7 +124,7 @@ def sent_bytes(experiment: Experiment) -> float:
 
 
 def _without_warm_up(program: Program) -> Program:
-    """Return the program with only the last stage of each codec, after its warm-up stages."""
+    """Return the program with only the last stage of each codec, without its warm-up stages."""
     exchange = program.exchange
     if not isinstance(exchange, Compressed):
         return program

@@ -1,4 +1,4 @@
-"""Studies as data: the schema of a study's YAML file, and the studies that jaxdist ships."""
+"""The schema of a study's YAML file, and the studies that jaxdist ships."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from jaxdist.errors import ConfigError, did_you_mean
 
 FOLDER = Path(__file__).with_name("studies")
 Settings = dict[str, Any]
-"""Values of settings by dotted key, such as `section.key`."""
+"""The values of settings by dotted key, such as `section.key`."""
 Case = Literal["adamw", "sgd", "other"]
-"""Kinds of optimizers, by what compressed messages can carry: a momentum of AdamW, a momentum of
-SGD, or gradients alone."""
+"""The kinds of optimizers. For "adamw" and "sgd" compressed messages can contain the momentum of
+AdamW or SGD, and for "other" only gradients."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Sort values, and refuse duplicates."""
+    """Return sorted values.
+
+    Raises:
+      ValueError: a value is given more than once.
+    """
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"{value} is given {values.count(value)} times: give it once")
@@ -34,64 +38,67 @@ class _Study(Config):
     """The settings that all studies have."""
 
     config: FilePath
-    """Config to train, relative to the study's file."""
+    """The path of the config to train, relative to the study's file."""
     set: Settings = Field(default_factory=dict)
-    """Settings of every run that override the config, by dotted key."""
+    """The settings of every run that override the config, by dotted key."""
     seeds: Count = 3
-    """Number of runs, each with another seed, from which each number in the table is computed."""
+    """The number of runs, each with another seed, from which a number in the table is computed."""
 
 
 class VariantsStudy(_Study):
-    """Variants of one config, compared by their held-out loss."""
+    """A study that compares variants of one config by their held-out loss."""
 
     type: Literal["variants"] = "variants"
     of: str | None = None
-    """Name of a shipped set of variants, of which there is one: compression."""
+    """The name of a shipped set of variants. The only set is compression."""
     variants: dict[str, Settings] = Field(default_factory=dict)
-    """Settings of each variant, by name."""
+    """The settings of each variant, by the variant's name."""
 
 
 class Contender(Config):
     """An optimizer under study."""
 
     section: Settings
-    """The `optim` section of the config, without learning rate and schedule."""
+    """The section `optim` of the config, without learning rate and schedule."""
     start: PositiveFloat
-    """Initial learning rate of the search at the base batch size."""
+    """The initial learning rate of the search at the smallest batch size."""
 
 
 class BatchScalingStudy(_Study):
-    """Optimizers at growing batch sizes, with learning rates from a rule and from a search."""
+    """A study of optimizers at growing batch sizes.
+
+    The learning rates are from a rule and from a search.
+    """
 
     type: Literal["batch_scaling"] = "batch_scaling"
     batches: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_once)]
-    """Batch sizes; the rule scales the learning rate from the smallest size to the others."""
+    """The batch sizes. The rule scales the learning rate from the smallest size to the others."""
     contenders: Annotated[dict[str, Contender], Field(min_length=1)]
-    """Optimizers by name; by default the optimizers of `batch_scaling.yaml`."""
+    """The optimizers by name, by default the optimizers of `batch_scaling.yaml`."""
     epochs: float | None = None
-    """Number of epochs of every run; null takes the number of the config."""
+    """The number of epochs of every run, or null for the number in the config."""
     tune: bool = True
-    """Whether the learning rate is tuned at every batch size, not only at the smallest."""
+    """Whether the learning rate is tuned at every batch size, and not only at the smallest size."""
 
 
 class SetVariant(Config):
     """A variant of a shipped set."""
 
     name: str
-    """Name of the variant's row in the table."""
+    """The name of the variant's row in the table."""
     when: tuple[Case, ...] = ("adamw", "sgd", "other")
-    """Kinds of optimizers to which the variant applies."""
+    """The kinds of optimizers to which the variant applies."""
     set: Settings
-    """Settings by dotted key; texts that begin with $ are replaced by values of the config."""
+    """The settings by dotted key. Values of the config replace texts that begin with $."""
 
 
 class SetFile(Config):
     """A shipped set of variants."""
 
     notes: dict[Case, str]
-    """Sentence about the adaptation of the set to a config, by kind of optimizer."""
+    """A sentence about the adaptation of the set to a config, for each kind of optimizer."""
     variants: tuple[SetVariant, ...]
-    """Variants; the first is the baseline."""
+    """The variants. The first variant is the baseline."""
 
 
 _KINDS: Mapping[str, type[VariantsStudy | BatchScalingStudy]] = {
@@ -101,7 +108,13 @@ _KINDS: Mapping[str, type[VariantsStudy | BatchScalingStudy]] = {
 
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> VariantsStudy | BatchScalingStudy:
-    """Read the file of a study; a batch-scaling study inherits settings from the shipped file.
+    """Return the study that a file defines.
+
+    A batch-scaling study takes missing settings from the shipped file.
+
+    Args:
+      path: the path of the file.
+      overrides: the settings that override the file.
 
     Raises:
       ConfigError: the file does not exist, or has invalid settings.
@@ -126,5 +139,5 @@ def contenders() -> Mapping[str, Contender]:
 
 @cache
 def variant_set(name: str) -> SetFile:
-    """Return a shipped set of variants."""
+    """Return the shipped set of variants with the given name."""
     return validate(read(FOLDER / f"{name}.yaml"), SetFile)

@@ -1,4 +1,4 @@
-"""Settings of studies from the command line, and the output files of studies."""
+"""Functions for the settings of a study on the command line, and for its output files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ C = TypeVar("C", bound=Config)
 
 
 def read_settings(settings: Sequence[str], kind: type[C]) -> C:
-    """Read settings from the command line: an optional YAML file, then `key=value` texts.
+    """Return the config that settings from the command line describe.
+
+    Args:
+      settings: an optional path of a YAML file, followed by texts `key=value`.
+      kind: the class of the config.
 
     Raises:
       ConfigError: a setting does not exist, or has an invalid value.
@@ -29,14 +33,23 @@ def read_settings(settings: Sequence[str], kind: type[C]) -> C:
 
 
 def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | None) -> Path:
-    """Return the file that stores a study's runs: next to its output, or in runs/."""
+    """Return the path of the file that stores a study's runs.
+
+    The file is next to the output, or in runs/ if the study writes no output.
+
+    Args:
+      path: the path of the config.
+      name: the name of the study.
+      json_file: the file for the results, or None.
+      plot: the directory for the plot, or None.
+    """
     if json_file is not None:
         return json_file.with_suffix(".runs.jsonl")
     return (plot or Path("runs")) / f"{path.stem}-{name}.runs.jsonl"
 
 
 def check_writable(plot: Path | None, json_file: Path | None) -> None:
-    """Check that the output can be written, before the first run rather than after the last.
+    """Check that the output can be written, which must be known before the first run.
 
     Raises:
       RunError: a directory of the output cannot be written.
@@ -45,14 +58,15 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
         assert folder is not None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # A file is created, since permission bits say nothing about a read-only disk or root.
+            # A file is created, since permission bits do not show a read-only disk, and do not
+            # apply to root.
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise _unwritable(folder, error) from error
 
 
 def write_study(path: Path, found: JsonObject) -> None:
-    """Write the results of a study.
+    """Write the results of a study to a JSON file.
 
     Raises:
       RunError: the file cannot be written.

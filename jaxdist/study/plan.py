@@ -16,12 +16,12 @@ from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
-"""Fraction of the run that is warm-up at the largest batch, as in LAMB's table for BERT."""
+"""The fraction of a run that is warm-up at the largest batch size, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
-"""Number of runs, each with another seed, by whose mean a learning rate is chosen."""
+"""The number of runs, each with another seed, whose mean decides about a learning rate."""
 FACTOR, EXTENSIONS = 2.0, 8
-"""Ratio of successive learning rates in a search, and the number of rates that it may try beyond
-its first three."""
+"""The ratio of successive learning rates in a search, and the number of rates that a search may try
+after its first three."""
 Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
 
@@ -31,11 +31,12 @@ class StudyPlan:
     """A plan to train every optimizer at every batch size, for the same number of epochs.
 
     Attributes:
-      optimizers: optimizers by name.
-      steps: number of optimizer steps by batch size, ascending; the first batch size is the base.
-      seeds: seeds of the reported runs.
-      tuning_seeds: seeds of the runs that choose learning rates, disjoint from `seeds`.
-      tune: whether the learning rate is tuned at every batch size, not only at the base.
+      optimizers: the optimizers by name.
+      steps: the number of optimizer steps by batch size. The batch sizes are in ascending order,
+        and the smallest is the base.
+      seeds: the seeds of the reported runs.
+      tuning_seeds: the seeds of the runs that choose learning rates, which are not in `seeds`.
+      tune: whether the learning rate is tuned at every batch size, and not only at the base.
     """
 
     optimizers: Mapping[str, Contender]
@@ -51,11 +52,16 @@ class StudyPlan:
 
     @property
     def warmup_fraction(self) -> float:
-        """Fraction of the run that is warm-up at the base batch size."""
+        """The fraction of a run that is warm-up at the base batch size."""
         return LARGEST_WARMUP * self.base / max(self.steps)
 
     def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
-        """Return learning rate and warm-up steps at a batch size, given the rate at `base`."""
+        """Return the learning rate and the number of warm-up steps at a batch size, by the rule.
+
+        Args:
+          learning_rate: the learning rate at the base batch size.
+          batch_size: the batch size.
+        """
         rule = ScaleFromConfig(
             batch_size=self.base,
             learning_rate=learning_rate,
@@ -68,11 +74,14 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class StudyCell:
-    """The result of an optimizer at a batch size, with one run per seed.
+    """The result of an optimizer at a batch size.
 
     Attributes:
-      tuned: whether a search at this batch size found the learning rate; otherwise the rule scaled
+      optimizer: the name of the optimizer.
+      batch_size: the batch size.
+      tuned: whether a search at this batch size found the learning rate. If not, the rule scaled
         the best rate of the base batch size.
+      outcomes: the runs, one for each seed.
     """
 
     optimizer: str
@@ -82,7 +91,7 @@ class StudyCell:
 
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate of all runs of the cell."""
+        """The peak learning rate, which is the same for all runs of the cell."""
         return self.outcomes[0].trial.learning_rate
 
     @property
@@ -92,29 +101,33 @@ class StudyCell:
 
     @property
     def values(self) -> list[float]:
-        """The metric of each run; all NaN if any run diverged."""
+        """The metric of each run; all values are NaN if any run diverged."""
         if self.diverged:
             return [math.nan] * len(self.outcomes)
         return [outcome.metrics[outcome.metric] for outcome in self.outcomes]
 
     @property
     def mean(self) -> float:
-        """Mean of the metric, or NaN if any run diverged."""
+        """The mean of the metric, or NaN if any run diverged."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float:
-        """The metric's standard deviation, or NaN for a single run, or if any run diverged."""
+        """The sample standard deviation of the metric.
+
+        It is NaN for a single run, and if any run diverged.
+        """
         if self.diverged or len(self.outcomes) < 2:
             return math.nan
         return statistics.stdev(self.values)
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Parse batch sizes, and return them in ascending order.
+    """Return the batch sizes in a text, in ascending order.
 
     Raises:
-      ConfigError: there is no size or a duplicate, or a size is not a positive whole number.
+      ConfigError: the text has no size or has a size twice, or a size is not a positive whole
+        number.
 
     >>> parse_batches("256, 64")
     (64, 256)
@@ -135,10 +148,10 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def parse_optimizers(text: str) -> dict[str, Contender]:
-    """Parse names of shipped optimizers, and return the optimizers by name.
+    """Return the shipped optimizers that a text names, by name.
 
     Raises:
-      ConfigError: there is no name, or a name is unknown or a duplicate.
+      ConfigError: the text has no name, an unknown name, or a name twice.
     """
     names, known = [name.strip() for name in text.split(",") if name.strip()], contenders()
     if not names:
@@ -154,10 +167,15 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
-    """Run the plan; yield the cells of each batch size and optimizer: the rule's, then the tuned.
+    """Run a plan, and yield the cells of each batch size and optimizer.
 
-    The rule scales the best learning rate at the base batch. At other batch sizes, the search
-    starts from the scaled rate.
+    The first cell has the learning rate that the rule gives, and the second cell, if the plan tunes
+    learning rates, has the tuned rate. The rule scales the best learning rate at the base batch
+    size. At other batch sizes, the search starts from the scaled rate.
+
+    Args:
+      plan: the plan.
+      run: a function that runs a trial.
     """
     # The base batch size comes first, since its best rate is the reference for all others.
     references: dict[str, float] = {}
@@ -197,18 +215,23 @@ def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
 
 
 def rounded(learning_rate: float) -> float:
-    """Round a rate to six digits, so that equal rates compare equal."""
+    """Return a learning rate rounded to six digits, so that rates with other rounding are equal."""
     return float(f"{learning_rate:.6g}")
 
 
 def search_rate(
     start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]
 ) -> T:
-    """Return the result of the best learning rate among `start` x 1/2, 1 and 2, or beyond.
+    """Return the result of the learning rate with the best score.
 
-    While the best rate is the smallest or the largest rate so far, the search tries a rate beyond
-    it, up to 8 times, so that the best rate is not at an end of the tried range. Among equally good
-    rates, the smallest wins.
+    The search first tries `start` x 1/2, 1 and 2. While the best rate is the smallest or the
+    largest of the tried rates, the search tries the next rate in that direction, up to 8 times.
+    Among equally good rates, the smallest wins.
+
+    Args:
+      start: the initial learning rate.
+      run: a function from a learning rate to a result.
+      score: a function from a result to a score; a larger score is better.
 
     >>> search_rate(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
     16.0

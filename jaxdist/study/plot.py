@@ -1,4 +1,4 @@
-"""A plot of a study's metric over the batch size."""
+"""The plot of a study's metric over the batch size."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ NAME = "batch_scaling"
 def plot_batch_scaling(
     cells: Sequence[StudyCell], directory: str | os.PathLike[str], *, title: str
 ) -> list[Path]:
-    """Draw the mean and range by batch size, with `jaxdist.metrics.figure.save_figure`.
+    """Draw the mean and range of the metric by batch size, and return the paths of the files.
 
     Args:
-      cells: cells of one study.
-      title: title of the figure.
+      cells: the cells of a study.
+      directory: the directory for the files.
+      title: the title of the figure.
     """
     return save_figure(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
@@ -56,13 +57,20 @@ def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
 
 
 def _heights(cells: Sequence[StudyCell]) -> np.ndarray:
-    """Return the heights to draw, `[cells, runs]`: losses, or errors in percent."""
+    """Return the heights of points, `[cells, runs]`, which are losses or errors in percent."""
     values = np.array([cell.values for cell in cells])
     return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
 
 
 def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
-    """Show errors on an inverted log scale labelled with accuracies, to tell 98% from 99%."""
+    """Give the vertical axis an inverted log scale of errors, with accuracies as labels.
+
+    The difference between accuracies of 98% and 99% is then visible.
+
+    Args:
+      axes: the axes.
+      errors: the errors in percent, `[cells, runs]`.
+    """
     axes.set_yscale("log", nonpositive="clip")
     known = errors[errors > 0]
     low, high = (known.min(), known.max()) if known.size else (1, 10)
@@ -76,7 +84,7 @@ def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
 def _draw(axes: Axes, cells: Sequence[StudyCell]) -> None:
     rows = by_row(cells)
     for index, ((name, _), row) in enumerate(rows.items()):
-        # Points are moved aside by a few percent, so that bars at one batch size do not hide each
+        # Points are shifted by a few percent, so that bars at the same batch size do not hide each
         # other.
         aside = 1.03 ** (index - (len(rows) - 1) / 2)
         sizes = aside * np.array([cell.batch_size for cell in row], float)

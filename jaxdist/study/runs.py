@@ -1,4 +1,4 @@
-"""The runs of a study, each of which is made only once, even if the study is interrupted."""
+"""The runs of a study, none of which is repeated after an interruption of the study."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Runs(Generic[TrialT]):
     """A function that runs a trial, unless this study or its journal already has the outcome.
 
     Args:
-      trainer: trainer that runs a trial.
-      journal: journal of finished runs.
-      watch: display that shows the current trial and the remaining time.
+      trainer: the trainer that runs a trial.
+      journal: the journal of finished runs.
+      watch: the display of the current trial and the remaining time.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Runs(Generic[TrialT]):
         self._found: dict[str, TrialOutcome[TrialT]] = {}
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """Return the outcome of a trial, after running it if necessary."""
+        """Return the outcome of a trial, which is run if its outcome is not known yet."""
         key = self._trainer.identity(trial)
         outcome = self._found.get(key) or self._journal.get(key)
         if outcome is None:
@@ -60,10 +60,15 @@ def runs_of(
     sizes: Iterable[int],
     console: Console,
 ) -> Iterator[Runs[TrialT]]:
-    """Create the runs of a study; on an interruption, print where their outcomes are stored.
+    """Yield the runs of a study.
+
+    If the study is interrupted, the path of the journal is printed.
 
     Args:
-      sizes: sizes of the parts, as `Watch` takes them.
+      trainer: the trainer that runs a trial.
+      journal: the journal of finished runs.
+      sizes: the sizes of the study's parts, as `Watch` takes them.
+      console: the console.
     """
     compilation_cache.enable(cache_directory() / "compiled")
     with Watch(sizes, console) as watch:
@@ -90,12 +95,12 @@ class Done(Protocol):
         ...
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the text, the means, and every run."""
+        """Return the results as JSON values: the text, the means, and the runs."""
         ...
 
 
 def publish(done: Done, json_file: Path | None, console: Console) -> None:
-    """Print and write the results of a study.
+    """Print the results of a study, and write them to a JSON file if there is one.
 
     Raises:
       RunError: the file cannot be written.
@@ -106,7 +111,12 @@ def publish(done: Done, json_file: Path | None, console: Console) -> None:
 
 
 def trained_on(experiment: Experiment, middle: str) -> str:
-    """Return the first line of a caption: the model, its data and the devices."""
+    """Return the first line of a caption, with the model, its data and the devices.
+
+    Args:
+      experiment: the experiment.
+      middle: a text about the runs, which is put between the data and the devices.
+    """
     mesh = experiment.layout.mesh
     shape = ", ".join(f"{axis}: {size}" for axis, size in mesh.shape.items())
     return (

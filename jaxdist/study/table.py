@@ -1,4 +1,4 @@
-"""The results of a batch-scaling study, as a table and in words."""
+"""The results of a batch-scaling study, as a table and as sentences."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from jaxdist.metrics import columns
 from jaxdist.study.plan import StudyCell
 
 MARGIN = 0.01
-"""Largest acceptable loss of quality, compared with the best result at the base batch.
+"""The largest acceptable loss of quality, compared with the best result at the base batch size.
 
-0.01 means one point of accuracy, or 1% of a loss."""
+The value 0.01 means one point of accuracy, or 1% of a loss."""
 CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
 def by_row(cells: Iterable[StudyCell]) -> CellRows:
-    """Return rows of cells by (optimizer, tuned), untuned first, with ascending batch sizes."""
+    """Return rows of cells by optimizer and `tuned`, with ascending batch sizes.
+
+    The rows that are not tuned come first.
+    """
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
         rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
@@ -24,14 +27,15 @@ def by_row(cells: Iterable[StudyCell]) -> CellRows:
 
 
 def metric_of(cells: Sequence[StudyCell]) -> str:
-    """Return the name of the metric by which cells are compared: "accuracy" or "loss"."""
+    """Return the name of the metric by which cells are compared, "accuracy" or "loss"."""
     return cells[0].outcomes[0].metric
 
 
 def study_table(cells: Sequence[StudyCell]) -> str:
-    """Return a table by batch size, with a row for each optimizer and source of learning rates.
+    """Return a table with a column for each batch size.
 
-    Cells are the mean and the sample standard deviation over the seeds.
+    There is a row for each optimizer and source of learning rates. A cell has the mean and the
+    sample standard deviation over the seeds.
     """
     rows = by_row(cells)
     batches = [str(cell.batch_size) for cell in next(iter(rows.values()))]
@@ -43,7 +47,10 @@ def study_table(cells: Sequence[StudyCell]) -> str:
 
 
 def format_cell(cell: StudyCell) -> str:
-    """Format a cell in a few characters: percent of accuracy, or nats of loss."""
+    """Return the mean and spread of a cell as text, in percent of accuracy or nats of loss.
+
+    If runs diverged, the text has only the number of such runs.
+    """
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
     places, times = (1, 100) if metric_of([cell]) == "accuracy" else (3, 1)
@@ -52,10 +59,10 @@ def format_cell(cell: StudyCell) -> str:
 
 
 def verdict(cells: Sequence[StudyCell]) -> list[str]:
-    """Return sentences about the largest batch at which each optimizer keeps its quality.
+    """Return sentences about the largest batch size at which each optimizer keeps its quality.
 
-    A row keeps its quality up to a batch if its mean there, and at every smaller batch, is at most
-    `MARGIN` worse than the best mean of any row at the base batch.
+    An optimizer keeps its quality up to a batch size if no mean up to this size is more than
+    `MARGIN` worse than the best mean of all optimizers at the base batch size.
     """
     rows = by_row(cells)
     at_base = [row[0] for row in rows.values() if not row[0].diverged]

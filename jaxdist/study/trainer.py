@@ -1,4 +1,4 @@
-"""Training of one trial after another, with one compiled program for all learning rates."""
+"""The training of trials in sequence, with the same compiled program for all learning rates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ _NOT_OURS = {"run", "checkpoint", "eval"}
 
 @dataclass(frozen=True)
 class Built:
-    """An experiment, with a program and an initial state that contain the learning rate."""
+    """An experiment whose state contains the learning rate.
+
+    Attributes:
+      experiment: the experiment.
+      program: the program, whose optimizer is `adjustable`.
+      start: the initial state, for a learning rate of 1.
+    """
 
     experiment: Experiment
     program: Program
@@ -40,10 +46,10 @@ class Built:
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose updates are multiplied by a factor in its state, initially 1.
+    """Return an optimizer that multiplies its updates by a factor in its state, initially 1.
 
-    If updates are proportional to the learning rate, the factor replaces it: a program compiled for
-    a rate of 1 serves every other rate.
+    If updates are proportional to the learning rate, a program that is compiled for a rate of 1
+    can train with any other rate as the factor.
     """
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
@@ -57,8 +63,13 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def at_rate(start: TrainState, learning_rate: float) -> TrainState:
-    """Return a copy of a state of an `adjustable` optimizer, with a learning rate as factor."""
-    # A step donates its state, and `start` serves further trials.
+    """Return a copy of a training state with a learning rate.
+
+    Args:
+      start: a state of a program whose optimizer is `adjustable`.
+      learning_rate: the learning rate, which replaces the factor.
+    """
+    # The state is copied, since a step donates its state, and further trials need `start`.
     copied = jax.tree.map(jnp.copy, start)
     old = optax.tree.get(copied.opt_state, "step_size")
     value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)
@@ -66,10 +77,10 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
 
 
 class ConfigTrainer(ABC, Generic[TrialT]):
-    """A trainer of trials of one config, each with its own settings.
+    """A trainer of trials of one config; a subclass gives the settings of each trial.
 
     Args:
-      path: path of the config.
+      path: the path of the config.
       overrides: settings of all trials.
     """
 
@@ -81,14 +92,17 @@ class ConfigTrainer(ABC, Generic[TrialT]):
         """Return the settings of a trial, including its seed."""
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """Train a trial and evaluate it on the whole held-out split, without output files."""
+        """Train a trial, evaluate it on the complete held-out split, and return the outcome.
+
+        No output files are written.
+        """
         begun = time.perf_counter()
         experiment = self.experiment(trial)
         program = experiment.program
         return finish(trial, experiment, program, program.init(), begun=begun)
 
     def identity(self, trial: TrialT) -> str:
-        """Return a key that is equal for trials that must have the same result."""
+        """Return a key for a trial, which is equal for trials that must have the same result."""
         _, config = self._load(trial)
         return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
 
@@ -105,7 +119,9 @@ class Trainer(ConfigTrainer[Trial]):
     """A trainer of trials that differ in optimizer, batch size and learning rate.
 
     Args:
-      optimizers: optimizers by the names that trials use.
+      path: the path of the config.
+      overrides: settings of all trials.
+      optimizers: the optimizers by the names that trials use, or None for the shipped optimizers.
     """
 
     def __init__(
@@ -119,7 +135,10 @@ class Trainer(ConfigTrainer[Trial]):
         self._built = lru_cache(maxsize=8)(self._build)
 
     def __call__(self, trial: Trial) -> TrialOutcome[Trial]:
-        """Train a trial and evaluate it on the whole held-out split, without output files."""
+        """Train a trial, evaluate it on the complete held-out split, and return the outcome.
+
+        No output files are written.
+        """
         begun = time.perf_counter()
         # Trials that differ only in the learning rate share a compiled program.
         built = self._built(replace(trial, learning_rate=1.0))
@@ -140,11 +159,11 @@ class Trainer(ConfigTrainer[Trial]):
         )
 
     def check(self, trials: Sequence[Trial]) -> list[Experiment]:
-        """Build the experiments of trials before the first trial is trained.
+        """Return the experiments of trials, and check them before the first trial is trained.
 
         Raises:
-          JaxdistError: an experiment cannot be built, for example because the batch does not divide
-            over the mesh.
+          JaxdistError: an experiment cannot be built, for example because the mesh does not divide
+            the batch.
           ConfigError: a batch is larger than the training split, or changes within a run.
           DataError: the data has no held-out split.
         """
@@ -167,10 +186,15 @@ class Trainer(ConfigTrainer[Trial]):
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
-    """Check that a run takes steps of a single program only, and has a held-out split.
+    """Check that a run only takes steps of a single program, and has a held-out split.
+
+    Args:
+      experiment: the experiment of the run.
+      path: the path of the config, for error messages.
 
     Raises:
-      ConfigError: the batch changes within a run, or weights change between steps.
+      ConfigError: the batch size changes within a run, or the strategy changes parameters between
+        steps.
       DataError: the data has no held-out split.
     """
     if len(experiment.stages) > 1:
@@ -195,11 +219,16 @@ def check_comparable(experiment: Experiment, path: Path) -> None:
 def finish(
     trial: TrialT, experiment: Experiment, program: Program, state: TrainState, *, begun: float
 ) -> TrialOutcome[TrialT]:
-    """Train from a state and evaluate on the whole held-out split, without output files.
+    """Train from a state, evaluate on the complete held-out split, and return the outcome.
+
+    No output files are written.
 
     Args:
-      state: initial state, which is donated.
-      begun: start time of the trial, by `time.perf_counter`.
+      trial: the trial.
+      experiment: the experiment of the trial.
+      program: the program.
+      state: the initial state, which is donated.
+      begun: the start time of the trial, by `time.perf_counter`.
     """
     state, diverged = train_trial(experiment, program, state)
     assert experiment.heldout is not None, "checked before the first trial"
@@ -213,13 +242,15 @@ def finish(
 def train_trial(
     experiment: Experiment, program: Program, state: TrainState
 ) -> tuple[TrainState, bool]:
-    """Train; return the last state, and whether a loss that is not finite ended the run."""
+    """Train from a state, and return the last state and whether the run diverged.
+
+    A loss that is not finite ends the run.
+    """
     previous = None
     with experiment.loader.batches() as batches:
         for _ in range(experiment.total_steps):
             state, values = program.train(state, next(batches))
-            # The loss of the previous step is read, rather than of this step, which is still in
-            # flight.
+            # The loss of the previous step is read, since the present step is still running.
             if previous is not None and _diverged(program, previous):
                 return state, True
             previous = values
@@ -227,6 +258,6 @@ def train_trial(
 
 
 def _diverged(program: Program, values: jax.Array) -> bool:
-    """Return whether a step that the optimizer did not skip has a loss that is not finite."""
+    """Return whether a step has a loss that is not finite, and the optimizer did not skip it."""
     found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
     return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

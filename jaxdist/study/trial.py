@@ -19,7 +19,11 @@ class Trial:
     """The settings that vary between runs; all other settings come from the study's config.
 
     Attributes:
-      learning_rate: peak of the learning rate, reached after `warmup_steps` steps.
+      optimizer: the name of the optimizer.
+      batch_size: the batch size.
+      seed: the seed.
+      learning_rate: the peak of the learning rate, which is reached after `warmup_steps` steps.
+      warmup_steps: the number of warm-up steps.
     """
 
     optimizer: str
@@ -35,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class VariantTrial:
-    """A run of a comparison of variants, given by a variant's name and a seed."""
+    """A run of a comparison of variants, which the name of a variant and a seed identify."""
 
     variant: str
     seed: int
@@ -52,10 +56,11 @@ class TrialOutcome(Generic[TrialT]):
     """The outcome of a trial.
 
     Attributes:
-      steps: number of planned optimizer steps.
-      metrics: means over the held-out split, including "loss"; NaN if the run diverged.
-      diverged: whether the loss was not finite at some step, which ends the run.
-      seconds: wall time, including compilation.
+      trial: the trial.
+      steps: the number of planned optimizer steps.
+      metrics: the means of metrics over the held-out split, including "loss".
+      diverged: whether the loss was not finite in a step, which ends the run, or in the evaluation.
+      seconds: the wall time including compilation, in seconds.
     """
 
     trial: TrialT
@@ -66,48 +71,58 @@ class TrialOutcome(Generic[TrialT]):
 
     @property
     def metric(self) -> str:
-        """Name of the metric to compare: "accuracy" if the loss reports it, otherwise "loss"."""
+        """The metric to compare, which is "accuracy" if the loss reports it, otherwise "loss"."""
         return "accuracy" if "accuracy" in self.metrics else "loss"
 
     @property
     def score(self) -> tuple[float, ...]:
-        """Score, of which larger is better: the accuracy, and the negated loss to break ties."""
+        """The score of the run; a larger score is better.
+
+        The score is the accuracy if there is one, and then the negated loss. It is minus infinity
+        if the run diverged.
+        """
         if self.diverged:
             return (-math.inf, -math.inf)
         loss = self.metrics["loss"]
         return (self.metrics.get("accuracy", -loss), -loss)
 
     def as_json(self) -> JsonObject:
-        """Return plain data; numbers that are not finite become null."""
+        """Return the outcome as JSON values, in which None replaces numbers that are not finite."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
 
 def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:
-    """Convert plain data from `TrialOutcome.as_json` to an outcome."""
+    """Return the outcome that `TrialOutcome.as_json` has converted to JSON values.
+
+    Args:
+      kind: the class of the outcome's trial.
+      record: the JSON values.
+    """
     metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
     trial = kind(**{name: record[name] for name in kind.__dataclass_fields__})
     return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
 def identity(settings: Mapping[str, Json]) -> str:
-    """Return a key for settings: the first 16 hexadecimal digits of their hash."""
+    """Return a key for settings, which is the first 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class OutcomeJournal(Generic[TrialT]):
-    """Outcomes by key, one JSON line each, so that an interrupted study can continue.
+    """A file that stores outcomes by key, so that an interrupted study can continue.
 
-    Each line is flushed, so that a killed study loses at most its current run.
+    The file has a line of JSON for each outcome. Each line is written at once, so that a killed
+    study loses at most its current run.
 
     Args:
-      path: path of the file, which is created with its directory if missing.
-      kind: class of the journal's trials.
+      path: the path of the file. The file and its directory are created if they do not exist.
+      kind: the class of the journal's trials.
 
     Raises:
-      RunError: the file cannot be written, or a line before the last is not an outcome.
+      RunError: the file cannot be written, or a complete line is not an outcome.
     """
 
     def __init__(self, path: Path, kind: type[TrialT]) -> None:
@@ -120,16 +135,16 @@ class OutcomeJournal(Generic[TrialT]):
         except OSError as error:
             raise _unwritable(path, error) from error
         lines = content.split(b"\n")
-        # The rest after the last newline is empty, or a line that was cut off by a kill.
+        # The rest after the last newline is empty, or is a line that a kill has cut off.
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 
     def get(self, key: str) -> TrialOutcome[TrialT] | None:
-        """Return the outcome of a run that was finished before, or None."""
+        """Return the stored outcome with the given key, or None if there is none."""
         return self._found.get(key)
 
     def add(self, key: str, outcome: TrialOutcome[TrialT]) -> None:
-        """Store a finished run.
+        """Store the outcome of a finished run under a key.
 
         Raises:
           RunError: the line cannot be written.
@@ -142,7 +157,11 @@ class OutcomeJournal(Generic[TrialT]):
             raise _unwritable(self.path, error) from error
 
     def _repair(self, whole_bytes: int) -> None:
-        """Remove an incomplete last line, so that the next entry starts on a new line."""
+        """Remove an incomplete last line, so that the next outcome starts on a new line.
+
+        Args:
+          whole_bytes: the size of the file without the incomplete line, in bytes.
+        """
         with self.path.open("r+b") as file:
             file.truncate(whole_bytes)
 

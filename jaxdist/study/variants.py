@@ -11,17 +11,18 @@ from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
 LONGEST_NAME = 20
-"""Largest number of characters of a name, so that the table is at most 80 characters wide."""
+"""The largest number of characters of a name, so that the table is at most 80 characters wide."""
 _OPENING, _CLOSING = "{[", "}]"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A name, and the settings in which a variant differs from the config.
+    """A variant of a config.
 
     Attributes:
-      name: name of the variant's row in the table.
-      overrides: `section.key=value`, as on the command line.
+      name: the name of the variant's row in the table.
+      overrides: the settings in which the variant differs from the config, as texts
+        `section.key=value`.
     """
 
     name: str
@@ -29,7 +30,10 @@ class Variant:
 
 
 def overrides_of(settings: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return settings by dotted key as command-line overrides.
+    """Return settings as overrides of the command line.
+
+    Args:
+      settings: the values of settings by dotted key.
 
     >>> overrides_of({"optim.b1": 0, "optim.type": "sgd", "mesh": {"data": 2}})
     ('optim.b1=0', 'optim.type=sgd', 'mesh={"data": 2}')
@@ -38,17 +42,18 @@ def overrides_of(settings: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 AS_GIVEN = Variant("as given")
-"""The config without overrides."""
+"""The variant without overrides."""
 
 
 def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Variant, ...]:
-    """Parse variants from the command line, each `NAME=key=value key2=value2`.
+    """Return the variants that texts from the command line describe.
 
     Args:
-      taken: names that are already in use.
+      texts: the texts, each of the form `NAME=key=value key2=value2`.
+      taken: the names that are already in use.
 
     Raises:
-      ConfigError: there is no name or no setting, or the name is too long or in use.
+      ConfigError: a text has no name or no setting, or a name does not fit the table or is in use.
 
     >>> parse_variants(["half=optim.learning_rate=1e-3 optim.schedule={type: linear}"], taken=[])
     (Variant(name='half', overrides=('optim.learning_rate=1e-3', 'optim.schedule={type: linear}')),)
@@ -69,13 +74,15 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
 def named_variants(
     pairs: Iterable[tuple[str, tuple[str, ...]]], *, taken: Sequence[str], what: str = "--variant"
 ) -> tuple[Variant, ...]:
-    """Create variants from names and overrides.
+    """Return variants with the given names and overrides.
 
     Args:
-      what: source of the variants, for error messages.
+      pairs: pairs of a name and overrides.
+      taken: the names that are already in use.
+      what: the source of the variants, for error messages.
 
     Raises:
-      ConfigError: a name is too long or in use.
+      ConfigError: a name does not fit the table, or is in use.
     """
     found: list[Variant] = []
     for name, overrides in pairs:
@@ -93,7 +100,9 @@ def named_variants(
 
 
 def split_overrides(text: str) -> tuple[str, ...]:
-    """Split settings at spaces, except inside brackets and before a word without `=`.
+    """Return the settings in a text, which spaces separate.
+
+    A space inside brackets, or before a word without `=`, does not separate settings.
 
     >>> split_overrides("a.b={c: 1, d: x=2} e=two words")
     ('a.b={c: 1, d: x=2}', 'e=two words')

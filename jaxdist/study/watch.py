@@ -12,11 +12,12 @@ from jaxdist.metrics.rates import format_duration
 
 
 class Watch:
-    """A display of the current trial and the remaining time, used as a context manager.
+    """A display of the current trial and the remaining time, which is a context manager.
 
     Args:
-      sizes: sizes of the parts, in order; parts of similar size take about equally long.
-      console: console for the output.
+      sizes: the sizes of the study's parts, in order. Parts of similar size are assumed to take
+        similar times.
+      console: the console for the output.
     """
 
     def __init__(self, sizes: Iterable[int], console: Console) -> None:
@@ -31,15 +32,23 @@ class Watch:
         self._task = self._bar.add_task("", total=len(self._left), left="")
 
     def begin(self, trial: str) -> None:
-        """Show that a trial starts."""
+        """Show that a trial starts.
+
+        Args:
+          trial: a description of the trial.
+        """
         self._bar.update(self._task, description=trial)
 
     def took(self, seconds: float) -> None:
-        """Add the time of a trial to the current part, whether the trial ran now or earlier."""
+        """Add the time of a trial to the current part, even if an earlier study ran the trial."""
         self._spent += seconds
 
     def done(self, found: str) -> None:
-        """Show that the current part is finished, with its result."""
+        """Show that the current part is finished.
+
+        Args:
+          found: the result of the part, as a line.
+        """
         size = self._left.pop(0)
         self._seconds.setdefault(size, []).append(self._spent)
         self._spent = 0.0
@@ -48,7 +57,10 @@ class Watch:
         self._bar.update(self._task, advance=1, left=left)
 
     def seconds_left(self) -> float:
-        """Estimate the seconds of the remaining parts from finished parts of the nearest size."""
+        """Return the estimated seconds of the remaining parts.
+
+        The estimate for a part is the mean time of the finished parts with the nearest size.
+        """
         total = 0.0
         for size in self._left:
             known = self._seconds[min(self._seconds, key=lambda seen: abs(seen - size))]
