@@ -1,1 +1,1 @@
-"""The cost of a computation, counted in its jaxpr."""
+"""The predicted cost of a computation: FLOPs, bytes, time and energy."""

@@ -1,8 +1,9 @@
-"""Attention over a sequence that several devices share: methods, bytes, order of positions.
+"""Attention over a sequence that several devices share: methods, bytes, and order of positions.
 
-The C devices of mesh axis `context` form R rings of U devices each: U devices exchange pieces of
-the sequence for heads (Ulysses, Jacobs et al. 2023, arXiv 2309.14509), and among the R groups keys
-and values are gathered, or rotate (ring attention, Liu et al. 2023, arXiv 2310.01889).
+The C devices of mesh axis `context` form R groups of U devices each. Within a group, devices
+exchange the split of the sequence for a split of the heads (Ulysses, Jacobs et al. 2023, arXiv
+2309.14509). Between the groups, keys and values are gathered, or rotate round a ring (ring
+attention, Liu et al. 2023, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class SequenceSplit:
     """The method by which devices that share a sequence compute the sequence's attention.
 
     Attributes:
-      axes: names of the mesh axes that split the sequence.
-      size: number of devices that share a sequence, C.
-      swapped: number of devices that exchange pieces of the sequence for heads, U.
+      axes: the names of the mesh axes that split the sequence.
+      size: the number of devices that share a sequence, C.
+      swapped: the number of devices in a group, which exchange the split of the sequence for a
+        split of the heads, U.
       rotates: whether keys and values rotate among the C / U groups, instead of being gathered.
-      order: order of the positions of a training batch over the groups.
+      order: the order of the positions of a training batch over the groups.
     """
 
     axes: tuple[str, ...]
@@ -38,12 +40,12 @@ class SequenceSplit:
 
     @property
     def groups(self) -> int:
-        """The number of groups among which keys and values move, R."""
+        """The number of groups between which keys and values move, R."""
         return self.size // self.swapped
 
     @property
     def way(self) -> Way:
-        """The name of the way."""
+        """The name of the method."""
         if self.groups == 1:
             return "ulysses"
         if self.swapped > 1:
@@ -51,14 +53,15 @@ class SequenceSplit:
         return "ring" if self.rotates else "gather"
 
     def describe(self) -> str:
-        """Format the method, and for `ring_ulysses` the number of devices that exchange heads."""
+        """Return the name of the method, and for `ring_ulysses` the size of a group."""
         return f"ring_ulysses of {self.swapped}" if self.way == "ring_ulysses" else self.way
 
 
 def positions_of(order: Order, length: int, groups: int) -> np.ndarray:
-    """Return the position at each index of a sequence in an order, int32 `[length]`.
+    """Return the positions of a sequence in the given order, int32 `[length]`.
 
-    Group g has the g-th of `groups` equal pieces of the result.
+    Entry i is the position of the i-th token. Of `groups` equal parts of the result, group g has
+    the g-th part.
 
     >>> positions_of("zigzag", 8, 2).tolist(), positions_of("striped", 8, 2).tolist()
     ([0, 1, 6, 7, 2, 3, 4, 5], [0, 2, 4, 6, 1, 3, 5, 7])
@@ -77,10 +80,13 @@ class ContextNeeds:
     """The attention of a layer on a device, before a method to share a sequence is chosen.
 
     Attributes:
-      heads, kv_heads: numbers of heads of a device, if it had the whole sequence.
-      rows: number of sequences of a device.
-      itemsize: bytes of an activation.
-      window: see `AttentionRequest`.
+      heads, kv_heads: the numbers of heads of a device before the heads are split among devices
+        that share a sequence.
+      head_dim: the number of features of a head.
+      length: the length of a sequence.
+      rows: the number of sequences of a device.
+      itemsize: the bytes of a number in an activation.
+      window, causal: as in `AttentionRequest`.
       fused: whether the kernel needs whole sequences.
     """
 
@@ -97,7 +103,7 @@ class ContextNeeds:
     def hops(self, split: SequenceSplit) -> int:
         """Return the number of times that keys and values move to the next group.
 
-        With a window, keys need not reach all groups if each group has contiguous positions.
+        With a causal window and contiguous positions, keys need not reach all groups.
         """
         most = split.groups - 1
         if self.window is None or not self.causal or split.order != "contiguous":
@@ -107,8 +113,8 @@ class ContextNeeds:
     def bytes_received(self, split: SequenceSplit) -> tuple[float, float]:
         """Return the bytes that a device receives in the forward and in the backward pass.
 
-        Gradients of keys and values travel in float32. Gathers and rings move keys and values again
-        in the backward pass, so that no device keeps those of others.
+        Gradients of keys and values are sent in float32. In the backward pass, keys and values are
+        gathered or rotate again, so that no device keeps the keys and values of others.
         """
         piece = self.rows * self.length / split.size * self.head_dim
         keys = 2 * piece * self.kv_heads
@@ -119,7 +125,10 @@ class ContextNeeds:
         return exchanged + moved, exchanged + moved + hops * keys * 4
 
     def why_not(self, split: SequenceSplit) -> str | None:
-        """Explain why these heads do not fit a split, or return None if they do."""
+        """Return why these heads do not fit a split, or None if they do.
+
+        The reason is a clause without a subject.
+        """
         if self.heads % split.swapped or self.kv_heads % split.swapped:
             most = max(n for n in _divisors(split.size) if self.kv_heads % n == 0)
             return (
@@ -134,7 +143,7 @@ def _divisors(size: int) -> Iterator[int]:
 
 
 def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> list[SequenceSplit]:
-    """Return the splits that a method allows, or for "auto" those of all methods."""
+    """Return the possible splits of a method, or of all methods for "auto"."""
     ring = SequenceSplit(axes, size, rotates=True)
     mixed = [replace(ring, swapped=n) for n in _divisors(size) if 1 < n < size]
     found: dict[str, list[SequenceSplit]] = {
@@ -149,9 +158,10 @@ def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> l
 def best_split(
     splits: list[SequenceSplit], needs: ContextNeeds
 ) -> tuple[SequenceSplit, str] | None:
-    """Return the split with the fewest bytes, and the reason, or None if none fits.
+    """Return the split with the fewest received bytes, and the reason, or None if no split fits.
 
-    Among equals the first wins: a ring before a gather, for no device then has all keys.
+    If several splits have equal bytes, the first is returned. A ring therefore precedes a gather,
+    in which every device has all keys.
     """
     fitting = [
         one for one in splits if needs.why_not(one) is None and not (needs.fused and one.groups > 1)
@@ -166,7 +176,7 @@ def best_split(
 
 
 def attention_share(order: Order, groups: int) -> float:
-    """Return the causal work of the busiest group over the mean: 1 is balanced.
+    """Return the causal work of the busiest group, divided by the mean work; 1 is balanced.
 
     >>> [round(attention_share(order, 4), 3) for order in ("contiguous", "zigzag", "striped")]
     [1.75, 1.0, 1.0]
@@ -175,12 +185,12 @@ def attention_share(order: Order, groups: int) -> float:
 
 
 def near_lengths(length: int, parts: int) -> str:
-    """Name the multiples of `parts` that are nearest to `length`."""
+    """Return the multiples of `parts` that are nearest to `length`, as text."""
     low = length // parts * parts
     return " or ".join(str(n) for n in (low, low + parts) if n)
 
 
 def near_parts(length: int, parts: int) -> str:
-    """Name the divisors of `length` that are nearest to `parts`."""
+    """Return the divisors of `length` that are nearest to `parts`, as text."""
     fitting = sorted(_divisors(length), key=lambda n: abs(math.log2(n / parts)))[:2]
     return " or ".join(map(str, sorted(fitting)))

@@ -1,11 +1,11 @@
 """Energy and carbon: the power of chips, and the conversion of joules to kWh and to grams of CO2.
 
-A chip is estimated to draw `idle + (most - idle) u` watts, where u is the fraction of the time for
-which the chip is busy: a straight line between two published points. The site's power usage
+A chip is estimated to draw `idle + (most - idle) u` watts, where u is the fraction of time in which
+the chip is busy. This is a straight line between two published points. The site's power usage
 effectiveness (PUE) covers the power of hosts, network and cooling.
 
 The figures of TPU v4 are from Jouppi et al. 2023 (arXiv 2304.01433, table 4: 90 W when idle, 192 W
-at most; MLPerf draws 170 W on average). The figures of GPUs are the board power in the SXM data
+at most, 170 W on average in MLPerf). The figures of GPUs are the board power in the SXM data
 sheets.
 Google has published no power figures for v5e, v5p, v6e and tpu7x: for these chips the config must
 set `energy.watts`.
@@ -25,9 +25,9 @@ class Power:
     """The power of a chip.
 
     Attributes:
-      most: watts of a chip that is always busy.
-      idle: watts of an idle chip, or None if unknown, so that `most` counts for idle time too.
-      source: publication of the figures.
+      most: the watts of a busy chip.
+      idle: the watts of an idle chip, or None if unknown; `most` then counts for idle time too.
+      source: the publication of the figures.
     """
 
     most: float
@@ -35,7 +35,7 @@ class Power:
     source: str
 
     def watts(self, utilisation: float) -> float:
-        """Return the watts at a utilisation of 0 to 1.
+        """Return the watts at a utilisation, which is from 0 to 1.
 
         >>> Power(200.0, 100.0, "").watts(0.5), Power(700.0, None, "").watts(0.5)
         (150.0, 700.0)
@@ -61,8 +61,8 @@ class Site:
     """The data center in which the chips run.
 
     Attributes:
-      pue: power of the whole site divided by that of its chips, at least 1.
-      grid: grams of CO2 equivalent for each kWh.
+      pue: the power of the site divided by the power of its chips, at least 1.
+      grid: the grams of CO2 equivalent for each kWh.
     """
 
     pue: float

@@ -1,4 +1,4 @@
-"""The FLOPs of a jaxpr, and the bytes of its products: figures of a program before compilation."""
+"""The FLOPs of a jaxpr, and the bytes of its products: counts for a program before compilation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
 def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> float:
-    """Return the FLOPs of all `dot_general` and `conv_general_dilated`, 2 per multiply-add.
+    """Return the FLOPs of all `dot_general` and `conv_general_dilated`, 2 for each multiply-add.
 
     The body of a scan is multiplied by the scan's length, and a `cond` counts as its most expensive
     branch.
 
     Args:
       jaxpr: the program.
-      elementwise: whether other operations count one FLOP for each element of their results.
+      elementwise: whether other operations count too, as one FLOP for each element of a result.
 
     >>> import jax
     >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))
@@ -122,9 +122,13 @@ def _window_pairs(
     left_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Count, along a dim, the pairs (output, kernel position) that read an element of the input.
+    """Return the number of pairs (output, kernel position) along a dim that read an input element.
 
     Padding, and the zeros between the elements of a dilated input, do not count.
+
+    Args:
+      left, kernel, out: the lengths of the input, the kernel and the output.
+      low: the padding before the input.
     """
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - low
     inside = (position >= 0) & (position <= (left - 1) * left_dilation)

@@ -7,7 +7,7 @@ benchmarks.tpu.splash` compiles the kernels alone and prints the larger number, 
 efficiencies below are derived. Waits for memory are left out, since the operands of an iteration
 are fetched during the previous iteration.
 
-All kernels other than splash attention are assumed to run at the fraction `OTHERS` of the peak.
+All other kernels are assumed to run at the fraction `OTHERS` of the peak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from jaxdist.hlo.estimates import Effort
 
 OTHERS = 0.5
-"""The assumed fraction of the peak at which kernels other than those of `SPLASH` compute."""
+"""The assumed fraction of the peak at which kernels that are not in `SPLASH` compute."""
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
@@ -30,9 +30,9 @@ class _Kernel:
     """A kernel of splash attention.
 
     Attributes:
-      products: number of matrix products for a block of queries and a block of keys.
-      side: name in the kernel's metadata of the block size along queries.
-      efficiency: for each family, the fraction of the peak on computed blocks, by block size.
+      products: the number of matrix products for a block of queries and a block of keys.
+      side: the name, in the kernel's metadata, of the block length along queries.
+      efficiency: for each family, the fraction of the peak on computed blocks, by block length.
     """
 
     products: int
@@ -75,14 +75,15 @@ SPLASH = {
         },
     ),
 }
-"""The kernels of jax's own splash attention with heads of `HEAD`, compiled by libtpu 0.0.52. Heads
-of 128 fill half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
+"""The kernels of jax's splash attention for heads of size `HEAD`, compiled by libtpu 0.0.52. A head
+of 128 fills half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
 """The size of a head in the compiled kernels of `SPLASH`."""
 LANES = 128
-"""The number of lanes of a TPU's vector unit; the length of a block is a multiple of it."""
+"""The number of lanes of a TPU's vector unit, which divides the length of every block."""
 LARGEST = {"v6e": 2048, "tpu7x": 2048}
-"""The largest length of a kernel's block by family, where it differs from `LARGEST_ELSEWHERE`.
+"""The largest length of a kernel's block, for the families on which it is not `LARGEST_ELSEWHERE`.
+
 Blocks of 2,048 need more vector memory than libtpu 0.0.52 gives a kernel by default on v5e and v5p,
 and more than v4 has."""
 LARGEST_ELSEWHERE = 1024
@@ -100,10 +101,11 @@ def splash_block(
 
     Args:
       kernel: a key of `SPLASH`.
-      family: family of the chip; a family without an entry is treated as v5p.
-      length: length of the sequence.
-      window: number of earlier positions that a query attends to, or None for all of them.
-      narrow: whether numbers have two bytes; wider numbers have blocks of at most 1,024.
+      family: the family of the chip; a family that is not in the table is treated as v5p.
+      length: the length of the sequence.
+      window: the number of earlier positions that a query sees, or None for all of them.
+      narrow: whether numbers have two bytes; for wider numbers, a block has at most 1,024
+        positions.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
     (512, 1024)
@@ -122,9 +124,9 @@ def computed_share(length: int, block: int, window: int | None = None) -> float:
     """Return the fraction of blocks that have an unmasked element, and are therefore computed.
 
     Args:
-      length: length of the sequence.
-      block: length of a block.
-      window: number of earlier positions that a query attends to, or None for all of them.
+      length: the length of the sequence.
+      block: the length of a block.
+      window: the number of earlier positions that a query sees, or None for all of them.
 
     >>> computed_share(4096, 1024), computed_share(4096, 1024, window=1023)
     (0.625, 0.4375)
@@ -137,12 +139,12 @@ def computed_share(length: int, block: int, window: int | None = None) -> float:
 def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     """Return the FLOPs of a kernel's call, its fraction of the peak, and the assumption as text.
 
-    The mask of splash attention is assumed to be causal: of n x n blocks, n (n + 1) / 2 are
+    The mask of splash attention is assumed to be causal, so that n (n + 1) / 2 of n x n blocks are
     computed.
 
     Args:
-      effort: the call, as the program shows it.
-      family: family of the chip, for example "v5e".
+      effort: the call, as read from the program.
+      family: the family of the chip, for example "v5e".
     """
     found = _SPLASH.match(effort.kernel)
     if found is None:
@@ -150,7 +152,7 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query = max(effort.operands, key=lambda shape: shape.elements)
-    # A fused backward kernel also computes the gradient of the queries, a result of their shape.
+    # A fused backward kernel also computes the gradient of the queries, which has their shape.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
     share_computed = computed_share(query.dims[-2], block)
@@ -163,14 +165,14 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
 def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
     """Return the fraction of the peak at which a splash attention kernel computes its blocks.
 
-    The figure of the nearest compiled block length is used. Heads smaller than `HEAD` fill
+    The fraction is that of the nearest block length in `SPLASH`. Heads smaller than `HEAD` fill
     proportionally less of the matrix units.
 
     Args:
       kernel: a key of `SPLASH`.
-      family: family of the chip; a family without an entry is treated as v5p.
-      block: length of a block.
-      head_dim: size of a head.
+      family: the family of the chip; a family that is not in the table is treated as v5p.
+      block: the length of a block.
+      head_dim: the size of a head.
     """
     by_block = _rates(kernel, family)
     nearest = min(by_block, key=lambda size: abs(size - block))

@@ -1,8 +1,8 @@
 """The fraction of the peak that a matrix product reaches on each TPU family.
 
-The fractions are in `products.json`, which `python -m benchmarks.tpu.products` writes from products
-that are compiled alone: with the vector memory of `parallel.xla.preset: default` ("scoped"), and
-with libtpu's default ("own limit").
+The fractions are in `products.json`. `python -m benchmarks.tpu.products` writes this file from
+products that it compiles separately: with the vector memory of `parallel.xla.preset: default`
+("scoped"), and with the vector memory that libtpu gives by default ("own limit").
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ Shares = Mapping[tuple[int, int], float]
 
 
 OWN_LIMIT, SCOPED = "own limit", "scoped"
-"""The names of a family's tables. A family on which the preset keeps libtpu's default has only the
-table `OWN_LIMIT`."""
+"""The names of a family's tables. A family whose default vector memory the preset does not change
+has only the table `OWN_LIMIT`."""
 
 
 @cache
 def shares(family: str, *, scoped: bool = True) -> Shares | None:
-    """Return the fractions of a family, or None for a device that `products.json` does not have."""
+    """Return the fractions of a family, or None for a family that is not in `products.json`.
+
+    Args:
+      scoped: as for `product_share`.
+    """
     tables = json.loads(TABLE.read_text()).get(family)
     if tables is None:
         return None
@@ -38,15 +42,15 @@ def shares(family: str, *, scoped: bool = True) -> Shares | None:
 def product_share(
     family: str, contracted: int, columns: int, *, scoped: bool = True
 ) -> float | None:
-    """Return the fraction of the peak that a product with many rows reaches, from the table.
+    """Return the fraction of the peak that a product with many rows reaches, or None if unknown.
 
     Sizes outside the table are clamped to its edge. Between entries, the fraction is linear in the
     logarithms of both sizes.
 
     Args:
-      family: family of the chip.
-      contracted: size of the contracted dim.
-      columns: number of columns of the result.
+      family: the family of the chip.
+      contracted: the size of the contracted dim.
+      columns: the number of columns of the result.
       scoped: whether the product may use the vector memory that the preset `default` grants.
 
     >>> product_share("h100", 8192, 8192) is None
@@ -63,7 +67,7 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the entries of a table below and above a length, and the position between these two.
+    """Return the indices of the lengths below and above a length, and its position between them.
 
     The position is from 0 to 1, and linear in the logarithm of the length.
     """

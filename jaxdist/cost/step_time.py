@@ -1,7 +1,7 @@
-"""The time of a step on a TPU, read from the compiled program.
+"""The predicted time of a step on a TPU, from the compiled program.
 
-The time of compute is the compiler's own estimate, and the time of a collective is its bytes
-divided by the rate of its links. The schedule determines how long the device waits for collectives.
+The time of compute is the compiler's estimate, and the time of a collective is its bytes divided by
+the rate of its links. The schedule determines how long the device waits for collectives.
 Work without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a
 GPU, whose compilers write no estimates.
 """
@@ -31,22 +31,22 @@ class StepTime:
     """The predicted time of a run of a program on each device, with its parts.
 
     Attributes:
-      seconds: total, with the most expensive branch of conditionals whose branch is unknown.
-      seconds_low: total, with the cheapest branch of conditionals whose branch is unknown.
-      compute_seconds: time in which the device computes, including kernels of an assumed rate.
+      seconds: the total time, in which a conditional whose branch is unknown takes the most
+        expensive branch.
+      seconds_low: the total time, in which such a conditional takes the cheapest branch.
+      compute_seconds: the time in which the device computes, including kernels of an assumed rate.
       assumed_seconds: the part of `compute_seconds` at an assumed rate.
-      copy_seconds: waits for copies between memories.
-      exposed_seconds: waits for collectives, by the mesh axes that they span.
-      overlapped_seconds: time of collectives that run while the device computes, by mesh axes.
+      copy_seconds: the time of waits for copies between memories.
+      exposed_seconds: the time of waits for collectives, by the mesh axes of the collectives.
+      overlapped_seconds: the time of collectives that run while the device computes, by mesh axes.
       entries: every instruction that takes time, the most expensive first.
-      unknown_loops: loops of unknown length, counted as a single iteration: the step takes longer.
-      bubble_seconds: time for which a pipeline's mean stage waits for the longest stage, over all
-        ticks; all other times are means over stages.
-      schedule: the pipeline's schedule whose ticks are timed, or an empty string if no ticks are
-        timed.
+      unknown_loops: the number of loops of unknown length. Only one iteration of each is counted,
+        so the step takes longer.
+      bubble_seconds: the time, over all ticks, for which a pipeline's mean stage waits for the
+        longest stage. All other times are means over stages.
+      schedule: the pipeline's schedule whose ticks are timed, or "" if no ticks are timed.
       unmatched: the reason why the schedule's ticks were not found in the program, so that every
-        tick takes its most expensive branches. It is empty if the ticks were found, and without a
-        pipeline.
+        tick takes its most expensive branches; "" if they were found, or without a pipeline.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class StepTime:
     unmatched: str = ""
 
     def to_json(self) -> JsonObject:
-        """Return the totals, and the entries that rest on an assumption, as plain data."""
+        """Return the totals, and the entries whose time is an assumption, as plain data."""
         found = dataclasses.asdict(self)
         found["entries"] = [dataclasses.asdict(e) for e in self.entries if e.basis == "assumed"]
         return found
@@ -82,7 +82,7 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of a collective that is alone on its links, and the links."""
+        """Return the seconds of a collective that shares its links with no other, and the links."""
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 
@@ -93,7 +93,10 @@ class TpuRates:
         return size_bytes / rate
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Return the longer of the seconds for FLOPs and for bytes, and the assumption as text."""
+        """Return the seconds of a kernel's work, and the assumption as text.
+
+        The seconds are the larger of the time for FLOPs and the time for bytes.
+        """
         flops, share, assumption = kernel_work(effort, self.device.name)
         compute = flops / (self.device.flops_per_second["bfloat16"] * share)
         memory = effort.bytes / self.device.memory_bytes_per_second
@@ -103,7 +106,10 @@ class TpuRates:
 
 
 def can_predict(devices: Sequence[Any]) -> bool:
-    """Return whether the devices have a known clock, and a compiler that writes estimates."""
+    """Return whether step times can be predicted for these devices.
+
+    The clock of the devices must be known, and their compiler must write estimates.
+    """
     known = find_device(devices[0].device_kind)
     return known is not None and known.clock_hz is not None
 
@@ -118,9 +124,9 @@ def step_time(
 
     Args:
       module: the scheduled program with the compiler's estimates.
-      layout: layout of the mesh that the program was compiled for.
+      layout: the layout of the mesh that the program was compiled for.
       devices: the mesh's devices, flattened; `can_predict` must be true for them.
-      lockstep: the branches that a pipeline's stages take in each tick.
+      lockstep: the branches that a pipeline's stages take in each tick, or None without a pipeline.
     """
     rates = _rates(devices, layout)
     unmatched = mismatch(module, lockstep) if lockstep else None
@@ -141,7 +147,7 @@ def _rates(devices: Sequence[Any], layout: MeshLayout) -> TpuRates:
     device = find_device(devices[0].device_kind)
     assert device is not None, devices[0].device_kind
     assert device.clock_hz, f"{device.name} has no clock"
-    # Collectives name positions in the program's device assignment, not places on the mesh.
+    # Collectives name positions in the program's device assignment, not positions on the mesh.
     assigned = [devices[index] for index in layout.order]
     return TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
 

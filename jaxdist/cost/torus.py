@@ -1,19 +1,19 @@
 """The time of a collective on the torus of a TPU slice, from its bytes and its links.
 
-Chips are joined to their neighbours along two or three dims. A collective over a box of chips uses
-the links of each dim in which the box is longer than one, all at once: links of both directions
-where the dim is a ring, and of one direction where it is a line (the end of a line receives
-everything through one link). An all-gather of V bytes among n devices then takes the time of
-V (n-1)/n bytes at the rate of all used links together. A reduce-scatter takes as long as an
-all-gather, an all-reduce twice as long, and an all-to-all a quarter as long (Austin et al., "How to
-Scale Your Model", chapter "Sharded matrices"). The latency of each hop to the farthest chip is
-added.
+Chips are joined to their neighbours along two or three dims. A collective over a box of chips uses,
+at the same time, the links of each dim in which the box is longer than 1. If the dim is a ring, the
+links of both directions are used. If the dim is a line, only the links of one direction are used,
+because the end of a line receives all data through one link. An all-gather of V bytes among n
+devices then takes the time of V (n-1)/n bytes at the rate of all used links together. A
+reduce-scatter takes as long as an all-gather, an all-reduce twice as long, and an all-to-all a
+quarter as long (Austin et al., "How to Scale Your Model", chapter "Sharded matrices"). The latency
+of each hop to the farthest chip is added.
 
 A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
 
-The two devices of a chip form a further dim, without links of the torus. A collective along the dim
-of a chip's devices sends each byte into the chip once. In a collective along other dims only, a
-chip's two devices send their own bytes at once, and share the links.
+The two devices of a chip form a further dim, without links of the torus. A collective that includes
+this dim sends each byte into the chip once. In a collective along other dims, both devices of a
+chip send at the same time, and share the links.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Transfer:
     """A collective's time and links.
 
     Attributes:
-      seconds: time if the collective is alone on its links.
-      links: numbers of the busy links: d and -d are the two directions along dim d of the torus,
-        counted from 1; 0 is the network between slices.
+      seconds: the time if no other collective uses the links.
+      links: the numbers of the links that are used: d and -d are the two directions along dim d of
+        the torus, counted from 1; 0 is the network between slices.
     """
 
     seconds: float
@@ -54,8 +54,8 @@ class Torus:
       rings: for each dim of the torus, whether its ends are joined; further elements are ignored.
       fast: the link between neighbours.
       slow: the link between slices.
-      cores: number of devices of a chip; if there are several, the last coordinate in `places` is
-        that of the device within the chip.
+      cores: the number of devices of a chip. If there are several, the last coordinate in `places`
+        is the number of the device within the chip.
     """
 
     places: np.ndarray
@@ -65,7 +65,7 @@ class Torus:
     cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
-        """Return the time of a collective that is alone on its links, and the links."""
+        """Return the time and the links of a collective that shares its links with no other."""
         if not collective.sent_bytes:
             return Transfer(0.0, frozenset())
         if collective.kind == "collective-permute":
@@ -87,7 +87,7 @@ class Torus:
         return Transfer(rounds * hops * self.fast.latency_seconds + wire, both_ways(dims))
 
     def _permute(self, collective: Collective) -> Transfer:
-        """Return the time of a permute, in which messages of several hops share links."""
+        """Return the time and links of a permute, in which messages of several hops share links."""
         ends = self.places[np.array(collective.groups)]
         way = ends[:, 1] - ends[:, 0]
         if way[:, 0].any():
@@ -98,7 +98,7 @@ class Torus:
         for dim in range(1, way.shape[1]):
             if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
-                # Around a ring a message takes the shorter way, at most half of the ring.
+                # Around a ring a message takes the shorter direction, at most half of the ring.
                 way[:, dim] = (way[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
         hops = int(np.abs(way).sum(axis=1).max())
         links = {sign * dim for sign in (1, -1) for dim in np.flatnonzero((sign * way > 0).any(0))}
@@ -112,17 +112,17 @@ class Torus:
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:
-        """Return a device's bytes per second on a link, in a collective over these dims."""
+        """Return the bytes per second of a device on a link, in a collective over these dims."""
         if dims and dims <= self._inside:
             return CHIPLET_LINKS * self.fast.bytes_per_second
         return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Return for each dim the largest number of different coordinates in any group."""
+        """Return, for each dim, the largest number of different coordinates in a group."""
         if len({len(group) for group in groups}) > 1:
             return [max(sizes) for sizes in zip(*(self._extents([g]) for g in groups), strict=True)]
-        # An array [group, member, dim], sorted along members, so that the number of changes between
-        # successive members is the number of different coordinates less one.
+        # The array [group, member, dim] is sorted along members. The number of changes between
+        # successive members is then the number of different coordinates minus one.
         places = np.sort(self.places[np.array(groups)], axis=1)
         return [int(n) for n in 1 + (np.diff(places, axis=1) != 0).sum(axis=1).max(axis=0)]
 
@@ -148,8 +148,8 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     """Return the torus that TPU devices form.
 
     Args:
-      devices: TPU devices of jax, in the order of the program's device assignment.
-      family: the family, such as "v5e", which determines the lengths that close to a ring.
+      devices: the TPU devices of jax, in the order of the program's device assignment.
+      family: the family, such as "v5e", which determines the lengths of a dim that form a ring.
       fast, slow: the links between neighbours, and between slices.
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
@@ -158,6 +158,6 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     cores = int(on_chip.max()) + 1
     if cores > 1:
         places = np.column_stack([places, on_chip])
-    # The coordinates of a family with two dims have a third dim of length 1, which never is a ring.
+    # A family with two dims has a third coordinate, along a dim of length 1 that is never a ring.
     joined = rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3
     return Torus(places, joined, fast, slow, cores)
