@@ -11,15 +11,15 @@ from jaxdist.parallel.exchange.compressed import Compressed
 
 
 def with_compression(optim: OptimizerConfig, compression: Compression | None) -> OptimizerConfig:
-    """Adapt the optimizer's settings to compressed gradients."""
-    # Values that are not finite must not enter a residual: such steps are skipped, and counted.
+    """Return the optimizer's settings, changed as compressed gradients need."""
+    # Values that are not finite must not enter a residual, so such steps are skipped and counted.
     if compression is None or optim.skips:
         return optim
     return optim.model_copy(update={"skip_nonfinite": True})
 
 
 def explain_messages(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
-    """Describe the choice of `auto` in a line; return () if the config names the codec."""
+    """Return a line on the codec that `auto` selects, or () if the config names the codec."""
     if not isinstance(compression, CompressAuto) or not isinstance(exchange, Compressed):
         return ()
     codec = exchange.messages.choice.otherwise

@@ -1,4 +1,4 @@
-"""The configuration of a whole experiment, and errors that name the setting at fault."""
+"""The configuration of an experiment, and errors that name the setting that causes them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from jaxdist.train.strategy.config import StrategyConfig, Synchronous
 from jaxdist.types import Kwargs
 
 At = Callable[..., AbstractContextManager[None]]
-"""A function from a setting to a context, whose errors are reported at that setting."""
+"""A function from a setting to a context manager, which reports errors at this setting."""
 
 
 AnyOptimConfig = Annotated[
     OptimConfig | OnebitAdamConfig | OnebitLambConfig, Field(discriminator="type")
 ]
-"""The optimizers of the core and the experimental optimizers; no other place lists both."""
+"""The union of all optimizers, including the experimental optimizers."""
 
 
 class EvalConfig(Config):
@@ -59,7 +59,7 @@ class EvalConfig(Config):
 
 
 class HookConfig(Config):
-    """A hook of your own: a subclass of `jaxdist.Hook`, or a function that returns an instance."""
+    """A user's hook: a subclass of `jaxdist.Hook`, or a function that returns an instance."""
 
     type: Literal["import"] = "import"
     """Selects a hook of your own."""
@@ -124,13 +124,13 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig
 def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
     """Read and validate a configuration.
 
-    Plain values may contain a class or a function in place of its import path, as in `{"type":
-    "import", "path": MyModel}`: such an object must be importable by its name, which is written to
+    Plain values may contain a class or a function instead of its import path, as in `{"type":
+    "import", "path": MyModel}`. Such an object must be importable by its name, which is written to
     the config in the run directory.
 
     Args:
-      source: a file, or the plain values of such a file.
-      overrides: `section.key=value` texts, which override the source.
+      source: a file, the plain values of such a file, or a validated config.
+      overrides: texts `section.key=value`, which override the source.
 
     Raises:
       ConfigError: the file or an override has problems, all of which the message lists.
@@ -158,7 +158,14 @@ def at_setting(document: Document, *path: Key) -> Iterator[None]:
 
 @contextmanager
 def own_code(*names: str, **parts: Config | None) -> Iterator[bool]:
-    """Report errors of user code in the block as such; yield whether a named part has user code."""
+    """Report errors inside the block as errors of user code, if a named part has user code.
+
+    The context yields whether one of these parts has user code.
+
+    Args:
+      names: the names of the parts.
+      parts: the sections of the config by name.
+    """
     paths = {name: getattr(parts[name], "path", None) for name in names}
     imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
     with user_code(imported) if imported else nullcontext():

@@ -18,10 +18,10 @@ from jaxdist.sharding.context import share_sequences
 def with_context(
     config: ExperimentConfig, layout: Layout, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the split of its sequences, and the reason for that split.
+    """Return the layout with the method to share sequences, and the reason for the method.
 
     Args:
-      batch: shapes of a batch.
+      batch: the shape, dtype and sharding of each field of a batch.
 
     Raises:
       ConfigError: the sequences or the heads do not fit the mesh.
@@ -48,7 +48,7 @@ def with_context(
 
 
 def context_notices(config: ShardingConfig, layout: Layout) -> tuple[str, ...]:
-    """Describe the settings that have no effect on a mesh whose devices share no sequence."""
+    """Return a sentence for each setting without effect on a mesh that splits no sequence."""
     if layout.split is not None:
         return ()
     given = {"context": config.context, "context_order": config.context_order}

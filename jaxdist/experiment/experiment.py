@@ -1,4 +1,4 @@
-"""The objects that a configuration names, built and checked before anything is computed."""
+"""The experiment of a config, whose parts are built and checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ class Experiment:
     """An experiment whose parts are built and checked, before anything is computed.
 
     Attributes:
-      program: step and evaluation at train.batch_size; all stages have a state of the same form.
-      loader: training batches of train.batch_size.
-      stages: the stages of a run; most runs have a single stage, with `program` and `loader`.
+      program: the step and the evaluation at train.batch_size. The programs of all stages have the
+        same form of state.
+      loader: the loader of training batches at train.batch_size.
+      stages: the train stages of a run; most runs have a single stage, with `program` and `loader`.
       explained: a line for each derived value.
       notices: a sentence for each setting that has no effect in this experiment.
-      rows: reader of the table rows that a batch needs, if servers hold the model's tables.
+      rows: the reader of the table rows that a batch needs, or None unless servers hold the model's
+        tables.
     """
 
     config: ExperimentConfig
@@ -79,7 +81,10 @@ class Experiment:
         return None if free else f"nats per {self.unit[:-1]}"
 
     def baselines(self) -> dict[str, float]:
-        """Return held-out losses of simpler models, if this experiment's loss has their unit."""
+        """Return the held-out losses of simple models, by name.
+
+        The result is empty unless this experiment's loss has the same unit.
+        """
         if self.heldout is None or self.loss_unit is None:
             return {}
         return dict(self.dataset.baselines())
@@ -91,7 +96,7 @@ class Experiment:
 
     @property
     def units_per_example(self) -> int:
-        """The number of tokens in an example, or 1 where an example has no tokens."""
+        """The number of tokens in an example, or 1 if examples have no tokens."""
         if self.unit != "tokens":
             return 1
         batch = self.program.batch
@@ -106,10 +111,12 @@ def build(
     devices: Sequence[Device] | None = None,
     sizes: Sizes = (),
 ) -> Experiment:
-    """Build everything that a config names, on all devices or on the given devices.
+    """Build the experiment of a config.
 
     Args:
-      sizes: batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
+      document: the document from which the config was read, for the locations in errors.
+      devices: the devices of the mesh, or None for all devices.
+      sizes: the batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -180,7 +187,7 @@ def build(
 
 
 def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> TableRows | None:
-    """Return the rows of batches if servers hold the tables of the model, else None.
+    """Return the reader of table rows if servers hold the model's tables, else None.
 
     Raises:
       ConfigError: the model has no tables.
@@ -196,7 +203,7 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
-    """Describe the placement of parameters on servers, if there are several servers."""
+    """Return lines on the placement of parameters on servers, or () without several servers."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
         return ()
@@ -211,7 +218,10 @@ def _stages(
     program: Program,
     loader: Loader,
 ) -> tuple[TrainStage, ...]:
-    """Build a program and a loader for each stage; equal batch sizes share the program."""
+    """Return the stages of a plan, each with a program and a loader.
+
+    Stages of equal batch size share a program.
+    """
     train = config.train
     programs = {train.batch_size: program}
     stages = []

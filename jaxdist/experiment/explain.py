@@ -16,9 +16,9 @@ from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate,
 
 
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
-    """List the values that a run derives, a line each, or return an empty tuple if it derives none.
+    """Return a line for each value that a run derives from the config.
 
-    The function reads the data to learn their size, if that is fast.
+    If it is fast, the function reads the data for their size.
 
     Raises:
       ConfigError: values do not fit together.
@@ -63,7 +63,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
 
 
 def _at_hand(data: DataConfig) -> Dataset | None:
-    """Build the data if that needs no download, large file or user code; else return None."""
+    """Return the data set, or None if this would need a download, large files or user code."""
     quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
     try:
         return data.build() if quick else None

@@ -1,4 +1,4 @@
-"""The facts about a config from which the table of valid combinations decides."""
+"""The facts about a config that the table of valid combinations reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OFF: Mapping[str, object] = {
     "sharding.context": "auto",
     "sharding.context_order": "auto",
 }
-"""Settings that the table of valid combinations reads, with the value that turns each off."""
+"""The settings that the table of valid combinations reads, and the value that turns each off."""
 
 
 def config_facts(
@@ -51,7 +51,7 @@ def config_facts(
     """Return the facts about a config that need no model.
 
     Args:
-      dims: logical dims of each parameter, by name, or None if they are not known yet.
+      dims: the logical dims of each parameter, by name, or None if they are not known yet.
     """
     offloads = offloads_of(config.model)
     strategy = config.strategy

@@ -24,12 +24,12 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
 
 
 def step_flops(config: ExperimentConfig, device: Device) -> StepFlops:
-    """Count the FLOPs of matrix products and convolutions in a train step, over all devices.
+    """Return the FLOPs of matrix products and convolutions in a train step, over all devices.
 
     FLOPs are counted in jax's trace of the step for a single device, without the model's remat and
-    with plain attention: nothing is computed twice, or on two devices, or hidden in a kernel.
-    Recomputation inside a user's own model is counted. A loop whose length depends on data counts
-    once.
+    with plain attention. Therefore nothing is computed twice or on two devices, and no kernel hides
+    FLOPs. Recomputation inside a user's model is counted. A loop whose length depends on data
+    counts as one iteration.
     """
     model: Any = config.model
     plain = {"remat": "none", "attention": "plain"}
@@ -43,7 +43,7 @@ def step_flops(config: ExperimentConfig, device: Device) -> StepFlops:
 
 
 def on_one_device(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config with the same step on a single device, without microbatches."""
+    """Return the config that computes the same step on a single device, without microbatches."""
     return config.model_copy(
         update={
             "mesh": MeshConfig.model_validate({"data": 1}),

@@ -15,10 +15,10 @@ from jaxdist.trees import flatten_with_names
 
 
 def trained_part(config: PartConfig, model: Functional) -> Functional:
-    """Return the model with the adapters of the config, or with the config's frozen parameters.
+    """Return the model with the adapters of the config, or with the parameters that it freezes.
 
     Raises:
-      ConfigError: a pattern matches no parameter, or no parameter is left to train.
+      ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
     names = [name for name, _ in flatten_with_names(model.params)]
     if config.lora is not None:
@@ -37,8 +37,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
     """Return the adapters of the kernels that the config targets.
 
     Raises:
-      ConfigError: a pattern matches no parameter, or no kernel; or the model uses the name of the
-        adapters.
+      ConfigError: a pattern matches no parameter or no kernel, or a parameter of the model has the
+        prefix of adapters in its name.
     """
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     if PREFIX in model.params:
@@ -66,11 +66,14 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
 def matching_names(
     patterns: Sequence[str], names: Collection[str], *setting: str
 ) -> frozenset[str]:
-    """Return the names that any pattern matches.
+    """Return the names that at least one pattern matches.
+
+    Args:
+      setting: the path of the setting with the patterns, for errors.
 
     Raises:
-      ConfigError: patterns match no name; the message lists all of them, with the names that they
-        may mean.
+      ConfigError: a pattern matches no name; the message lists each such pattern, with similar
+        names.
     """
     idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
     if idle:

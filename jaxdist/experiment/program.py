@@ -46,8 +46,7 @@ from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
-"""The type of `own_code` for a config, whose context yields whether a named section has user
-code."""
+"""The type of `own_code` for a config; its context yields whether a named section has user code."""
 
 
 def make_program(
@@ -59,11 +58,14 @@ def make_program(
     rate: Rate,
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
-    """Build the program, explanations of its choices, and notices of settings without effect.
+    """Return the program, lines that explain its choices, and notices of settings without effect.
 
     Args:
-      batch: shapes, dtypes and shardings of a global batch.
-      at: function from a setting to a context, whose errors are reported at that setting.
+      batch: the shape, dtype and sharding of each field of a global batch.
+      plan: the stages of the run.
+      rate: the learning rate of the run.
+      at: a function from a setting to a context manager; errors in the context are reported at that
+        setting.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -75,7 +77,7 @@ def make_program(
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
-    # The table of valid combinations decides again each time when more facts are known.
+    # The table of valid combinations is checked again whenever more facts are known.
     facts = model_facts(config, layout, dims, model)
     with at():
         check(facts)
@@ -85,7 +87,7 @@ def make_program(
         more |= {"offloads": facts.offloads, "frozen": model.frozen}
         exchange, notices = plan_exchange(*given, **more)
     with at("parallel"), own("loss", "model") as imported:
-        # Built-in models keep rows independent, so only the user's models cost a trace.
+        # Built-in models keep rows independent, so only a user's model needs a trace.
         if imported:
             local = config.parallel.batch_norm == "local"
             objective, pieces = Objective(model, loss), config.train.microbatches
@@ -114,7 +116,7 @@ def make_program(
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
-    # Servers update parameters themselves, and a push without weight has no effect there.
+    # Servers update the parameters, and a push without weight has no effect on a server.
     served = isinstance(config.strategy, ParameterServer)
     skips_empty = (masks or WEIGHT in batch) and not served
     with at("loss"):
@@ -148,7 +150,11 @@ def _loss_facts(
     layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Facts:
-    """Add to the facts the scalars of a loss, and why the held-out split needs several batches."""
+    """Return the facts with two more: the loss's scalars, and why evaluation needs several batches.
+
+    Args:
+      scalars: the names of the values that the loss returns as scalars.
+    """
     evaluation = None
     if scalars and dataset.heldout is not None:
         size = config.train.batch_size
@@ -165,7 +171,7 @@ def _checked(
     plan: TrainPlan,
     optimizer: Optimizer,
 ) -> tuple[str, ...]:
-    """Check the strategy against the rest of the config, and return its notices."""
+    """Check the strategy against the rest of the config, and return notices."""
     given = RunSettings(
         total_steps=plan.total_steps,
         train=config.train,
@@ -186,7 +192,10 @@ def _what_is_trained(
     at: At,
     own: Own,
 ) -> tuple[Functional, Mapping[str, Dims], Loss]:
-    """Return the model, whose stacks of layers are known, its parameters' dims, and the loss."""
+    """Return the model, the logical dims of its parameters by name, and the loss.
+
+    The stacks of layers in the model are detected, and its trained parameters are selected.
+    """
     with at("model"):
         model = build_model(config, dataset, batch, layout)
     with at("loss"):
@@ -214,8 +223,8 @@ def build_model(
     """Build the model for batches of the given shapes.
 
     Args:
-      batch: shapes of a batch.
-      layout: the layout of the model's activations; None does not constrain them.
+      batch: the shape and dtype of each field of a batch.
+      layout: the layout of the model's activations, or None without constraints.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.
@@ -240,10 +249,10 @@ def loss_of(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout | None = None,
 ) -> Loss:
-    """Return the loss to minimise: the config's choice, or the model's own.
+    """Return the loss to minimise: the loss of the config, or else the model's default loss.
 
     Args:
-      layout: the layout of the model's activations; None does not constrain them.
+      layout: the layout of the model's activations, or None without constraints.
 
     Raises:
       ConfigError: the loss does not fit the model or the data.
@@ -291,11 +300,11 @@ def _pipeline(
 
 
 def _trace(program: Program, at: At, own: Own) -> None:
-    """Trace the parts that may fail, so that errors are reported before anything is compiled."""
+    """Trace the parts that may raise errors, so that these are reported before any compilation."""
     if program.exchange.explicit:
         with at("parallel", "reduce"):
             jax.eval_shape(program.train, program.state_shapes, program.batch)
-    # Built-in parts are known to trace, so only the user's code costs a second tracing.
+    # Built-in parts can always be traced, so only the user's code is traced a second time.
     with at("optim"), own("optim") as imported:
         if imported:
             own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)

@@ -1,4 +1,4 @@
-"""Checks of a strategy against the rest of the config."""
+"""The checks of a strategy against the rest of the config."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ CHECKS: Mapping[str, Callable[[Any, RunSettings], tuple[str, ...]]] = {
     "hybrid": lambda strategy, given: (),
     "parameter_server": servers.ineffective_settings,
 }
-"""The function that checks a strategy, by `strategy.type`."""
+"""The function that checks the settings of a strategy, by `strategy.type`."""
