@@ -1,1 +1,1 @@
-"""Sparse tables: servers that create, hold and update only the rows that batches look up."""
+"""Sparse tables on servers, which create and update only the rows that batches look up."""

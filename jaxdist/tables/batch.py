@@ -1,6 +1,8 @@
-"""The rows of a batch: which each device touches, and where their values are placed on the mesh.
+"""The table rows of a batch: the rows that each device touches, and their values on the mesh.
 
-Dims: B batch, F fields, D width; N devices along the batch, b examples of a device.
+The mesh divides a batch into *blocks* of examples, and devices may hold replicas of a block.
+
+Dims: B batch, F fields, D width; N blocks, n rows.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ class Touched:
     """The rows that this process's part of a batch touches.
 
     Attributes:
-      rows: unique rows, ascending, uint32 `[n]`.
-      blocks: for each block of the batch on this process's devices, by its first example, the place
-        of each row of the block in `rows`.
-      looked_up: number of ids, which is that of the rows if none occurs twice.
+      rows: the unique rows, ascending, uint32 `[n]`.
+      blocks: for each block on this process's devices, the index in `rows` of each unique row of
+        the block. A key is the index of the block's first example in the batch.
+      looked_up: the number of ids, which counts a row again for each id.
     """
 
     rows: np.ndarray
@@ -37,18 +39,18 @@ class Touched:
     looked_up: int
 
     def gathered(self, grads: jax.Array, per_block: int, examples: int) -> np.ndarray:
-        """Return the gradient `[n, D]` of each row, summed over blocks.
+        """Return the gradient `[n, D]` of each row in `rows`, summed over blocks.
 
         Args:
-          grads: gradients of the pulled rows of all devices, `[N per_block, D]`.
-          per_block: number of rows of a block, with those that fill it up.
-          examples: number of examples of a block.
+          grads: the gradients of the pulled rows of all blocks, `[N per_block, D]`.
+          per_block: the number of rows of a block, with padding.
+          examples: the number of examples of a block.
         """
         total = np.zeros((len(self.rows), grads.shape[1]), np.float32)
         seen: set[int] = set()
         for shard in grads.addressable_shards:
             block = (shard.index[0].start or 0) // per_block
-            if block not in seen:  # replicas of a block have the same gradients
+            if block not in seen:  # Replicas of a block have the same gradients.
                 seen.add(block)
                 places = self.blocks[block * examples]
                 total[places] += np.asarray(shard.data)[: len(places)]
@@ -57,12 +59,14 @@ class Touched:
 
 @dataclass
 class TableRows:
-    """The rows of batches, fetched from servers in training or from files in evaluation.
+    """The reader of the rows of batches, from servers in training or from files in evaluation.
 
     Attributes:
-      seed: seed of initial rows.
-      fetch: function that returns rows' values.
-      save: function that saves the tables of a step, or None where no run is under way.
+      form: the form of the tables.
+      layout: the layout of batches on the mesh.
+      seed: the seed of initial rows.
+      fetch: the function that returns the values of rows, or None before it is known.
+      save: the function that saves the tables of a step, or None outside of a run.
     """
 
     form: RowForm
@@ -76,14 +80,17 @@ class TableRows:
         return self.layout.sharding(("batch", None))
 
     def with_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the rows that may be pulled for it to the shapes of a batch."""
+        """Return the shapes of a batch, together with the shape of its pulled rows."""
         examples, fields = batch["ids"].shape
         shape = (examples * fields, self.form.width)
         pulled = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._sharding)
         return {**batch, PULLED: pulled}
 
     def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
-        """Return the rows that a batch touches, and the place of each id in its block's rows."""
+        """Return the rows that a batch touches, and the index of each id's row in its block's rows.
+
+        The indices are in an array for each block, by the index of the block's first example.
+        """
         offsets = self.form.offsets[None, :]
         blocks: dict[int, np.ndarray] = {}
         places: dict[int, np.ndarray] = {}
@@ -101,7 +108,10 @@ class TableRows:
         return Touched(unique, found, looked_up), places
 
     def filled(self, batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Touched]:
-        """Return a batch with the rows of its ids, and the rows that it touches."""
+        """Return a batch with the values of its rows, and the rows that it touches.
+
+        The ids of the batch are replaced by indices in the values of their block.
+        """
         assert self.fetch is not None, "no servers and no files to fetch rows from"
         ids = batch["ids"]
         touched, places = self.touched(ids)
@@ -134,11 +144,11 @@ class RowsLoader:
         return getattr(self._loader, name)
 
     def at_once(self) -> RowsLoader:
-        """Return a loader with all examples in one batch, as `Loader.at_once` does."""
+        """Return a loader whose evaluation is a single batch, as `Loader.at_once` does."""
         return RowsLoader(self._loader.at_once(), self._rows)
 
     @contextmanager
     def evaluation_batches(self, limit: int | None = None) -> Iterator[Iterator[dict[str, Any]]]:
-        """Iterate once over all examples, as `Loader.evaluation_batches` does."""
+        """Return a context with an iterator over batches, as `Loader.evaluation_batches` does."""
         with self._loader.evaluation_batches(limit) as batches:
             yield (self._rows.filled(batch)[0] for batch in batches)

@@ -21,17 +21,17 @@ from jaxdist.wire.contract import Wire
 
 
 class TableClient:
-    """A worker's sessions with all table servers, used by one thread.
+    """A worker's sessions with all table servers; only one thread may use the client.
 
     Args:
-      number: client number.
-      model: consistency model of the servers.
-      wires: connections to the servers, in the order of their numbers.
-      width: number of values in a row.
+      number: the number of the client.
+      model: the consistency model of the servers.
+      wires: the connections to the servers, in the order of the servers' numbers.
+      width: the number of values in a row.
 
     Attributes:
-      sent_bytes, received_bytes: sizes of payloads.
-      waited_seconds: time spent in `pull` and `drain`.
+      sent_bytes, received_bytes: the total sizes of payloads.
+      waited_seconds: the time spent in `pull` and `drain`, in seconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TableClient:
         self._exchange.close()
 
     def fail(self, reason: str) -> None:
-        """End the wait of the worker with an error."""
+        """Let the call that now waits, or the next wait, raise an error with this reason."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
@@ -74,7 +74,7 @@ class TableClient:
     def pull(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of unique rows (uint32 `[N]`).
 
-        The consistency model decides which pushes they contain.
+        The consistency model determines which pushes the values include.
 
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.
@@ -96,10 +96,15 @@ class TableClient:
         return found
 
     def push(self, rows: np.ndarray, grads: np.ndarray, rate: float) -> None:
-        """Send the gradients `[N, D]` of the unique rows that were pulled, without a wait.
+        """Send the gradients `[N, D]` of the unique rows that were pulled.
+
+        The call waits only if too many earlier pushes are not acknowledged.
+
+        Args:
+          rate: the learning rate of the step.
 
         Raises:
-          RunError: too many pushes were not acknowledged until the deadline.
+          RunError: the deadline passed while too many pushes were not acknowledged.
         """
         owner = servers_of(rows, len(self._links))
         usable = bool(np.isfinite(grads).all())
@@ -114,16 +119,25 @@ class TableClient:
                 link.send(message)
 
     def move(self, server: int, wire: Wire, epoch: int) -> None:
-        """Continue with the server that leads a range in a new epoch.
+        """Continue with the server that leads a range of rows in a new epoch.
 
-        All messages without a final reply are sent again, and count once.
+        All messages without a final reply are sent again; the server applies each only once. An
+        epoch that is not new has no effect.
+
+        Args:
+          server: the number of the range.
+          wire: the connection to the server that now leads the range.
+          epoch: the number of the epoch.
         """
         with self._changed:
             if epoch > self._links[server].state.epoch:
                 self._exchange.move(self._links[server], wire, epoch)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition that replies make true, named in the message of an error.
+        """Wait for a condition that replies make true.
+
+        Args:
+          what: a description of the condition, for errors.
 
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.

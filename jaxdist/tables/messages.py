@@ -1,7 +1,7 @@
 """The payloads of table messages, as bytes: 32-bit row numbers and float32 values.
 
-A pull holds n rows and its answer n D values; a push holds a learning rate, n rows and n D
-gradients: together n (8 + 8 D) + 4 bytes.
+A pull has n rows, and its answer n D values. A push has a learning rate, n rows and n D gradients.
+Together these are n (8 + 8 D) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from jaxdist.wire.contract import Envelope, Op, Spec
 from jaxdist.wire.frames import spec_for
 
 RATE_BYTES = 4
-"""The size of the learning rate at the head of a push."""
+"""The bytes of the learning rate at the start of a push."""
 
 
 def step_bytes(unique: int, width: int) -> int:
-    """Return the bytes of payloads of a step that touches `unique` rows of a server."""
+    """Return the bytes of all payloads in a step that touches `unique` rows of a server."""
     return unique * (8 + 8 * width) + RATE_BYTES
 
 
@@ -27,12 +27,15 @@ def payload_spec(server: int, most_rows: int, width: int) -> Spec:
 
 
 def spec_of_reply(envelope: Envelope, spec: Spec) -> Spec | None:
-    """Return the specification of what a server sends."""
+    """Return the specification of the payload of a server's message, or None without a payload."""
     return spec_for(envelope, spec, spec)
 
 
 def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
-    """Return the specification of what a worker sends; its pulls have payloads."""
+    """Return the specification of the payload of a worker's message, or None without a payload.
+
+    Unlike the pulls of other parameter servers, pulls of tables have payloads.
+    """
     return spec if envelope.op is Op.PULL else spec_for(envelope, spec, spec)
 
 
@@ -42,7 +45,7 @@ def pack(*arrays: np.ndarray) -> np.ndarray:
 
 
 def unpack_push(payload: np.ndarray, width: int) -> tuple[float, np.ndarray, np.ndarray] | None:
-    """Return rate, rows and gradients of a push, or None if its length fits no number of rows."""
+    """Return the rate, rows and gradients of a push, or None if its length is not valid."""
     count, rest = divmod(payload.size - RATE_BYTES, 4 + 4 * width)
     if rest or count < 0:
         return None

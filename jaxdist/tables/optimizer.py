@@ -1,6 +1,6 @@
-"""Row-wise optimizers: an update of the rows that a batch touched, and of no others.
+"""Row-wise optimizers, which update only the rows that a batch touched.
 
-Dims: N rows, D width. A row is stored with its state behind its D values.
+Dims: N rows, D width. The state of a row is stored after its D values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ class RowOptimizer(Config):
 
     @abstractmethod
     def state_width(self, width: int) -> int:
-        """Return the number of values that a row's state has; they begin at zero."""
+        """Return the number of values in a row's state, which begin at zero."""
 
     @abstractmethod
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
-        """Update rows with their state in place, float32 `[N, D + state_width]`.
+        """Update rows and their state in place.
 
         Args:
-          grads_ND: gradients, summed over all examples that look a row up.
+          rows: the rows with their state, float32 `[N, D + state_width]`.
+          grads_ND: the gradients, summed over all examples that look a row up.
+          rate: the learning rate.
         """
 
 
 class RowSgd(RowOptimizer):
-    """Gradient descent: equals a dense table's under `optim: {type: sgd, momentum: 0}`."""
+    """Gradient descent, with the same result as a dense table with `{type: sgd, momentum: 0}`."""
 
     type: Literal["sgd"] = "sgd"
     """Selects this optimizer."""
@@ -50,7 +52,8 @@ class RowSgd(RowOptimizer):
 class RowAdagrad(RowOptimizer):
     """Adagrad (Duchi et al., JMLR 12, 2011): w -= rate g / (sqrt(sum of g^2) + eps).
 
-    Rows that no example looks up have no gradient, so the result is that of a dense table.
+    Rows that no example looks up have a gradient of zero, so the result equals Adagrad on a dense
+    table.
     """
 
     type: Literal["adagrad"] = "adagrad"
@@ -74,10 +77,10 @@ class RowAdagrad(RowOptimizer):
 
 
 class RowLazyAdam(RowOptimizer):
-    """Adam in which time passes for a row only when an example looks it up.
+    """Adam that updates a row and its moments only in steps in which an example looks the row up.
 
-    Moments of other rows neither decay nor move them, and the correction of the bias counts a row's
-    own updates. This differs from Adam on a dense table, where every row moves at every step.
+    The moments of other rows do not decay, and the bias correction counts the updates of the row
+    instead of steps. Adam on a dense table, in contrast, moves every row in every step.
     """
 
     type: Literal["lazy_adam"] = "lazy_adam"

@@ -1,4 +1,4 @@
-"""A server of tables: the protocol of parameter servers, with pulls and pushes of single rows."""
+"""The server of tables: the protocol of parameter servers, with pulls and pushes of rows."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The payloads of a table server, in the place of a shard's layout."""
+    """The payloads of a table server, which replace the layout of a shard."""
 
     server: int
     spec: Spec
 
 
 class TableShard:
-    """The rows of one server, in the place of a `jaxdist.param_server.live.shard.ServerShard`.
+    """The rows of a server, with the interface of `jaxdist.param_server.live.shard.ServerShard`.
 
     Args:
-      most_rows: largest number of rows in a message, and in the sum of all pushes of a round.
+      store: the rows.
+      most_rows: the largest number of rows in a message, and in the sum of all pushes of a round.
 
     Attributes:
-      staleness: number of changes for each staleness.
-      square: squared norm of the last applied change.
-      moved: last applied change, as the payload of a push.
+      staleness: the number of changes for each staleness.
+      square: the squared norm of the last applied change.
+      moved: the last applied change, as the payload of a push.
     """
 
     def __init__(self, store: RowStore, most_rows: int) -> None:
@@ -47,13 +48,17 @@ class TableShard:
         self.moved: np.ndarray | None = None
 
     def read(self, client: int, version: int) -> None:
-        """Return nothing, because an answer has only the rows of its pull, as in `TableServer`."""
+        """Do nothing: `TableServer` reads the rows of a pull when it sends the answer."""
 
     def forget(self, client: int) -> None:
-        """Forget nothing: no version of a row is kept for a worker."""
+        """Do nothing, because no version of a row is kept for a worker."""
 
     def apply(self, merge: Merge, change_of: Callable[[Arrival], np.ndarray]) -> None:
-        """Apply a merge to the rows of all its pushes at once."""
+        """Apply a merge of pushes, in one update of all their rows.
+
+        Args:
+          change_of: a function from an arrival to the payload of its push.
+        """
         if not merge.parts:
             return
         rates, rows, grads = [], [], []
@@ -69,7 +74,12 @@ class TableShard:
         self.move(pack(np.array([max(rates)], np.float32), unique, total), merge.rate)
 
     def move(self, change: np.ndarray, rate: float) -> None:
-        """Apply a merged change, with this factor of the learning rate."""
+        """Apply a merged change.
+
+        Args:
+          change: the change, as the payload of a push.
+          rate: a factor on the learning rate in the change.
+        """
         found = unpack_push(change, self.store.form.width)
         assert found is not None, "a change has the form of a push"
         self.moved = change
@@ -78,20 +88,20 @@ class TableShard:
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Touched rows, and their values with their state, which the next update overwrites."""
+        """The touched rows, and their values with state; the next update changes these arrays."""
         return self.store.kept()
 
     def restore(self, raw: Sequence[np.ndarray]) -> None:
-        """Take the arrays of another server, given the bytes of each."""
+        """Store the rows of another server, given the bytes of its `arrays`."""
         rows, values = raw[0].view(np.uint32), raw[1].view(np.float32)
         self.store.load(rows, values.reshape(len(rows), self.store.columns))
 
 
 class TableServer(Server):
-    """A service for the workers of a run, which pull and push rows of one server.
+    """A server from which the workers of a run pull rows, and to which they push gradients.
 
     Args:
-      given, more: arguments of the next class, with a `TableShard` as the shard.
+      given, more: the arguments of the base class, with a `TableShard` as the shard.
     """
 
     def __init__(self, *given: Any, **more: Any) -> None:
@@ -106,7 +116,7 @@ class TableServer(Server):
         return shard.store
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return the payload's specification; pulls have one too."""
+        """Return the specification of the message's payload, or None; pulls have payloads too."""
         super().spec(envelope)
         return spec_of_message(envelope, self._spec)
 
@@ -135,7 +145,7 @@ class TableServer(Server):
         if envelope.op is not Op.PULL:
             super()._keep(envelope)
         elif envelope.payload is not None:
-            # A pull may be repeated after its answer was lost, with its payload.
+            # If the answer to a pull was lost, the pull is repeated, with its payload.
             self._wanted[envelope.client] = envelope.payload.view(np.uint32)
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
@@ -146,7 +156,7 @@ class TableServer(Server):
         super()._reply(reply, payload)
 
     def kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return a copy of all touched rows and of their values with their state."""
+        """Return copies of all touched rows, and of their values with state."""
         with self._changed:
             rows, values = self.store.kept()
             return rows.copy(), values.copy()
@@ -155,6 +165,6 @@ class TableServer(Server):
 class ReplicatedTables(TableServer, ReplicatedServer):
     """A table server whose rows have a follower on another server.
 
-    The rows of an answer are read before it waits for the follower, since later updates could be
-    lost.
+    The values of an answer are read before the answer waits for the follower. Values that were read
+    later could include updates that the follower does not have, and that could be lost.
     """

@@ -1,4 +1,4 @@
-"""The rows of one server: created by their first update, found by an index, updated in place."""
+"""The store of one server's rows, which are created by their first update."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from jaxdist.tables.optimizer import RowOptimizer
 
 
 def _reserved(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
-    """Return zeros whose memory is taken only where it is written."""
+    """Return zeros; memory is used only for the pages that are written."""
     size = max(1, prod(shape)) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype, prod(shape)).reshape(shape)
 
 
 def servers_of(rows: np.ndarray, servers: int) -> np.ndarray:
-    """Return the server of each row; neighbours, such as the rows of a small table, are spread."""
+    """Return the number of the server of each row; neighbouring rows have different servers."""
     return rows % np.uint32(servers)
 
 
 class RowStore:
     """The rows that one of several servers owns, with their optimizer state.
 
-    A row that is only read is computed, since its initial value follows from its number. It takes 4
-    bytes of address space in the index and none elsewhere; rows lie in the order of their first
-    update.
+    A row exists from its first update on, and the existing rows are stored in the order of their
+    first updates. The values of any other row are computed from its number when they are read. Such
+    a row needs only 4 bytes of address space in an index.
 
     Args:
-      seed: seed of initial rows.
+      form: the form of the tables.
+      optimizer: the row-wise optimizer.
+      seed: the seed of initial rows.
+      servers: the number of servers.
 
     Attributes:
-      server: number of the server, which is that of its rows.
-      touched: number of rows that exist.
+      server: the number of this server.
+      touched: the number of rows that exist.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class RowStore:
         self.touched = 0
 
     def problem(self, rows: np.ndarray) -> str | None:
-        """Return why this server cannot hold some rows, or None if it can."""
+        """Return why this server cannot have some of the rows, or None if it can have all."""
         if not len(rows):
             return None
         if int(rows.max()) >= self.form.rows:
@@ -67,7 +70,7 @@ class RowStore:
         return None
 
     def _found(self, rows: np.ndarray) -> np.ndarray:
-        """Return the slots of unique rows, creating those that do not exist."""
+        """Return the index of each unique row in the store; rows that do not exist are created."""
         places = rows // np.uint32(self._servers)
         slots = self._slots[places]
         new = slots == 0
@@ -94,18 +97,28 @@ class RowStore:
         return found
 
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
-        """Update unique rows by gradients that are summed over all their uses."""
+        """Update unique rows by their gradients.
+
+        Args:
+          rows: the rows, uint32 `[N]`.
+          grads_ND: the gradient of each row, summed over all examples that look it up.
+          rate: the learning rate.
+        """
         slots = self._found(rows)
         values = self._values[slots]
         self.optimizer.update(values, grads_ND, rate)
         self._values[slots] = values
 
     def kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all touched rows (uint32) and their values with their state, for a checkpoint."""
+        """Return all existing rows (uint32), and their values with state, as views of the store."""
         return self._known[: self.touched], self._values[: self.touched]
 
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Take those of saved rows that this server owns."""
+        """Store the saved rows that belong to this server, with their values and state.
+
+        Args:
+          rows: the saved rows of any servers.
+        """
         mine = servers_of(rows, self._servers) == self.server
         self._values[self._found(rows[mine])] = values[mine]
 
@@ -113,7 +126,7 @@ class RowStore:
 def summed(rows: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return unique rows, ascending, and the sum of the gradients of each.
 
-    Gradients of a row that occurs several times are added before an optimizer squares them.
+    If a row occurs several times, its gradients must be added before an optimizer squares them.
 
     >>> summed(np.array([7, 3, 7]), np.array([[1.0], [2.0], [3.0]]))
     (array([3, 7]), array([[2.],
