@@ -26,8 +26,9 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""The largest number of errors to fetch after a save. It is larger than the number of orbax's
-files."""
+"""The largest number of errors to fetch after a save, which is larger than the number of orbax's
+files.
+"""
 
 
 @cache

@@ -37,8 +37,7 @@ class CheckpointConfig(Config):
     """The snapshots on each machine's own disk, which are less frequent than snapshots in memory
     and more frequent than checkpoints; null takes no such snapshots."""
     mttf_hours: PositiveFloat = 24.0
-    """The mean time between failures, in hours, that auto assumes until the run has had a failure.
-    """
+    """The mean time between failures, in hours, that auto assumes until the first failure."""
     keep: Count = 3
     """The number of newest checkpoints to keep; with 2 or more, a resume can skip a damaged
     checkpoint.

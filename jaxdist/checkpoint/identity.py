@@ -36,8 +36,8 @@ class Identity:
       path: the directory of the run, or None while it is unknown.
       begun: the local time of the run's start, as text for people, or an empty string if it is
         unknown.
-      asked: the name of the directory that was requested, to which the run's directory may add a
-        number. It is None for a run from before jaxdist had ids.
+      asked: the name of the directory that was requested, or None for a run from before jaxdist had
+        ids. The name of the run's directory may have a number in addition.
     """
 
     id: str

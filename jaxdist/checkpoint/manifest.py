@@ -27,7 +27,7 @@ _LISTED_PROBLEMS = 5
 
 
 class DamageError(Exception):
-    """The error for damaged files of a checkpoint; its text names the file and the problem."""
+    """The error for damaged files of a checkpoint; the text names the file and the problem."""
 
 
 def _inside(name: str) -> str:

@@ -1,8 +1,8 @@
 """Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
 
-A pattern is a path whose names may contain `*` and `?`. It selects all arrays at and below that
-path. A pattern with a leading `!` excludes the arrays below its path. A part consists of the arrays
-that at least one pattern selects and no pattern excludes; if all patterns exclude, the part
+A pattern is a path whose names may contain `*` and `?`; the pattern selects all arrays at and below
+that path. A pattern with a leading `!` excludes the arrays below its path. A part consists of the
+arrays that at least one pattern selects and no pattern excludes; if all patterns exclude, the part
 consists of all other arrays.
 """
 
@@ -101,7 +101,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """Return a summary of paths: their first two names, with the number of arrays below each.
+    """Return a summary of paths: the first two names of each, with the number of arrays below.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'

@@ -2,8 +2,9 @@
 
 A kill at any time loses no committed checkpoint.
 
-The steps of a save: arrays are written into a hidden directory -> digest and fsync of every file ->
-manifest -> fsync -> rename -> fsync of the parent -> deletion of checkpoints beyond the retention.
+A save has these steps. The arrays are written into a hidden directory. Every file is digested and
+synced to disk. The manifest is written and synced. The directory is renamed, and its parent is
+synced. At last the checkpoints that the retention does not keep are deleted.
 """
 
 from __future__ import annotations

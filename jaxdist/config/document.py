@@ -107,7 +107,7 @@ class Document:
 
     Attributes:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
-      origins: the origins by path of `values`; they may lack some paths.
+      origins: the origin of each path of `values`; some paths may have no origin.
       path: the file that was read, or None for values from a program.
       files: the file that was read and all files that it includes, even if overrides replace all
         values of a file.

@@ -40,8 +40,7 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 class Problem:
     """A problem at a path of the values.
 
-    The message says what is allowed. It does not contain the path and the value, which are added
-    later.
+    The message says what is allowed, without the path and the value, which are added later.
     """
 
     path: KeyPath

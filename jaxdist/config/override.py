@@ -12,8 +12,8 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
 
     The value is YAML, as in `model.layers=12`, `eval=null` or `mesh={data: 4, tensor: 2}`. An item
     of a list is addressed by its index, as in `data.files.0=a.txt`. Missing sections on the path
-    are created. An empty value means null. The argument `origin` is the origin of the value; by
-    default, it is the text of the override.
+    are created. An empty value means null. The argument `origin` is the origin of the value, by
+    default the text of the override.
 
     Raises:
       ConfigError: the text has no `=` or an empty key, the path leads through a scalar or past the

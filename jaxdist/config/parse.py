@@ -49,8 +49,8 @@ def parse_yaml(text: str, locate: Locate) -> Node:
 
     Raises:
       ConfigError: the text is not YAML, or has a tag, a directive, a second document, or a key that
-        is not text or occurs twice; or the text has more than MAX_BYTES characters, MAX_DEPTH
-        levels, MAX_VALUES values or MAX_DIGITS digits.
+        is not text or occurs twice. The error is also raised for more than MAX_BYTES characters,
+        MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
 
     >>> parse_yaml("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}

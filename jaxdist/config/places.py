@@ -12,8 +12,7 @@ from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
 
 NEAR = 0.8
-"""The least similarity of two keys, from 0 to 1, at which one of them is suggested for the other.
-"""
+"""The least similarity of two keys, from 0 to 1, at which one is suggested for the other."""
 MOST = 3
 
 

@@ -108,9 +108,8 @@ def plain_yaml(values: Json) -> str:
 def json_schema(schema_class: type[BaseModel]) -> str:
     """Return the JSON schema (draft 2020-12) of a configuration file, for editors.
 
-    The schema checks keys, types and bounds. It does not check whether required values are present,
-    since a value that a file lacks may come from an `include:`. A load checks this in the merged
-    tree.
+    The schema checks keys, types and bounds, but not whether required values are present, since a
+    value that a file lacks may come from an `include:`. A load checks this in the merged tree.
     """
     schema = _for_partial_files(schema_class.model_json_schema())
     texts = {"type": "array", "items": {"type": "string"}}

@@ -1,8 +1,8 @@
 """The agent, which starts the processes of a run, watches them, and restarts them after a failure.
 
 JAX cannot replace one process of a running group, so after a failure the agent restarts all
-processes. They form a new *generation*, with a new port, and they resume from the newest snapshot
-in memory or checkpoint on disk.
+processes. The new processes form a *generation*, which has a new port, and resume from the newest
+snapshot in memory or the newest checkpoint on disk.
 """
 
 from __future__ import annotations

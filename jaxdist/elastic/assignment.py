@@ -92,8 +92,8 @@ class Hosts(Protocol):
         """Report that all processes of this machine have ended.
 
         Args:
-          why: the description of the failure on this machine. It is empty if the processes ended
-            well, or if the registry ended the generation.
+          why: the description of the failure on this machine, which is empty if the processes ended
+            well or the registry ended the generation.
           stuck: whether the failed process was alive and made no progress.
         """
         ...

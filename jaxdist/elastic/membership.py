@@ -107,11 +107,11 @@ class Host:
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
         """Return the host's next renewal.
 
+        A host sends several renewals during each lease, and stops its generation before it leaves.
+
         Args:
           now: the current time, by the host's clock.
           leaves: whether the renewal is the host's last message.
-
-        A host sends several renewals during each lease. It stops its generation before it leaves.
         """
         return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 

@@ -208,8 +208,8 @@ class Team:
         """Pass a request to stop to all processes, once.
 
         Args:
-          grows: whether the registry's request to make room for more hosts also counts. It does not
-            count while there are no new steps to save, because a restart would then only cost time.
+          grows: whether the registry's request to stop for more hosts also counts. False while
+            there are no new steps to save, because a restart would then only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)

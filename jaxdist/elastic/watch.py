@@ -43,11 +43,12 @@ def find_stuck(
 ) -> Stuck | None:
     """Return the stuck process of this machine, or None if all processes may still make progress.
 
-    A process without a heartbeat is stuck: it is stopped or gets no CPU time. If all processes have
-    heartbeats and none makes progress for too long, the process at the lowest step is stuck. If
-    several processes are at that step, a process that does not wait for the devices is preferred,
-    then a process that is not inside a step, then the process whose progress ended first. Each
-    machine reports only its own stuck process, and then informs the other machines.
+    A process without a heartbeat is stuck, because it is stopped or gets no CPU time. If all
+    processes have heartbeats and none makes progress for too long, the process at the lowest step
+    is stuck. If several processes are at that step, a process that does not wait for the devices is
+    preferred, then a process that is not inside a step, then the process whose progress ended
+    first. Each machine reports only a stuck process of this machine, and then informs the other
+    machines.
 
     Args:
       found: the processes of this machine.

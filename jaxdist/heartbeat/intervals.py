@@ -15,14 +15,14 @@ DAY_SECONDS = 86_400.0
 def mttf_of(parts: float, failures_per_day: float) -> float:
     """Return the mean seconds between failures of a fleet of `parts` parts, such as nodes.
 
-    Args:
-      failures_per_day: the number of failures of each part in a day.
-
     The example has 2048 nodes with the rate that Meta fitted for jobs of more than 32 GPUs (arXiv
     2410.21680, section IV):
 
     >>> round(mttf_of(2048, 6.5e-3))
     6490
+
+    Args:
+      failures_per_day: the number of failures of each part in a day.
     """
     return DAY_SECONDS / (parts * failures_per_day)
 
@@ -81,11 +81,11 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
     """Return the share of time that is kept work, if a failure is injected regularly.
 
-    Args:
-      between: the seconds of work between two failures.
-
     The formula assumes that no failure occurs during a recovery, and that each failure loses half
     of the work between two saves.
+
+    Args:
+      between: the seconds of work between two failures.
 
     >>> planned_share(10, 0.1, 60, 5)
     0.84...

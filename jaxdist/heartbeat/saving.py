@@ -10,8 +10,7 @@ from jaxdist.heartbeat import intervals
 from jaxdist.types import JsonObject
 
 RECOVERY = ("stop", "restart", "restore", "first_step")
-"""The parts of a recovery, whose seconds an agent records when a generation takes its first step.
-"""
+"""The parts of a recovery, for each of which an agent records the seconds."""
 MOST_STEPS = 2**30
 
 

@@ -25,8 +25,7 @@ BEAT_SECONDS = 0.1
 process that is stopped periodically cannot stay in phase with its heartbeats.
 """
 LATE_SECONDS = 0.01
-"""The delay, in seconds, above which a heartbeat counts as late, because the process did not run.
-"""
+"""The delay, in seconds, above which a heartbeat is late, because the process did not run."""
 RING = 256
 """The number of phases in the ring buffer, which are the phases of about eighty steps."""
 WAIT = "wait"

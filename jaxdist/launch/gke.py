@@ -113,8 +113,7 @@ class Gke(Engine):
     node_selector: dict[str, str] = Field(default_factory=dict)
     """The labels that nodes must have, besides the labels that follow from `tpu`."""
     service_account: str | None = None
-    """The Kubernetes service account of the pods, to which permissions of the cloud can be given.
-    """
+    """The Kubernetes service account of the pods, which can have permissions of the cloud."""
     environment: Environment = Field(default_factory=dict)
     """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 

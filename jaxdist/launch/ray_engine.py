@@ -21,8 +21,7 @@ class Ray(Engine):
     type: Literal["ray"] = "ray"
     """The name that selects this engine."""
     address: str | None = None
-    """The HOST:PORT of the cluster's head; null starts a cluster on this machine for this job only.
-    """
+    """The HOST:PORT of the cluster's head; null starts a cluster on this machine for this job."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
     """The number of CPUs of each process."""
     gpus: Annotated[float, Field(ge=0)] = 0.0

@@ -23,8 +23,8 @@ from jaxdist.launch.contract import Engine
 def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
     """Return the settings of an engine from texts, before they are validated.
 
-    The value of a list is split at its commas. If the value begins with `-`, it is split only at
-    the commas that another option follows. Values of text settings and of environment variables are
+    The value of a list is split at its commas. A value that begins with `-` is split only at the
+    commas that another option follows. Values of text settings and of environment variables are
     used unchanged. All other values are YAML, including lists in brackets and quoted text.
 
     Args:

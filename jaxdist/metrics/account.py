@@ -17,8 +17,7 @@ class Activity(StrEnum):
     """The activities that take the time of a run, as process 0 sees them."""
 
     STEP = "step"
-    """The actual work: steps and the exchanges between steps, from their dispatch until their end.
-    """
+    """The actual work: steps and the exchanges between steps, from dispatch until the end."""
     INPUT_WAIT = "input_wait"
     """Waiting for the next batch, also while devices still compute the previous step."""
     EVALUATION = "evaluation"
@@ -49,7 +48,7 @@ class Activity(StrEnum):
 class Account:
     """The time that each activity of a process has taken.
 
-    Time belongs to the innermost interval that contains it. It does not count for the outer
+    Time belongs to the innermost interval that contains it, and does not count for the outer
     intervals.
 
     Only a single thread may use an account. Time is counted in integer nanoseconds, so that the

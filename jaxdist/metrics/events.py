@@ -18,11 +18,11 @@ _FLUSH_SECONDS = 10.0
 class EventFile:
     """A file of events in `directory`, which is flushed every ten seconds and when it is closed.
 
+    Every method may raise an OSError.
+
     Args:
       resume_step: the step after which TensorBoard drops the events of earlier files, or None for a
         new run.
-
-    Every method may raise an OSError.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:

@@ -1,7 +1,7 @@
 """The use of a run's time by activity, from the records of all its lives.
 
-A life is a process from its start to its last record; if there are several processes, it is process
-0. Each record of time has the content of the account at that time. The time of a killed run is
+A life is a process from its start to its last record. Of several processes, only process 0 has
+lives. Each record of time has the content of the account at that time. The time of a killed run is
 therefore known up to its last record.
 """
 
@@ -65,7 +65,7 @@ class Life:
       began: the start of the life, in seconds since 1970.
       first_step: the number of steps that were taken before the life.
       last_step: the step of the life's last record.
-      kept_step: the last step of the life that no later life repeated. It is smaller than
+      kept_step: the last step of the life that no later life repeated, or a step before
         `first_step` if later lives repeated all steps and more.
       seconds: the seconds of the life by activity; their sum is the wall time.
     """
@@ -165,11 +165,11 @@ class Goodput:
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
     """Return the use of time in all lives of a run, or None if no record has times.
 
-    Args:
-      records: the records of the run's metrics, in order.
-
     If a later life resumed from a step, all work of a life after this step is lost work: the steps,
     and what was done between them.
+
+    Args:
+      records: the records of the run's metrics, in order.
     """
     ours = (record for record in records if _is_ours(record))
     lives = [list(group) for _, group in groupby(ours, key=lambda record: record["life"])]

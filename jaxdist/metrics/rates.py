@@ -27,12 +27,12 @@ class Efficiency:
     def of(self, units: int, seconds: float) -> dict[str, float]:
         """Return the rate per device, and the MFU, of a step with `units` units.
 
+        MFU is the rate of the model's FLOPs divided by the devices' peak, as in PaLM (arXiv
+        2204.02311, appendix B), where recomputation does not count.
+
         Args:
           units: the number of tokens or examples in the step, over all devices.
           seconds: the time of the step, in seconds.
-
-        MFU is the FLOPs of the model as a share of those at the devices' peak. It is defined as in
-        PaLM (arXiv 2204.02311, appendix B), where recomputation does not count.
 
         >>> Efficiency("tokens", 6e9, devices=4, flops_per_second=2e14).of(100_000, 1.5)
         {'tokens_per_second_per_device': 16666.666666666668, 'mfu': 0.5}
@@ -47,7 +47,7 @@ class Efficiency:
 class SmoothedStepTime:
     """The smoothed time of a step in seconds: a plain mean at first, an exponential mean later.
 
-    The time of the first step includes compilation. It is therefore dropped when the second step is
+    The time of the first step, which includes compilation, is dropped when the second step is
     added.
 
     >>> time = SmoothedStepTime(weight=0.5)

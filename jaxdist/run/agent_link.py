@@ -103,7 +103,7 @@ def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
 
     def tell(name: str) -> None:
         if run_folder is not None:
-            with suppress(OSError):  # the agent is gone, and its folder with it
+            with suppress(OSError):  # The agent has ended, and its folder is gone.
                 run_folder.notice.write_text(name, encoding="utf-8")
 
     return tell

@@ -38,7 +38,7 @@ class HookParts:
     """The objects that the hooks of a run share.
 
     Attributes:
-      kept: metadata that is saved with each state.
+      kept: the metadata that is saved with each state.
     """
 
     experiment: Experiment

@@ -71,7 +71,7 @@ def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
     state of the gradient exchange may have other shapes, if the plan that saved it differs; then
     `Exchange.reshard` converts the state after it is loaded. The state of the exchange between
     steps has the same shapes in every plan. If the checkpoint has no usable state of an exchange,
-    the exchange starts from its initial state, and `say` is called with a line about it.
+    the exchange starts from its initial state, and `say` is called with a line that reports this.
     """
     return partial(_adapted, program, say)
 

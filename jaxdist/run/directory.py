@@ -100,8 +100,8 @@ class LockedDirectory(NamedTuple):
     """A run directory and the lock on it.
 
     Attributes:
-      goes_on: whether the run is resumed: it continues from its saved state, or begins at step 0 if
-        no state was saved.
+      goes_on: whether the run is resumed. A resumed run continues from its saved state, or begins
+        at step 0 if no state was saved.
     """
 
     directory: RunDirectory

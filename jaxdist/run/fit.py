@@ -87,9 +87,9 @@ def fit(
     """Train a config in this process, as `jaxdist train` does.
 
     The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time. The
-    function may be called several times in a process, for the same run or for other runs. Before
-    the function returns, it restores the signal handlers, the directory of jax's compilation cache
-    and standard output. Outside the main thread the function handles no signals.
+    function may be called several times in a process, for the same run or for other runs. The
+    function restores the signal handlers, the directory of jax's compilation cache and standard
+    output before it returns. Outside the main thread the function handles no signals.
 
     If a launcher's environment variables name other processes that this process has not joined yet,
     the function joins them, and the process stays joined. After that, an error ends this process,
@@ -98,13 +98,13 @@ def fit(
     Args:
       config: the path of a YAML file, nested dicts, or a validated config. Nested dicts may contain
         a class or a function in the place of its import path.
-      overrides: `section.key=value` texts, which override the config.
+      overrides: the texts `section.key=value`, which override the config.
       hooks: the hooks of the run, which are called before the hooks that the config names.
       devices: the devices to use, or the number of fake CPU devices to make, as with `--devices`;
         None uses all devices.
       resume: whether to continue the run of this config from its newest checkpoint, as `--resume`
         does. If there is no such run, a new run starts.
-      profile: steps to trace, as `--profile` parses them.
+      profile: the steps to trace, in the form of the option `--profile`.
       quiet: whether to print nothing.
 
     Raises:
@@ -141,8 +141,8 @@ def fit(
 def _prepare(config: Any, overrides: Sequence[str]) -> None:
     """Prepare the environment as a command does, unless jax is already imported.
 
-    If the config asks for fake devices, they are prepared in any case. This raises an error if jax
-    was imported before.
+    If the config asks for fake devices, the environment is prepared in any case; an error is raised
+    if jax was imported before.
     """
     if not isinstance(config, str | os.PathLike | Mapping):
         config = config.model_dump(mode="json")

@@ -48,7 +48,7 @@ class RunLife:
     """A life of a run: from its preparation until its files are closed.
 
     Attributes:
-      account: account of the time that this life takes.
+      account: the account of the time that this life takes.
       energy: the tally of energy, or a text that says why there is no tally.
       kept: the metadata that is saved with each state.
       heldout: the means of the last evaluation.
@@ -295,7 +295,7 @@ class RunJob:
         timed.write()
 
         def last() -> None:
-            with suppress(RunError):  # the error that ends a run is reported separately
+            with suppress(RunError):  # The caller reports the error that ends a run.
                 timed.write()
 
         stack.callback(last)

@@ -5,8 +5,8 @@ releases the `flock` when the process ends for any reason; on a single host, the
 shows whether the holder is alive. Some network disks limit an `flock` to a single host or do not
 support `flock`. The holder therefore also touches the file every few seconds, and a process that
 finds the lock of another host watches the file for a while. The clocks of two hosts are never
-compared. The process number in the lock is only printed. It is not used to find the holder, since
-the kernel may have given the number to another process.
+compared. The process number in the lock is only printed, and not used to find the holder, since the
+kernel may have given the number to another process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from jaxdist.heartbeat.run_folder import run_folder_of
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 45.0
-"""The time, in seconds, for which a process watches whether the holder touches the file. It is
-several intervals long, since a disk may delay each touch."""
+"""The time, in seconds, for which a process watches whether the holder touches the file: several
+intervals, since a disk may delay each touch.
+"""
 YOUNG_SECONDS = 2.0
 """The time, in seconds, for which a lock may name no holder because its creator has not yet written
 the name.
@@ -189,7 +190,7 @@ class RunLock:
 
     def _show_life(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            with suppress(OSError):  # the disk may be unreachable for a moment
+            with suppress(OSError):  # The disk may be unreachable for a moment.
                 os.utime(self._descriptor)
 
     def _remove_empty(self) -> None:

@@ -76,7 +76,7 @@ def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
     """Return a line that describes the differences between replicas.
 
     Args:
-      found: the differences; it may be empty if only another process found some.
+      found: the differences, which may be empty if only another process has found differences.
       hosts: the names of hosts, by process number.
 
     >>> told([], {})

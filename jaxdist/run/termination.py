@@ -78,7 +78,7 @@ class Termination:
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python installs signal handlers only in the main thread
+            return self  # Python installs handlers only in the main thread.
         taken = [signal.SIGINT, signal.SIGUSR1]
         if not self._several:
             taken.append(signal.SIGTERM)
@@ -126,7 +126,7 @@ class Termination:
     def _tell(self, name: str, when: str, again: str = "") -> None:
         if not self._said:
             self._said = True
-            with suppress(OSError):  # the output may be closed
+            with suppress(OSError):  # The output may be closed.
                 self._say(f"{name}: the run stops after {when} and saves a checkpoint{again}")
 
     def requested(self, step: int) -> bool:

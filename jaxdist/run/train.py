@@ -100,7 +100,7 @@ def train(
       resume: whether to continue the run of this config from its newest complete checkpoint.
       identity: the identity of the run to take. None takes a new run or, with `resume`, the run
         that has begun under the config's name.
-      profile: steps to trace into the run directory, as `parse_profile` parses them.
+      profile: the steps to trace into the run directory, in the form that `parse_profile` parses.
       begun: the value of `time.perf_counter_ns` from which the account of the run's time counts;
         None counts from now. A process that does nothing but train passes
         `jaxdist.runtime.lifetime.begun`.
@@ -156,8 +156,7 @@ def train(
 def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
     """Lock the run's directory in process 0 on behalf of all processes, and yield the directory.
 
-    All processes raise the errors of process 0. The second value that is yielded is whether the run
-    continues from its saved state.
+    All processes raise the errors of process 0.
 
     Yields the directory, and whether the run continues from its saved state.
     """

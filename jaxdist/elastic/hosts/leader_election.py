@@ -3,9 +3,9 @@
 The host that last swapped the rendezvous's token is the leader. In each turn the leader reads the
 requests of the hosts and computes the new state of the registry. If the state has changed, the
 leader writes the state. The leader then swaps the token for its next token, and answers only if the
-swap has succeeded. If another host sees the same token for too long, by its own clock, this host
-swaps the token for its own token. It is then the leader, reads the registry, and continues as
-`Registry.restarted` describes.
+swap has succeeded. If another host sees the same token for too long, by its clock, this host swaps
+the token for a token with its name. The host is then the leader. It reads the registry and
+continues as `Registry.restarted` describes.
 
 The following argument shows that two generations are never active at once. Suppose that a leader
 was suspended at any point, that another host took the token at time T, and that the first leader
@@ -35,8 +35,8 @@ LEADER_TIMEOUT_LEASES = 0.8
 """The time without a heartbeat after which a leader is replaced, in leases."""
 STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
 """The time without a heartbeat after which a host that has not joined yet replaces the leader, in
-leases. It is longer than that of the hosts that have joined, so that one of those hosts becomes the
-leader.
+leases. The time is longer than `LEADER_TIMEOUT_LEASES`, so that a host that has already joined
+becomes the leader.
 """
 FORGET_LEASES = 30
 """The time of silence after which the messages of a host are deleted, in leases."""

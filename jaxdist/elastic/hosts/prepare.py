@@ -1,4 +1,4 @@
-"""The start of a generation: its first host publishes a plan, and all hosts fetch missing state."""
+"""The start of a generation: the first host publishes a plan, and all hosts fetch missing state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The progress of processes on other hosts, which is needed to find a stuck process.
 
 The clocks of hosts differ, so a host publishes the ages of its statuses instead of times. The ages
-are part of a message that the host sends anyway, twice a second. The other hosts read the message
-only if their own processes have waited too long.
+are part of the message that the host sends twice a second to renew its lease. Another host reads
+the message only if the processes of the reader have waited too long.
 """
 
 from __future__ import annotations

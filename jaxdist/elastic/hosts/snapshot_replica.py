@@ -22,7 +22,7 @@ class SnapshotReplica:
 
     Args:
       address: the address at which the source host sends its parts.
-      folder: the folder of this host's own parts, which also receives the copies.
+      folder: the folder with the parts that this host has written, which also receives the copies.
       processes: the numbers of the source host's processes.
       total: the number of processes on all hosts.
 

@@ -24,7 +24,9 @@ just have been lost."""
 
 @dataclass
 class Standby:
-    """The wait of a host until it joins a generation; it times out only while no generation runs.
+    """The wait of a host until it joins a generation.
+
+    The wait times out only while no generation runs.
 
     Args:
       clock: the function that returns the time of a monotonic clock, in seconds.

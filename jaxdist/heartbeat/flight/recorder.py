@@ -1,4 +1,4 @@
-"""The recorder of an agent: it reports slow processes, and writes a record of each failure.
+"""The recorder of an agent, which reports slow processes and writes a record of each failure.
 
 RUN/flight_3.json      each process's last phases when generation 3 failed or was stuck
 RUN/flight_3.png       a picture of this record, drawn once the next generation takes steps
@@ -168,7 +168,7 @@ def flight_record(run_folder: RunFolder, process: int, how: str, processes: rang
     """Return the last phases of the processes of a generation as plain data, with times in seconds.
 
     In the result, `time` is the current time in seconds since 1970. The `begin` of each phase is
-    relative to `time`, and therefore negative; it is by the same clock for all processes.
+    relative to `time`, and therefore negative; all processes use the same clock.
 
     Args:
       run_folder: the folder of the generation.

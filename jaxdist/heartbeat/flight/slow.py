@@ -8,9 +8,9 @@ copies, hooks. A process that spends more time outside the wait starts its step 
 others.
 
 2. The second measure is the share of a process's heartbeats that were late because the process did
-not run (stopped periodically, starved). The thread of the heartbeats wakes at random moments, so
-this share estimates the share of time in which the process did not run; it is a lower bound,
-because the end of each stop is not counted.
+not run (stopped periodically, starved). The thread of the heartbeats wakes at random moments. This
+share therefore estimates the share of time in which the process did not run. The estimate is a
+lower bound, because the end of each stop is not counted.
 
 3. The third measure is how often a process is the last to finish a step, and by how much time. The
 others wait at least this time in the next collective; the measure cannot show how much slower the
@@ -37,8 +37,8 @@ LATE_MORE = 0.15
 processes.
 """
 LAST_SHARE, BEHIND = 0.8, 0.05
-"""LAST_SHARE: the share of steps that a slow process finishes last. BEHIND: its mean delay, as a
-share of a step."""
+"""LAST_SHARE: the share of steps that a slow process finishes last. BEHIND: the mean delay of a
+slow process, as a share of a step."""
 _PASSED_OVER = frozenset(map(str, SLOW_PHASES))
 
 

@@ -19,11 +19,12 @@ class EnergyConfig(Config):
     if the power is known, and otherwise none.
     """
     watts: PositiveFloat | None = None
-    """The power of a busy device, in watts; it overrides the published power, and is needed for
-    v5e, v5p and v6e, for which Google publishes none."""
+    """The power of a busy device, in watts, instead of the published power; needed for v5e, v5p and
+    v6e, for which Google publishes no power.
+    """
     idle_watts: Annotated[float, Field(ge=0)] | None = None
-    """The power of an idle device, in watts; it may be set only with `watts`, and null takes
-    `watts` for idle time too."""
+    """The power of an idle device, in watts, which may be set only together with `watts`; null
+    takes `watts` for idle time too."""
     pue: Annotated[float, Field(ge=1)] = 1.0
     """The power usage effectiveness: the power of the whole site divided by the power of its
     machines."""
@@ -45,10 +46,10 @@ class EnergyConfig(Config):
     def power_of(self, device: str | None) -> Power | None:
         """Return the power of a device, or None if it is unknown.
 
+        The power is `watts`, or else the published power.
+
         Args:
           device: the name of a device of `jaxdist.runtime.hardware`, or None for another device.
-
-        The power is `watts`, or else the published power.
 
         >>> EnergyConfig(watts=250).power_of("v5p").most, EnergyConfig().power_of("v5p")
         (250.0, None)

@@ -1,7 +1,7 @@
 """The meters of energy: counters of GPUs, counters of CPUs, and a model of the power.
 
-A counter measures the energy that devices have drawn since it was opened. It includes the work of
-other users of the machine, and measures only the devices of this host.
+A counter measures the energy that the devices of this host have drawn since the counter was opened,
+also for other users of the machine.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Tracker(Protocol):
     def start(self, run: Tracked) -> str:
         """Begin to track a run, or continue to track it, and return a key.
 
-        The key identifies the tracked run. It is stored in the run directory, and passed as
-        `Tracked.kept` when the run resumes.
+        The key identifies the tracked run. The run directory stores the key, and a resumed run
+        passes it as `Tracked.kept`.
         """
         ...
 

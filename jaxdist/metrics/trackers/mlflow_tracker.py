@@ -20,7 +20,7 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 class MlflowTracker:
     """A tracker that sends records to a run of MLflow; `project` is MLflow's experiment.
 
-    The tracker uses its own client, so that `mlflow.active_run()` does not change.
+    The tracker makes a new client, so that `mlflow.active_run()` does not change.
     """
 
     project: str

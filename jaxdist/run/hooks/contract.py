@@ -117,7 +117,7 @@ class Hook:
         """Receive the metrics of each finished step, in order, while the next step runs.
 
         Args:
-          step: number of steps taken.
+          step: the number of steps that were taken.
         """
 
     def evaluation(self, run: Run, step: int, means: Mapping[str, float]) -> None:

@@ -1,7 +1,8 @@
 """Save intervals that a run chooses itself while it trains.
 
 The interval only determines when states are saved, so that no loss or metric depends on it. Process
-0 measures and chooses, and broadcasts the choice at a save, where all processes synchronize anyway.
+0 measures and chooses, and broadcasts the choice at a save, where all processes have to
+synchronize.
 """
 
 from __future__ import annotations

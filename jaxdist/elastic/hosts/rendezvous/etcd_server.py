@@ -25,18 +25,17 @@ from jaxdist.types import Json
 
 CA, CERTIFICATE, KEY = (f"JAXDIST_ETCD_{name}" for name in ("CA", "CERTIFICATE", "KEY"))
 SECONDS = 5.0
-"""The time within which a member must answer, in seconds. After this time the next member is asked.
-"""
+"""The time within which a member must answer, in seconds, before the next member is asked."""
 
 
 class EtcdRendezvous:
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on an etcd cluster.
 
     Args:
-      address: the address etcd://HOST:PORT[,HOST:PORT...]. It begins with etcds:// for TLS, and
-        ends with `#NAME` if the cluster has another run too. With TLS, environment variables name
-        the files of the authority (JAXDIST_ETCD_CA) and of this host's certificate and key
-        (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
+      address: the address etcd://HOST:PORT[,HOST:PORT...]. An address with TLS begins with
+        etcds://. An address ends with `#NAME` if the cluster has another run too. With TLS,
+        environment variables name the files of the authority (JAXDIST_ETCD_CA) and of this host's
+        certificate and key (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
 
     Raises:
       ConfigError: the address has no host, a member on another machine lacks TLS, or a file of the
@@ -67,8 +66,8 @@ class EtcdRendezvous:
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Compare and swap the token in a transaction, which the cluster commits atomically.
 
-        If no answer arrives, the swap may have succeeded anyway. The method then reads the token
-        and compares it with `new`, which no other host writes.
+        If no answer arrives, the swap may nevertheless have succeeded. The method then reads the
+        token, and returns True if the token is `new`, since no other host writes `new`.
         """
         try:
             return self._swap("value", _coded(seen), new)

@@ -37,10 +37,10 @@ class RedisRendezvous:
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on a Redis server.
 
     Args:
-      address: the address redis://[:PASSWORD@]HOST:PORT/DB. It begins with rediss:// for TLS, and
-        ends with `#NAME` if the server has another run too. A password is safer in the environment
-        (`find_password`) than in the address, since other users can see the address in the list of
-        processes.
+      address: the address redis://[:PASSWORD@]HOST:PORT/DB. An address with TLS begins with
+        rediss://. An address ends with `#NAME` if the server has another run too. A password is
+        safer in the environment (`find_password`) than in the address, since other users can see
+        the address in the list of processes.
 
     Raises:
       ConfigError: the package redis is not installed, or a server on another machine lacks TLS or a

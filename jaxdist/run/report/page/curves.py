@@ -18,8 +18,7 @@ from jaxdist.run.report.page.loads import PREFIX, ExpertLoads
 from jaxdist.types import Json, JsonObject
 
 _NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
-"""The splits that are not drawn as curves, because they contain times, energies and save intervals.
-"""
+"""The splits that are not drawn as curves, since they have times, energies and save intervals."""
 _KEYS = frozenset(("step", "split", "time"))
 _DIGITS = 7
 """The number of significant digits of a curve's values, which is the precision of float32."""

@@ -99,7 +99,7 @@ def _configured(directory: RunDirectory) -> JsonObject:
     settings = {path: _text(value) for path, value in values.items()}
     try:
         return {"config": settings, "schedule": _schedule(directory.config)}
-    except JaxdistError as error:  # another version of jaxdist wrote the config
+    except JaxdistError as error:  # Another version of jaxdist wrote the config.
         return {"config": settings, "schedule": {"summary": str(error), "boxes": []}}
 
 

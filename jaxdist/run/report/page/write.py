@@ -156,7 +156,7 @@ def report_page(
 
 
 class _Pulse:
-    """A check whether a run is in progress: its lock file exists, and its holder touches the file.
+    """A check whether a run is in progress, by its lock file, which the holder touches.
 
     The clocks of two machines are never compared: only changes of the lock file's time count.
     """
