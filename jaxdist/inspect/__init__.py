@@ -1,1 +1,1 @@
-"""The cost of a config, read from its compiled program."""
+"""The cost of a config's train step, which is read from the compiled program."""

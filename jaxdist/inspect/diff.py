@@ -15,7 +15,8 @@ from jaxdist.metrics.columns import table
 from jaxdist.types import JsonObject
 
 DiffVerdict = Literal["same program", "same numbers", "different"]
-"""Whether two steps are one program, have equal numbers only, or have different numbers."""
+"""The result of a comparison of two steps. With "same numbers", the collectives, bytes, FLOPs and
+memory are equal, but the programs differ."""
 Value = float | str | None
 
 
@@ -24,9 +25,10 @@ class LedgerChange:
     """A number that differs between two inspections.
 
     Attributes:
-      of: the things that are counted: mesh axes and a kind of collective, "FLOPs" or "memory".
+      of: the group of the number, such as "FLOPs", "memory", or mesh axes with a kind of
+        collective.
       what: the number's name with its unit, such as "sent_bytes".
-      before, after: the two values, or None where a program has no such number.
+      before, after: the two values, or None if the program does not have the number.
     """
 
     of: str
@@ -37,7 +39,12 @@ class LedgerChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """All changes from one inspection to another."""
+    """All changes from one inspection to another.
+
+    Attributes:
+      before, after: the inspections.
+      changes: the numbers that differ.
+    """
 
     before: Inspection
     after: Inspection
@@ -45,14 +52,14 @@ class Difference:
 
     @property
     def verdict(self) -> DiffVerdict:
-        """Whether the programs are equal, have only equal numbers, or have different numbers."""
+        """The result of the comparison: equal programs, equal numbers, or different numbers."""
         if self.changes:
             return "different"
         same = self.before.program_sha256 == self.after.program_sha256
         return "same program" if same else "same numbers"
 
     def to_json(self) -> JsonObject:
-        """Convert the verdict and the changes to plain data."""
+        """Return the verdict and the changes as JSON values."""
         changes = [
             {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes
         ]
@@ -60,7 +67,7 @@ class Difference:
 
 
 def difference(before: Inspection, after: Inspection) -> Difference:
-    """Compare two inspections number by number."""
+    """Return the numbers in which two inspections differ."""
     old, new = _numbers(before), _numbers(after)
     changes = (LedgerChange(*key, old.get(key), new.get(key)) for key in {**old, **new})
     return Difference(before, after, tuple(c for c in changes if c.before != c.after))

@@ -1,4 +1,4 @@
-"""Bounds for a train step: FLOPs of products that a mask discards, and the least bytes sent."""
+"""Bounds for a train step: the FLOPs that attention's mask discards, and the least sent bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.sharding import param_shardings
 
 
 def masked_flops(experiment: Experiment) -> float:
-    """Return the FLOPs of a step in products that attention's mask discards.
+    """Return the FLOPs of those products of a step that attention's mask discards.
 
     The result is 0 for models without a method `masked_flops`.
     """
@@ -28,12 +28,13 @@ def masked_flops(experiment: Experiment) -> float:
 
 
 def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
-    """Return the mesh axes that share the batch, and the least bytes sent along these axes.
+    """Return the mesh axes that share the batch, and the least bytes that a device sends on them.
 
-    In an all-reduce of S bytes over N devices, each device sends at least 2(N-1)/N S bytes, by any
-    algorithm; S is the size of the gradients on one device, in the model's compute dtype.
-    Parameters that are split along the batch's axes count whole, as a gather and a reduce-scatter
-    together send as many bytes as an all-reduce. The result is None when no axis shares the batch.
+    The bytes are for an all-reduce of the gradients. In an all-reduce of S bytes over N devices,
+    each device sends at least 2(N-1)/N S bytes, with any algorithm. S is the size of the gradients
+    on a device, in the model's compute dtype. A parameter that the batch's axes split counts with
+    its size before the split, since a gather and a reduce-scatter together send as many bytes as an
+    all-reduce. The result is None if no axis shares the batch.
     """
     layout = experiment.layout
     axis = layout.axis_of("batch")
@@ -58,9 +59,10 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 
 
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
-    """Return phrases for the assumption of `gradient_bound` and for settings that send more.
+    """Return phrases about the bound of `gradient_bound`.
 
-    The first phrase is the assumption, and each further phrase names a setting.
+    The first phrase is the assumption of the bound. Each further phrase names a setting of the
+    experiment with which devices send more bytes.
     """
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)

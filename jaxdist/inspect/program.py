@@ -1,4 +1,4 @@
-"""The train step of an experiment: compiled ahead of time, with its actual and its ideal cost."""
+"""The train step of an experiment, compiled ahead of time, with its actual and its ideal cost."""
 
 from __future__ import annotations
 
@@ -41,30 +41,35 @@ from jaxdist.trees import tree_size
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts about a train step before it runs; bytes and FLOPs are per device.
+    """The facts about a train step before it runs.
+
+    Bytes are per device. `model_flops`, `masked_flops` and `update_flops` are for all devices
+    together.
 
     Attributes:
-      config: the file, and the settings that override it.
-      model: the model's type and number of parameters; a tied head counts once.
+      config: the path of the configuration file, with the settings that override it.
+      model: the model's type and number of parameters, in which a tied head counts once.
       step: the amount of data in a step, as text.
       device_kind: the kind of device that the program is compiled for.
       ledger: the ledger of the compiled program.
-      program_sha256: digest of the program without names and order; equal for equal programs.
-      model_flops: FLOPs of the whole step, without recomputation: see `jaxdist.experiment.flops`.
-      update_flops: FLOPs of the optimizer's update in a step, which are 0 unless the optimizer
-        multiplies matrices, as Muon does.
-      gradient_axes: mesh axes that share the batch.
+      program_sha256: the digest of the program without names and order, which is equal for equal
+        programs.
+      model_flops: the FLOPs of the step, without recomputation (see `jaxdist.experiment.flops`).
+      gradient_axes: the mesh axes that share the batch.
       gradient_bound_bytes: the least bytes that a device must send along `gradient_axes`.
-      bound_notes: the assumption behind `gradient_bound_bytes`, and the settings whose runs send
-        more bytes.
-      step_time: the predicted time, where the compiler writes estimates (on TPUs); otherwise None.
-      masked_flops: the part of `model_flops` in products that attention's mask discards.
-      tokens: number of tokens in a step, or of examples where an example has no tokens.
-      estimate_seconds: time to read the program and predict its time.
-      arguments: bytes of each kind of argument.
-      worker: with parameter servers, the worker whose step was compiled, or None for a whole step.
-      memory_bytes: memory of the device, or None when it is unknown.
-      compile_seconds: time of XLA's compilation, without tracing.
+      arguments: the bytes of each kind of argument.
+      memory_bytes: the memory of the device, or None if it is unknown.
+      compile_seconds: the time of XLA's compilation, without tracing.
+      bound_notes: the assumption behind `gradient_bound_bytes`, and the settings with which devices
+        send more bytes.
+      step_time: the predicted time of the step, or None if the compiler writes no estimates. Only
+        the compiler for TPUs writes estimates.
+      masked_flops: the part of `model_flops` that attention's mask discards.
+      tokens: the number of tokens in a step, or of examples if an example has no tokens.
+      estimate_seconds: the time in which the program was read and its time was predicted.
+      worker: the worker whose step was compiled, or None without parameter servers.
+      update_flops: the FLOPs of the optimizer's update in a step. They are 0 unless the optimizer
+        multiplies matrices, as Muon does.
     """
 
     config: str
@@ -93,11 +98,13 @@ class Inspection:
         return (self.model_flops + self.update_flops) / self.ledger.devices
 
     def mfu(self, *, masked: bool) -> float | None:
-        """Return the model FLOPs utilization: the model's FLOPs over those of the devices' peak.
+        """Return the model FLOPs utilization: the model's FLOPs as a fraction of the devices' peak.
+
+        The result is None if the time of the step or the peak of the device is unknown.
 
         Args:
-          masked: true to count products that attention's mask discards (as in PaLM, arXiv
-            2204.02311, appendix B); false to leave them out (causal attention counts half).
+          masked: whether products that attention's mask discards count (as in PaLM, arXiv
+            2204.02311, appendix B). If not, causal attention counts half.
         """
         known = find_device(self.device_kind)
         if self.step_time is None or known is None or not self.step_time.seconds:
@@ -109,10 +116,10 @@ class Inspection:
 
 @dataclass(frozen=True)
 class InspectedExperiment:
-    """An experiment to inspect: checked and traced to shapes, not yet compiled.
+    """An experiment to inspect, which is checked and traced but not compiled.
 
     Attributes:
-      name: the file, and the settings that override it.
+      name: the path of the configuration file, with the settings that override it.
       experiment: the experiment, built for `devices`.
       devices: the devices to compile for.
     """
@@ -123,19 +130,19 @@ class InspectedExperiment:
 
     @property
     def device_kind(self) -> str:
-        """The kind of the devices, as jax names it."""
+        """The kind of the devices, such as "TPU v5 lite", as jax names it."""
         return self.devices[0].device_kind
 
 
 def open_subject(
     path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
 ) -> InspectedExperiment:
-    """Build the experiment of a config.
+    """Return the experiment of a config, which is built for the given devices.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      devices: the devices to compile for; None takes the config's number of fake devices, or all
-        devices of jax.
+      devices: the devices to compile for. None means the devices of jax, or the first devices of
+        jax up to the number of fake devices in the config.
 
     Raises:
       JaxdistError: the configuration cannot be read, or does not fit the devices.
@@ -147,7 +154,9 @@ def open_subject(
 
 
 def inspect_step(subject: InspectedExperiment) -> Inspection:
-    """Compile the train step of an experiment, which needs neither a state nor the devices.
+    """Compile the train step of an experiment, and return the facts about the step.
+
+    Neither a training state nor the devices are needed.
 
     Raises:
       RunError: the program is too large for the device.
@@ -203,7 +212,11 @@ def _step(experiment: Experiment, worker: WorkerPart | None, units: int) -> str:
 def _compiled(
     subject: InspectedExperiment, lowered: jax.stages.Lowered, arguments: Mapping[str, int]
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compile a program, and return it with its text."""
+    """Compile a program, and return the compiled program and its text.
+
+    Raises:
+      RunError: the program is too large for the device.
+    """
     try:
         # XLA cannot print every compiled program of a TPU, but dumps its text during compilation.
         if subject.devices[0].platform == "tpu":
@@ -219,7 +232,7 @@ def _compiled(
 def predicted_step_time(
     subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
 ) -> StepTime | None:
-    """Predict the time of a step, or return None where the compiler writes no estimates.
+    """Return the predicted time of a step, or None if the compiler writes no estimates.
 
     Args:
       subject: the experiment.
@@ -235,7 +248,10 @@ def predicted_step_time(
 
 
 def branch_ticks(program: Program) -> Lockstep | None:
-    """Return the branches of a pipeline's stages in each tick, or None without a pipeline."""
+    """Return the branches that the stages of a pipeline take in each tick.
+
+    The result is None for a program without a pipeline.
+    """
     compute = program.compute
     if not isinstance(compute, Pipeline):
         return None
@@ -260,7 +276,13 @@ def _memory_bytes(devices: Sequence[Device]) -> int | None:
 
 
 def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: str) -> RunError:
-    """Return the error for a program that XLA refuses as too large for the device."""
+    """Return the error for a program that XLA refuses because it is too large for the device.
+
+    Args:
+      subject: the experiment.
+      arguments: the bytes of each kind of argument.
+      text: the message of XLA.
+    """
     name, kind = subject.name, subject.device_kind
     sizes = refused_bytes(text)
     if sizes is None:

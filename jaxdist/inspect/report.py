@@ -35,20 +35,25 @@ def inspect(
     plot: Path | None = None,
     console: Console,
 ) -> Inspection | Difference:
-    """Compile a train step and print its cost; with a second step, print the differences.
+    """Compile a train step, print its cost, and return the facts about the step.
+
+    With `other` or `changes`, a second train step is compiled too. The function then prints and
+    returns the differences between the two steps instead.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
-      other: the file of a second step, by default `path`, to which `overrides` and then `changes`
-        are applied.
-      changes: settings of the second step. Without `changes` and `other`, nothing is compared.
-      json_file: a file for the same facts as JSON.
-      plot: a directory for a picture of the predicted step; only for TPUs and a single program.
+      topology: the TPUs to compile for, such as `v5e:2x4`, or None for the devices of jax.
+      other: the configuration file of the second step, to which `overrides` and then `changes` are
+        applied, or None for `path`.
+      changes: the settings of the second step.
+      json_file: a file for the same facts as JSON, or None.
+      plot: a directory for a picture of the predicted step, or None. A picture is possible only for
+        TPUs and a single step.
       console: the console for the tables.
 
     Raises:
-      JaxdistError: any error that the user can fix.
+      JaxdistError: a config or an option is invalid, a program is too large for the device, or a
+        file cannot be written.
     """
     devices = None if topology is None else topology_devices(topology)
     if plot is not None and (topology is None or other is not None or changes):
@@ -95,7 +100,7 @@ def _print(found: Inspection, plot: Path | None, console: Console) -> None:
 
 
 def inspection_json(inspection: Inspection) -> JsonObject:
-    """Convert everything that the tables show, and the underlying ledger, to plain data."""
+    """Return everything that the tables show, and the ledger, as JSON values."""
     ledger = inspection.ledger
     ideal = inspection.ideal_flops
     return {

@@ -14,14 +14,15 @@ class CollectiveRow:
     """The collectives of a kind over the same mesh axes, in a step on a device.
 
     Attributes:
-      axes: mesh axes that the groups span, or None for groups that are not a product of axes.
-      kind: the kind of collective, or "" for all kinds together.
-      times_low, times_high: the least and the largest number of executions; they differ where a
-        conditional decides.
-      bounded: false if a loop of unknown length counts as one iteration in `times_high`.
-      dtypes: dtypes sent, sorted.
-      payload_bytes: bytes of the whole tensors, summed over the executions.
-      sent_bytes: bytes that the busiest device sends.
+      axes: the mesh axes that the groups span, or None for groups that are not a product of axes.
+      kind: the kind of collective, or an empty string for all kinds together.
+      times_low, times_high: the least and the largest number of executions, which differ if a
+        conditional decides about executions.
+      bounded: whether `times_high` is a bound. It is not if the collectives are in a loop of
+        unknown length, which counts as a single iteration.
+      dtypes: the sent dtypes, sorted.
+      payload_bytes: the bytes of the full tensors, summed over the executions.
+      sent_bytes: the bytes that the busiest device sends.
       overlapped_bytes: the part of `sent_bytes` that is sent while the device computes.
     """
 
@@ -37,7 +38,7 @@ class CollectiveRow:
 
     @property
     def exposed_bytes(self) -> float:
-        """The bytes sent while the device waits."""
+        """The bytes that are sent while the device waits."""
         return self.sent_bytes - self.overlapped_bytes
 
     @property
@@ -68,7 +69,7 @@ def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -
 
 
 def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, list[int]]:
-    """Return a sort key: single axes in mesh order, then several axes, then groups without axes."""
+    """Return a key that sorts axes: single axes in mesh order, then several axes, then None."""
     names = list(ledger.axes)
     return axes is None, len(axes or ()), [names.index(axis) for axis in axes or ()]
 
@@ -76,8 +77,11 @@ def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, lis
 def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRow]:
     """Return a row for each set of mesh axes that collectives span.
 
-    Collectives over any of the axes in `together` share a row: a reduction inside the fast network,
-    followed by a reduction across the slow network, is as a whole a reduction over both.
+    Args:
+      ledger: the ledger with the collectives.
+      together: mesh axes. All collectives over any of these axes share a row. For example, a
+        reduction inside the fast network that precedes a reduction across the slow network is part
+        of a reduction over both.
     """
 
     def span(collective: Collective) -> tuple[str, ...] | None:
@@ -89,7 +93,10 @@ def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRo
 
 
 def by_kind(ledger: Ledger) -> list[CollectiveRow]:
-    """Return a row for each set of mesh axes and each kind, sorted by bytes within a set."""
+    """Return a row for each set of mesh axes and each kind of collective.
+
+    Within a set, the rows are sorted by sent bytes, and the largest comes first.
+    """
     rows: list[CollectiveRow] = []
     for whole in by_axes(ledger):
         mine = [c for c in ledger.collectives if c.axes == whole.axes]
@@ -103,7 +110,7 @@ def _kinds(collectives: Iterable[Collective]) -> list[str]:
 
 
 def show_bytes(size_bytes: float) -> str:
-    """Format a size with three digits and a decimal unit.
+    """Return a size as text, with three digits and a decimal unit.
 
     >>> show_bytes(7340032), show_bytes(0), show_bytes(999.6), show_bytes(16.9e9)
     ('7.34 MB', '0 B', '1 kB', '16.9 GB')
@@ -112,7 +119,7 @@ def show_bytes(size_bytes: float) -> str:
 
 
 def show_number(value: float, unit: str = "") -> str:
-    """Format a number with three digits and a decimal prefix.
+    """Return a number as text, with three digits and a decimal prefix.
 
     >>> show_number(6140461056, "FLOP"), show_number(12)
     ('6.14 GFLOP', '12')
@@ -126,7 +133,7 @@ def show_number(value: float, unit: str = "") -> str:
 
 
 def show_range(low: float, high: float) -> str:
-    """Format two numbers as a range with a dash, or as a single number if they are equal.
+    """Return two numbers as a range with a dash, or as a single number if they are equal.
 
     >>> show_range(4, 4), show_range(0, 4)
     ('4', '0-4')
@@ -135,7 +142,7 @@ def show_range(low: float, high: float) -> str:
 
 
 def show_ratio(value: float, reference: float | None) -> str:
-    """Format `value` divided by `reference`; a dash without a reference, or if it is 0.
+    """Return `value` divided by `reference` as text, or a dash if `reference` is None or 0.
 
     >>> show_ratio(3, 2), show_ratio(3, 0), show_ratio(3, None)
     ('1.500', '-', '-')

@@ -1,4 +1,4 @@
-"""The parameter servers in an inspection: a worker's program, and each server's traffic."""
+"""The parameter servers in an inspection: the program of a worker, and each server's traffic."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class ServerCost:
-    """A parameter server's state and traffic.
+    """The state and traffic of a parameter server.
 
     Attributes:
       number: the server's number.
-      parameter_bytes: bytes of the server's parameters.
-      optimizer_bytes: bytes of the optimizer's state on the server.
-      received_bytes: bytes that the server receives if each client pushes once.
-      sent_bytes: bytes that the server sends if each client pulls the parameters once.
+      parameter_bytes: the bytes of the server's parameters.
+      optimizer_bytes: the bytes of the optimizer's state on the server.
+      received_bytes: the bytes that the server receives if each client pushes once.
+      sent_bytes: the bytes that the server sends if each client pulls the parameters once.
     """
 
     number: int
@@ -37,14 +37,14 @@ class ServerCost:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """The worker's part of a step with parameter servers, which is compiled as a program.
+    """A worker's part of a step with parameter servers, which is compiled as a program.
 
     Attributes:
       program: the worker's program.
-      share: the worker's fraction of the batch, the largest of all workers.
+      share: the worker's fraction of the batch, which is the largest of all workers.
       compiled: the function of the worker's step.
-      state: shapes of the program's state, which excludes optimizer state that the servers keep.
-      servers: the cost of each server.
+      state: the shapes of the program's state, without optimizer state that servers keep.
+      servers: the state and traffic of each server.
     """
 
     program: Program
@@ -55,7 +55,10 @@ class WorkerPart:
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
-    """Return the worker with the largest share of the batch, or None without parameter servers."""
+    """Return the part of the worker with the largest share of the batch.
+
+    The result is None if the experiment has no parameter servers.
+    """
     if not isinstance(experiment.config.strategy, ParameterServer):
         return None
     sharded = sharded_of(experiment)
@@ -64,7 +67,8 @@ def worker_part(experiment: Experiment) -> WorkerPart | None:
     _, program = part_of(experiment, sharded, shares.index(max(shares)))
     servers = tuple(_server(sharded, at) for at in range(len(sharded.layouts)))
     state, compiled = program.state_shapes, program.train
-    # Servers with the optimizer's state update parameters: workers compute only gradients.
+    # Servers that keep the optimizer's state update the parameters, and workers compute only
+    # gradients.
     if sharded.keeps_moments:
         state, compiled = replace(state, opt_state=(), loss_scale=None), program.gradients
     return WorkerPart(program, max(shares) / size, compiled, state, servers)
@@ -80,5 +84,5 @@ def _server(sharded: Sharded, at: int) -> ServerCost:
 
 
 def servers_json(part: WorkerPart) -> list[JsonObject]:
-    """Convert the servers' costs to plain data."""
+    """Return the state and traffic of each server as JSON values."""
     return [dict(vars(one)) for one in part.servers]

@@ -19,7 +19,7 @@ from jaxdist.metrics.columns import table
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """Print tables of collectives, of bytes and their bound, of FLOPs, memory and servers."""
+    """Print tables of collectives, bytes with their bound, FLOPs, memory and servers."""
     _print_head(inspection, console)
     _print_collectives(inspection, console)
     _print_flops(inspection, console)
@@ -94,7 +94,10 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
 
 
 def bound_bytes(inspection: Inspection, row: CollectiveRow) -> float | None:
-    """Return the least bytes that a device must send along a row's axes, or None if unknown."""
+    """Return the least bytes that a device must send along a row's axes.
+
+    The result is None if no bound is known for these axes.
+    """
     if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
         return inspection.gradient_bound_bytes
     return None

@@ -1,4 +1,4 @@
-"""The comparison of compiled programs by their text, without regard to names and order."""
+"""Digests of compiled programs that do not depend on names and order, for comparisons."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COMPUTATION = re.compile(r"((?:ENTRY )?)(%\d+) \{$")
 
 
 def canonical_text(text: str) -> str:
-    """Remove source positions, names and channel numbers from HLO text.
+    """Return HLO text without source positions and channel numbers, and with numbers as names.
 
-    Names of instructions and computations are replaced by numbers, in order of first occurrence.
+    The numbers of instructions and computations are in order of first occurrence.
 
     >>> canonical_text('%add.7 = f32[] add(%x, %x), metadata={op_name="a{b}"}')
     '%0 = f32[] add(%1, %1)'
@@ -34,8 +34,8 @@ def canonical_text(text: str) -> str:
 def structure(text: str) -> str:
     """Return a SHA-256 hash of a program that does not depend on names or on the schedule.
 
-    Each instruction is hashed with the hashes of its operands and of the computations that it
-    calls, which HLO text defines before their use. Hashes within a computation are sorted.
+    The hash of an instruction includes the hashes of its operands and of the computations that it
+    calls, which HLO text defines before their use. The hashes within a computation are sorted.
 
     >>> one, two = "  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"
     >>> root = "  ROOT %c = f32[] subtract(%a, %b)"
@@ -63,11 +63,11 @@ def structure(text: str) -> str:
 
 
 def program_digest(text: str, lowered: str) -> str:
-    """Return a hash of a program as `structure` does, but including large constants.
+    """Return a hash of a program like `structure`, which also depends on large constants.
 
     Args:
-      text: HLO of the compiled program, in which XLA elides large constants.
-      lowered: the StableHLO before compilation, in which large constants are in hexadecimal.
+      text: the HLO of the compiled program, in which XLA omits large constants.
+      lowered: the StableHLO before compilation, which has large constants in hexadecimal.
     """
     return _hash(structure(text), *sorted(_LARGE_CONSTANT.findall(lowered)))
 

@@ -1,4 +1,4 @@
-"""The output of a step's predicted time, as tables, plain data and a picture."""
+"""The output of a step's predicted time, as tables, JSON values and a picture."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OperationEntry:
     """The cost of all instructions of a jax operation.
 
     Attributes:
-      name: the operation with its enclosing scopes: `backward/attention/dot_general`.
-      times: number of executions of the instructions.
-      seconds: seconds of the step that the instructions take.
+      name: the operation with its enclosing scopes, such as `backward/attention/dot_general`.
+      times: the number of executions of the instructions.
+      seconds: the seconds of the step that the instructions take.
       assumed: whether a rate is assumed for any of the instructions.
     """
 
@@ -42,7 +42,7 @@ class OperationEntry:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format seconds with three digits, as seconds, milliseconds or microseconds.
+    """Return seconds as text with three digits, in seconds, milliseconds or microseconds.
 
     >>> show_seconds(23.0771), show_seconds(0.0123), show_seconds(2e-6)
     ('23.1 s', '12.3 ms', '2 us')
@@ -54,7 +54,9 @@ def show_seconds(seconds: float) -> str:
 
 
 def source_name(entry: Entry) -> str:
-    """Return a short name of the jax operation that an instruction comes from.
+    """Return a short name of the jax operation to which an instruction belongs.
+
+    For an instruction that XLA has added, the name has the operation of the instruction.
 
     >>> op = "jit(train)/transpose(jvp(attention))/while/body/checkpoint/dot_general"
     >>> source_name(Entry("f.1", op, "compiler", (), "fusion", 1, 0.0, 0.0))
@@ -78,9 +80,9 @@ def source_name(entry: Entry) -> str:
 
 
 def dearest(found: StepTime) -> list[OperationEntry]:
-    """Return the operations that take the most time of a step, the most expensive first.
+    """Return the `DEAREST` operations that take the most time, the most expensive first.
 
-    Collectives, kernels and copies of an operation have separate entries.
+    The collectives, kernels and copies of an operation have separate entries.
     """
     grouped: dict[str, OperationEntry] = {}
     for entry in found.entries:
@@ -105,7 +107,10 @@ def dearest(found: StepTime) -> list[OperationEntry]:
 
 
 def parts_of(found: StepTime) -> dict[str, float]:
-    """Return the seconds of each kind of work and of waiting, which add up to the step's time."""
+    """Return the seconds of each kind of work and wait, which add up to the step's time.
+
+    Kinds that take no time are left out.
+    """
     parts = {
         "compute": found.compute_seconds - found.assumed_seconds,
         "compute at an assumed rate": found.assumed_seconds,
@@ -117,7 +122,10 @@ def parts_of(found: StepTime) -> dict[str, float]:
 
 
 def print_times(inspection: Inspection, console: Console) -> None:
-    """Print the parts of the predicted step, and its `DEAREST` most expensive operations."""
+    """Print the parts of the predicted step, and its `DEAREST` most expensive operations.
+
+    If no time is predicted, only a sentence is printed.
+    """
     console.print()
     found = inspection.step_time
     if found is None:
@@ -171,7 +179,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
 
 
 def _schedule_notes(found: StepTime) -> list[str]:
-    """Return sentences on the branches of conditionals for which the prediction counts time."""
+    """Return sentences about the branches of conditionals that the prediction assumes."""
     notes: list[str] = []
     if found.schedule:
         notes.append(
@@ -190,7 +198,7 @@ def _schedule_notes(found: StepTime) -> list[str]:
 
 
 def times_json(inspection: Inspection) -> JsonObject | None:
-    """Convert the predicted time to plain data, or return None where no time is predicted."""
+    """Return the predicted time as JSON values, or None if no time is predicted."""
     found = inspection.step_time
     if found is None:
         return None
@@ -208,7 +216,10 @@ def times_json(inspection: Inspection) -> JsonObject | None:
 
 
 def draw_times(inspection: Inspection, directory: Path) -> Path:
-    """Draw the parts of the predicted step as a stacked bar, `step_time.svg`."""
+    """Draw the parts of the predicted step as a stacked bar, and return the path of the file.
+
+    The file in the directory is `step_time.svg`. There must be a prediction.
+    """
     found = inspection.step_time
     assert found is not None, "there is a prediction"
     figure = new_figure((7.5, 2.2))
