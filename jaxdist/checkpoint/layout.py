@@ -92,7 +92,7 @@ def commit(staging: Path, final: Path) -> None:
       OSError: the rename failed; a checkpoint of the same step has its name again.
     """
     replaced = final.with_name(_REPLACED + final.name)
-    os.stat(staging)  # a directory that was removed must not replace anything
+    os.stat(staging)  # A directory that was removed must not replace anything.
     if final.exists():
         os.rename(final, replaced)
     try:

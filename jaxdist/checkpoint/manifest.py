@@ -74,7 +74,7 @@ class Manifest(Config):
     step: int = Field(ge=0)
     """The step of the saved state."""
     generation: int | None = None
-    """The generation that wrote the checkpoint, or None for a run without several hosts."""
+    """The generation that wrote the checkpoint, or None for a run on a single host."""
     metric: float | None
     """The metric for `keep_best`, or None if the state had no finite metric."""
     leaves: dict[str, LeafRecord]

@@ -86,8 +86,8 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
       of: the description of the state in error messages.
 
     Raises:
-      CheckpointError: a pattern matches no name, or all patterns together select none. The message
-        lists the patterns and the paths that exist.
+      CheckpointError: a pattern matches no name, or the patterns together select no name. The
+        message lists the patterns and the paths that exist.
     """
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:

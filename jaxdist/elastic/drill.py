@@ -120,8 +120,8 @@ class Recovery:
     """The recovery from an injected failure.
 
     Attributes:
-      seconds: the time from the failure to the first new step.
-      detect: the time from the failure until the agent noticed it; a part of `seconds`.
+      seconds: the time from the failure to the first new step, in seconds.
+      detect: the part of `seconds` until the agent noticed the failure.
       parts: the other parts of `seconds` by name. The part of the first step includes the repeated
         steps.
       lost_steps: the number of steps that were repeated.

@@ -132,7 +132,7 @@ class Account:
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:
-        """Return a function like `function`, of which the first call counts as the activity `kind`.
+        """Return a function like `function`, whose first call counts as the activity `kind`.
 
         Args:
           wait: the function that is called with the first result, and whose time counts too.

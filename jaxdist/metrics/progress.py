@@ -32,9 +32,9 @@ class Progress:
     """A display of step, loss, rate, step time and remaining time; a context manager.
 
     In a terminal, a thread redraws one line a few times per second, and `update` only stores
-    numbers. In a file, a pipe or a terminal without a size (a launcher such as mpirun gives one to
-    a process), lines are printed. There is a line for the first step, for the last step, and about
-    every `seconds_between_lines`.
+    numbers. In a file, a pipe or a terminal without a size, lines are printed. The terminal that a
+    launcher such as mpirun gives to a process has no size. There is a line for the first step, for
+    the last step, and about every `seconds_between_lines`.
 
     Args:
       total_steps: the step at which the run ends.

@@ -18,7 +18,7 @@ class HostMessages:
 
     Attributes:
       name: the name of this host for messages.
-      seconds: the time for which this host waits for enough hosts.
+      seconds: the time for which this host waits for enough hosts, in seconds.
     """
 
     members: Membership

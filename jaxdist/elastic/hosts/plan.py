@@ -178,7 +178,7 @@ class GenerationPlan:
         processes.
       total: the number of processes on all hosts.
       devices: the number of devices of all processes.
-      settings: the settings that replace settings of the config.
+      settings: the settings of this generation, which replace those of the config.
       idle: the names of the hosts that wait in reserve.
       snapshot: the host from which to fetch each part of the newest complete snapshot, by the
         part's name. The mapping is empty if no snapshot is complete.
