@@ -1,6 +1,6 @@
 """jaxdist: train any JAX model on any mesh by changing a config.
 
-The names below are imported on first use, so that `import jaxdist` starts nothing and stays fast.
+The public names are imported on first use, so that `import jaxdist` starts nothing and is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry of the command `jaxdist`; Ctrl-C during its imports ends it without a traceback."""
+"""The entry point of the command `jaxdist`; Ctrl-C during imports ends it without a traceback."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point of the `jaxdist` command."""
-    # If SIGINT is ignored, as for a background job of a shell, it stays ignored.
+    """Run the command `jaxdist`."""
+    # If SIGINT is ignored, as in a background job of a shell, it must remain ignored.
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:
         signal.signal(signal.SIGINT, _end)
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # An exception could be caught by a module that is being imported; nothing needs cleaning up.
+    # A module that is being imported could catch an exception. There is nothing to clean up.
     os._exit(INTERRUPTED)
 
 

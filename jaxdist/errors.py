@@ -1,7 +1,7 @@
-"""The errors that a user sees: a common base class, a message each, and no traceback.
+"""The errors that a user can cause, with a common base class.
 
-Everything that a user can cause is a `JaxdistError` (a `ValueError`), so that the command line can
-print the message and exit with `exit_code`. Everything else is a bug, and shows its traceback.
+For a `JaxdistError` (a `ValueError`) the command line prints the message without a traceback, and
+exits with `exit_code`. Every other exception is a bug, and its traceback is printed.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 STOPPED = 75
-"""Exit code of a run that was stopped before its last step and has saved; --resume continues it. It
-is EX_TEMPFAIL of sysexits.h, so that a scheduler can distinguish it from success."""
+"""The exit code of a run that was stopped before its last step and has saved a checkpoint; --resume
+continues the run. The code is EX_TEMPFAIL of sysexits.h, so that a scheduler can distinguish it
+from success."""
 
 
 class JaxdistError(ValueError):
-    """A mistake that the user can fix; the message says what is wrong, where, and what to do."""
+    """The base class of errors that the user can fix.
+
+    The message says what is wrong, where it is, and what to do.
+
+    Attributes:
+      exit_code: the exit code of a command that ends with this error.
+    """
 
     exit_code = 2
 
 
 class ConfigError(JaxdistError):
-    """The error for an invalid configuration, with all problems at once.
+    """The error for an invalid configuration, which may have several problems.
 
     Attributes:
-      setting: path of the setting at fault, relative to the section that is built; an empty path
-        is the section itself.
-      more: further errors, found at the same time at other settings.
+      setting: the path of the setting at fault, relative to the section of the config that is
+        built. An empty path means the section itself.
+      more: the errors for further problems, at other settings.
     """
 
     def __init__(
@@ -37,14 +44,14 @@ class ConfigError(JaxdistError):
         self.setting, self.more = setting, tuple(more)
 
     def below(self, *path: str) -> ConfigError:
-        """Return a copy of the error in which `path` precedes the path of each setting."""
+        """Return a copy of the error in which `path` is prepended to the path of each setting."""
         more = [one.below(*path) for one in self.more]
         return ConfigError(str(self), setting=(*path, *self.setting), more=more)
 
 
 @contextmanager
 def blamed(*path: str) -> Iterator[None]:
-    """Report errors inside the block at a setting below this path.
+    """Return a context manager that prepends `path` to the settings of a ConfigError.
 
     >>> with blamed("strategy"):
     ...     raise ConfigError("no", setting=("workers",))
@@ -100,9 +107,9 @@ class StoppedError(RunError):
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most similar to `word`, or None when nothing is close.
+    """Return the choice that is most similar to `word`, or None if no choice is similar.
 
-    The initials of a choice count as close, since many users write `lr` for `learning_rate`.
+    The initials of a choice are similar to it, since many users write `lr` for `learning_rate`.
 
     >>> closest("tensr", ["data", "tensor", "stage"])
     'tensor'
@@ -117,7 +124,7 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return a hint to end a message with: the closest match, else the whole list.
+    """Return a hint for the end of an error message: the most similar choice, and all choices.
 
     >>> did_you_mean("tensr", ["data", "tensor"])
     "did you mean 'tensor'? (allowed: data, tensor)"

@@ -1,8 +1,9 @@
-"""The device mesh: an ordered mapping of axis to size, and the devices arranged to fit it.
+"""The config of the device mesh, the construction of a `jax.sharding.Mesh`, and its axis names.
 
-The first axis varies slowest: the last axis connects the nearest devices. An axis that is split
-over two networks becomes two mesh axes, `data_dcn` (between slices or hosts) and `data_ici`
-(inside), so that both auto sharding and manual collectives can name either or both.
+The first axis is the slowest: the last axis connects the nearest devices. An axis that is split
+over two networks becomes two axes of the `Mesh`, `data_dcn` (between slices or hosts) and
+`data_ici` (inside a slice or host). Shardings and collectives can then name each of the two axes,
+or both.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DCN, ICI = "_dcn", "_ici"
 
 
 class Split(Config):
-    """The sizes of one axis that is split over two networks."""
+    """The two sizes of an axis that is split over a slow and a fast network."""
 
     dcn: Count
     """The size of the axis across the slow network (between slices or hosts)."""
@@ -49,7 +50,10 @@ class Split(Config):
 
 
 class MeshConfig(Config):
-    """The sizes of the axes in order, slowest first; one size may be -1 (all remaining devices)."""
+    """The sizes of the mesh axes, in the order of the config, slowest first.
+
+    One size may be -1, which means all remaining devices.
+    """
 
     data: int | Split | None = None
     """The size of the axis that splits the batch (and, with ZeRO, the training state)."""
@@ -62,15 +66,16 @@ class MeshConfig(Config):
     expert: int | Split | None = None
     """The size of the axis that splits the experts of a mixture of experts."""
     fake_devices: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Train on this many fake CPU devices instead of the real devices."""
+    """The number of fake CPU devices to train on instead of the real devices, or null for the real
+    devices."""
 
     _order: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep_order(cls, data: Any, handler: Any) -> MeshConfig:
-        # A validated model has its fields in the order of the class, but the order of the keys in
-        # the config determines which devices are neighbours along each axis.
+        # The order of the keys in the config determines which devices are neighbors along each
+        # axis, but a validated model has its fields in the order of the class.
         mesh = handler(data)
         if isinstance(data, Mapping):
             mesh._order = tuple(k for k in data if k in AXES and data[k] is not None)
@@ -98,12 +103,15 @@ class MeshConfig(Config):
         return values
 
     def sizes(self) -> dict[str, int | Split]:
-        """Return the size of each axis in the order of the config, or `{data: -1}` without axes."""
+        """Return the size of each axis in the order of the config.
+
+        If the config has no axes, the result is `{data: -1}`.
+        """
         return {axis: getattr(self, axis) for axis in self._order} or {MeshAxis.DATA.value: -1}
 
 
 def describe_mesh(sizes: Mapping[str, int | Split]) -> str:
-    """Format a mesh as in a config.
+    """Format the sizes of a mesh in the form of a config.
 
     >>> describe_mesh({"data": 4, "tensor": 2})
     '{data: 4, tensor: 2}'
@@ -122,12 +130,17 @@ def _count(size: int | Split) -> int:
 
 
 def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) -> list[str]:
-    """Propose meshes over the same axes for `device_count` devices, those nearest to `sizes` first.
+    """Propose meshes with the same axes for another number of devices, the most similar mesh first.
+
+    Args:
+      sizes: the sizes of the mesh that does not fit.
+      device_count: the number of devices.
+      most: the maximum number of proposals.
 
     >>> propose({"data": 3, "tensor": 2}, 8)
     ['{data: 4, tensor: 2}', '{data: 2, tensor: 4}', '{data: 8, tensor: 1}']
 
-    Sizes across the slow network are kept where they divide the number of devices.
+    Sizes across the slow network are kept if their product divides the number of devices.
 
     >>> propose({"data": Split(dcn=2, ici=4)}, 16)
     ['{data: {dcn: 2, ici: 8}}']
@@ -156,7 +169,14 @@ def _inside(sizes: Mapping[str, int | Split]) -> list[int]:
 
 
 def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dict[str, int | Split]:
-    """Replace each axis's size inside the fast network; its size across the slow network stays."""
+    """Return sizes in which the size of each axis inside the fast network is replaced.
+
+    The sizes across the slow network are unchanged.
+
+    Args:
+      sizes: the size of each axis.
+      inside: the new size of each axis inside the fast network.
+    """
     return {
         axis: Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
         for (axis, size), count in zip(sizes.items(), inside, strict=True)
@@ -164,7 +184,12 @@ def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dic
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
-    """Return the size of each axis; an axis of size -1 takes what `device_count` leaves for it.
+    """Return the size of each axis, where a size of -1 is replaced by a number of devices.
+
+    Args:
+      config: the config of the mesh.
+      device_count: the number of devices. An axis of size -1 gets this number divided by the
+        product of the other sizes.
 
     Raises:
       MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
@@ -187,11 +212,15 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Arrange `devices` (default: all) as the mesh of `config`, whose axes are all `Auto`.
+    """Arrange devices as the mesh of a config, with the axis type `Auto` for all axes.
+
+    Args:
+      config: the config of the mesh.
+      devices: the devices, or None for all devices.
 
     Raises:
-      MeshError: the sizes do not fit the devices, a `dcn` size does not fit the hosts or slices, or
-        an axis does not fill whole dims of a torus.
+      MeshError: the sizes do not fit the number of devices, the `dcn` sizes do not fit the number
+        of hosts or slices, or an axis does not fill whole dims of a TPU torus.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(config, len(devices))
@@ -206,7 +235,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     types = (AxisType.Auto,) * len(names)
     try:
         return _arranged(devices, dcn, ici, tuple(names), types)
-    # jax raises this error if an axis would use only a part of a dim of the torus.
+    # jax raises this error if an axis would fill only a part of a dim of the torus.
     except NotImplementedError as error:
         dims = _torus(devices)
         raise MeshError(
@@ -224,16 +253,16 @@ def _arranged(
     types: tuple[AxisType, ...],
 ) -> Mesh:
     if math.prod(dcn) == 1:
-        # `jax.make_mesh` may reorder TPU devices, so that the axes are rings of their torus.
+        # `jax.make_mesh` may reorder TPU devices, so that the axes are rings of the torus.
         shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     return Mesh(_two_level(devices, dcn, ici), names, axis_types=types)
 
 
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the size of each dim larger than 1 of the torus that the TPU devices form.
+    """Return the sizes of the torus of TPU devices, without dims of size 1.
 
-    The cores of a chip count as a further dim.
+    The cores of a chip are a further dim.
     """
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     sizes = places.max(axis=0) - places.min(axis=0) + 1
@@ -243,9 +272,12 @@ def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
 def _on_whole_dims(
     sizes: Mapping[str, int | Split], dims: Sequence[int], most: int = 3
 ) -> list[str]:
-    """Return meshes whose axes fill whole dims of the torus, those nearest to `sizes` first.
+    """Return meshes whose axes fill whole dims of a torus, the most similar mesh first.
 
-    Each mesh has the axes of `sizes`, with unchanged sizes across the slow network.
+    Args:
+      sizes: the sizes of the mesh that does not fit. The sizes across the slow network are kept.
+      dims: the sizes of the torus.
+      most: the maximum number of meshes.
     """
     axes = list(sizes)
     owners = itertools.product(range(len(axes)), repeat=len(dims))
@@ -266,8 +298,17 @@ def _on_whole_dims(
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:
-    """Arrange devices in the shape `dcn * ici`; a block of shape `ici` is inside a fast network."""
-    # Where devices have no `slice_index`, each process has a fast network of its own.
+    """Arrange devices over two networks, in an array whose shape is the product of both shapes.
+
+    Args:
+      devices: the devices.
+      dcn: the size of each axis across the slow network.
+      ici: the size of each axis inside a fast network.
+
+    Raises:
+      MeshError: the `dcn` sizes do not fit the number of hosts or slices.
+    """
+    # If devices have no `slice_index`, the devices of a process are a fast network.
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) > 1:
         try:
@@ -282,13 +323,17 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
     # There is a single host (fake devices, tests): each block of consecutive devices represents a
     # fast network.
     blocks = np.asarray(devices).reshape(*dcn, *ici)
-    # Each axis's dcn dim moves before its ici dim, so that the two merge into one dim.
+    # The dcn dim of each axis is moved before its ici dim, so that both can be merged into one dim.
     order = [i + offset for i in range(len(dcn)) for offset in (0, len(dcn))]
     return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 
 
 def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
-    """Return the mesh's names for `axis`: none if absent, two if it is split over two networks."""
+    """Return the names of an axis in a mesh.
+
+    The result has no name if the mesh does not have the axis, and two names if the axis is split
+    over two networks.
+    """
     present = mesh.axis_names
     if axis in present:
         return (axis,)
@@ -296,7 +341,7 @@ def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
 
 
 def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes in an entry of a partition spec.
+    """Return the names of the mesh axes in an entry of a partition spec.
 
     >>> entry_names("data"), entry_names(("data_dcn", "data_ici")), entry_names(None)
     (('data',), ('data_dcn', 'data_ici'), ())

@@ -1,7 +1,8 @@
-"""Gathers of rows whose gradients are gathers too, where jax would scatter.
+"""Gathers of rows whose backward passes are gathers too, instead of the scatters of jax.
 
-An index that is out of range gives a row of zeros. Dims: N, R rows of two arrays, J places of a row
-of the first in the second, D features.
+An index that is out of range reads a row of zeros. Dims: N rows of one array, R rows of another
+array, D features. Each of the R rows is a copy of one of the N rows, and J is the maximum number of
+copies of a row.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ def _rows(x_ND: jax.Array, index: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def spread(x_ND: jax.Array, index_R: jax.Array, places_NJ: jax.Array) -> jax.Array:
-    """Return `x_ND[index_R]`.
+    """Return the rows `x_ND[index_R]`, `[R, D]`.
 
     Args:
-      places_NJ: the positions in `index_R` at which each row of x is read.
+      x_ND: the rows to read.
+      index_R: the row of `x_ND` to read for each row of the result.
+      places_NJ: for each row of `x_ND`, the rows of the result in which it is. The backward pass
+        needs them. Unused entries are R.
 
     >>> x = jax.numpy.array([[1.0], [2.0]])
     >>> index, places = jax.numpy.array([1, 0, 1, 2]), jax.numpy.array([[1, 4], [0, 2]])
@@ -43,12 +47,14 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def collected(y_RD: jax.Array, places_NJ: jax.Array, index_R: jax.Array) -> jax.Array:
-    """Return `[N, D]`, whose row n is the sum of the rows of y at `places_NJ[n]`.
-
-    The function is the transpose of `spread`.
+    """Return sums of rows, `[N, D]`: the transpose of `spread`.
 
     Args:
-      index_R: the row of the result to which each row of y is added.
+      y_RD: the rows to add up.
+      places_NJ: for each row of the result, the rows of `y_RD` that are added up. Unused entries
+        are R.
+      index_R: the row of the result to which each row of `y_RD` is added. The backward pass needs
+        them.
     """
     return _rows(y_RD, places_NJ).sum(1)
 

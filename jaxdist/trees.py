@@ -1,4 +1,4 @@
-"""Names and sizes of the leaves of a pytree, for messages, manifests and reports."""
+"""Functions on the names and sizes of the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxdist.types import Leaf, PyTree
 
 
 def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Flatten a tree to leaves and their paths, in jax's order; empty containers have no leaf.
+    """Return the leaves of a tree with their names, in the order of `jax.tree.leaves`.
 
-    A name joins dict keys, dataclass fields, namedtuple fields and positions with '/'. A bare leaf
-    is named ''.
+    A name is the path of the leaf: dict keys, names of fields and list indices, joined by '/'. A
+    tree that is a single leaf has the name ''.
 
     >>> flatten_with_names({"layers": [{"kernel": 1, "bias": 2}], "step": 3})
     [('layers/0/bias', 2), ('layers/0/kernel', 1), ('step', 3)]
@@ -26,9 +26,14 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
 
 
 def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTree, PyTree]:
-    """Divide nested dictionaries into the leaves without and with one of these names.
+    """Divide nested dictionaries into two trees: all other leaves, and the leaves with given names.
 
-    Everything but a dictionary is a leaf; a dictionary without leaves is left out.
+    Every value that is not a dictionary is a leaf. A dictionary without leaves is left out.
+
+    Args:
+      tree: the nested dictionaries.
+      names: the names of the leaves of the second tree, as in `flatten_with_names`.
+      above: the prefix of all names in `tree`.
 
     >>> divide({"a": {"x": 1, "y": 2}, "b": 3}, {"a/x", "b"})
     ({'a': {'y': 2}}, {'a': {'x': 1}, 'b': 3})
@@ -49,7 +54,7 @@ def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTre
 
 
 def join_leaves(some: PyTree, others: PyTree) -> PyTree:
-    """Invert `divide`, with keys in jax's order.
+    """Join the two trees that `divide` returns to one tree, with sorted keys.
 
     >>> join_leaves({"a": {"y": 2}}, {"a": {"x": 1}, "b": 3})
     {'a': {'x': 1, 'y': 2}, 'b': 3}
@@ -63,7 +68,7 @@ def join_leaves(some: PyTree, others: PyTree) -> PyTree:
 
 
 def pattern_of(name: str) -> str:
-    """Replace each list position in a name by `*`, so that similar leaves get the same name.
+    """Replace each list index in a name by `*`, so that similar leaves have the same pattern.
 
     >>> pattern_of("blocks/3/attention/kernel")
     'blocks/*/attention/kernel'
@@ -72,9 +77,10 @@ def pattern_of(name: str) -> str:
 
 
 def leaf_bytes(leaf: Leaf) -> int:
-    """Return the bytes of an array or `jax.ShapeDtypeStruct` over all devices, without replicas.
+    """Return the number of bytes of an array or of a `jax.ShapeDtypeStruct`.
 
-    A Python scalar counts as the array that jax makes of it, and a random key as its words.
+    For a sharded array this is the number of bytes of all shards, without replicas. A Python scalar
+    has the size of the array to which jax converts it, and a random key has the size of its words.
     """
     shape = jnp.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -82,7 +88,7 @@ def leaf_bytes(leaf: Leaf) -> int:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Return the bytes of all leaves together (replicas and padding not counted).
+    """Return the number of bytes of all leaves together, without replicas and padding.
 
     >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "n": None})
     12
@@ -91,7 +97,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def tree_size(tree: PyTree) -> int:
-    """Return the number of elements of all leaves together: the parameter count of a model.
+    """Return the number of elements of all leaves together, such as the parameters of a model.
 
     >>> tree_size({"w": jax.ShapeDtypeStruct((2, 3), "float32"), "b": 1.0})
     7

@@ -1,7 +1,8 @@
-"""Types of trees and documents.
+"""Type aliases for trees and documents.
 
-jax has no static type of a pytree, and Python has none of a JSON value: most of these aliases are
-`Any` to a type checker, and only inform the reader. This module imports neither jax nor jaxdist.
+jax has no static type for a pytree, and Python has no static type for a JSON value. Most of these
+aliases are therefore `Any` for a type checker, and only inform the reader. This module imports
+neither jax nor jaxdist.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 from typing import Any, TypeAlias, TypeVar
 
 PyTree: TypeAlias = Any
-"""Nested containers that jax knows (dicts, lists, dataclasses, NNX states), or one bare leaf."""
+"""A tree of containers that jax knows (dicts, lists, dataclasses, NNX states), or a single leaf."""
 Leaf: TypeAlias = Any
 """A leaf of a tree: an array, a `jax.ShapeDtypeStruct`, or a Python scalar."""
 Params: TypeAlias = Any
-"""The trained arrays of a model, or their shapes: usually nested dicts with string keys."""
+"""The parameters of a model, or their shapes: usually nested dicts with string keys."""
 Buffers: TypeAlias = Any
-"""Arrays that a model keeps but does not train, such as batch statistics; a tree like `Params`."""
+"""The arrays that a model changes in a step but that have no gradients, such as batch statistics:
+usually nested dicts with string keys."""
 Grads: TypeAlias = Any
-"""Gradients: the structure of `Params`."""
+"""The gradients of the parameters, a tree with the structure of `Params`."""
 Updates: TypeAlias = Any
-"""An optimizer's additions to the parameters, or transformed gradients: the structure of
-`Params`."""
+"""The values that an optimizer adds to the parameters, or transformed gradients, a tree with the
+structure of `Params`."""
 OptState: TypeAlias = Any
 """The state of an optax transformation."""
 Specs: TypeAlias = Any
@@ -32,7 +34,7 @@ Masks: TypeAlias = Any
 Scalar: TypeAlias = Any
 """A number: a Python number, or an array of shape ()."""
 Kwargs: TypeAlias = dict[str, Any]
-"""Keyword arguments of a function whose signature is not known."""
+"""The keyword arguments of a function whose signature is not known."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of a JSON or YAML document."""
 TreeDef: TypeAlias = Any
@@ -42,6 +44,6 @@ Dims: TypeAlias = tuple[str | None, ...]
 Json: TypeAlias = Any
 """A value of a JSON or YAML document: null, bool, number, string, list or object."""
 Annotation: TypeAlias = Any
-"""The type in an annotation: a class, a union, `Annotated[...]`."""
+"""A type in an annotation: a class, a union or `Annotated[...]`."""
 TreeT = TypeVar("TreeT")
-"""The type of a tree that a function returns with the structure of its argument."""
+"""A type variable for functions that return a tree of the same type as their argument."""

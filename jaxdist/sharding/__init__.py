@@ -1,8 +1,9 @@
-"""The mapping from logical dims to mesh axes; a dim or rule without a match is an error.
+"""The mapping from logical dims to mesh axes.
 
 Models name the *dims* of each parameter ("embed", "mlp"), and rules map a dim to a mesh axis. If
-the mesh lacks the axis, the dim is not split. The same rules therefore serve every mesh, and moving
-a model to another mesh changes only the config's `mesh:`.
+the mesh does not have the axis, the dim is not split. The same rules are therefore for every mesh,
+and only `mesh` in a config changes for another mesh. A dim without a rule is an error, and so is a
+rule for a dim that the model does not have.
 """
 
 from jaxdist.sharding.dims import resolve_dims

@@ -1,17 +1,17 @@
-"""Matmuls over a tensor axis that overlap with their collectives, piece by piece.
+"""Matmuls over a tensor axis that overlap with their collectives, chunk by chunk.
 
-Where the sequence of the residual stream is split over the axis, an MLP begins with an all-gather
-of its input and ends with a reduce-scatter of its result. This module passes each device's piece of
-the sequence around a ring instead: a device multiplies the pieces that it has while the next pieces
-arrive, and partial sums are added up on their way back (Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition", ASPLOS 2023).
+If the sequence of the residual stream is split over the axis, an MLP begins with an all-gather of
+its input and ends with a reduce-scatter of its result. This module instead sends each device's
+chunk of the sequence around a ring. A device multiplies the chunks that it has while the next
+chunks arrive. The partial sums of the result are sent around the ring in the opposite directions
+(Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 
-Devices process pieces in the order of arrival, which differs between devices, and never reorder
-them, because an MLP does not depend on the order of the sequence, and reordering would copy data.
-The gradient of a kernel is a single matmul over several pieces, because XLA would all-reduce a
-separate gradient of each piece over the data axis.
+Each device processes the chunks in the order in which they arrive, which differs between devices.
+The chunks are not sorted: the result of an MLP does not depend on the order of the sequence, and
+sorting would copy data. The gradient of a kernel is a single matmul over several chunks, because
+XLA would all-reduce a separate gradient of each chunk over the data axis.
 
-Dims: B batch, L sequence, D embed, F mlp, n devices on the ring, l = L/n.
+Dims: B batch, L sequence, D embed, F mlp, n devices on the ring, l = L / n.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ import jax
 import jax.numpy as jnp
 
 Pieces = tuple[jax.Array, ...]
-"""A sequence in pieces `[B, l, ...]`, in the order of the distances that `distances` returns."""
+"""The chunks of a sequence, arrays `[B, l, ...]`, in the order of `distances`."""
 
 MOST_READ = 4
-"""The largest number of stacked pieces that XLA:TPU reads inside a matmul without copying them."""
+"""The maximum number of stacked chunks that XLA:TPU reads inside a matmul without copying them."""
 
 
 def distances(count: int) -> list[int]:
-    """Return the signed number of hops that each piece travels on a ring, the nearest piece first.
+    """Return the numbers of hops from which the chunks of a ring arrive, the nearest chunk first.
+
+    A positive number is for one direction of the ring, and a negative number for the other.
 
     >>> distances(5), distances(4)
     ([0, 1, -1, 2, -2], [0, 1, -1, 2])
@@ -42,12 +44,23 @@ def distances(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class AxisRing:
-    """A ring of the devices of a mesh axis, for use in a `jax.shard_map` manual on the axis."""
+    """A ring of the devices of a mesh axis, inside a `jax.shard_map` that is manual on the axis.
+
+    Attributes:
+      axis: the name of the mesh axis.
+    """
 
     axis: str
 
     def gathered(self, x: jax.Array) -> Pieces:
-        """Gather the pieces of all devices, given this device's piece `x [B, l, ...]`."""
+        """Gather the chunks of all devices.
+
+        Args:
+          x: this device's chunk, `[B, l, ...]`.
+
+        Returns:
+          The chunks of all devices, in the order of their distance on the ring.
+        """
         count = jax.lax.axis_size(self.axis)
         found = {0: x}
         for distance in distances(count)[1:]:
@@ -58,16 +71,26 @@ class AxisRing:
     def products(
         self, pieces: Pieces, *kernels: jax.Array, leaving: bool = False
     ) -> tuple[Pieces, ...]:
-        """Multiply all pieces `[B, l, D]` by each kernel `[D, F]`, in their dtype.
+        """Multiply all chunks `[B, l, D]` by each kernel `[D, F]`, in their dtype.
 
         Args:
-          leaving: whether `reduced` follows, so that the farthest piece is multiplied first; else
-            the pieces come from `gathered`, and the nearest piece is multiplied first.
+          pieces: the chunks.
+          kernels: the kernels.
+          leaving: whether the results are passed to `reduced`. The farthest chunk is then
+            multiplied first. Otherwise the chunks are from `gathered`, and the nearest chunk is
+            multiplied first.
+
+        Returns:
+          For each kernel, the products of all chunks, `[B, l, F]`.
         """
         return _products(leaving, pieces, kernels)
 
     def reduced(self, pieces: Pieces) -> jax.Array:
-        """Sum each piece over the devices of the ring; return this device's sum `[B, l, ...]`."""
+        """Sum each chunk over the devices of the ring, and return the sum of this device's chunk.
+
+        Args:
+          pieces: the chunks `[B, l, ...]` in the order of `gathered`.
+        """
         order = distances(len(pieces))
         totals = dict(zip(order, pieces, strict=True))
         for distance in reversed(order[1:]):
@@ -102,8 +125,8 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
     columns = list(zip(*cotangents, strict=True))
     if not leaving:
-        # By this barrier the pieces of another gather travel before these matmuls, not between
-        # these matmuls and the following matmuls.
+        # Because of this barrier, the chunks of another gather are sent before these matmuls, and
+        # not between these matmuls and the following matmuls.
         pieces, columns[-1] = jax.lax.optimization_barrier((pieces, columns[-1]))
     passed = _one_by_one(back, columns, farthest_first=not leaving)
     return tuple(passed), tuple(_kernel_gradient(pieces, grads) for grads in cotangents)
@@ -111,7 +134,7 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
 def _kernel_gradient(pieces: Pieces, grads: Pieces) -> jax.Array:
     rows = (0, 1, 2)
-    # The pieces are stacked in a new dim, because a concatenation along a dim that the data axis
+    # The chunks are stacked along a new dim, because a concatenation along a dim that the data axis
     # splits would move elements between devices.
     total, *more = (
         jnp.tensordot(jnp.stack(pieces[part]), jnp.stack(grads[part]), (rows, rows))
@@ -126,9 +149,14 @@ _products.defvjp(_forward, _backward)
 def _one_by_one(
     function: Callable[[Any], Any], pieces: Sequence[Any], *, farthest_first: bool
 ) -> list[Any]:
-    """Apply a function to each piece, one after another.
+    """Apply a function to each chunk in sequence, and return the results in the order of `pieces`.
 
-    A barrier forces the order on XLA, which otherwise waits for all pieces before the first matmul.
+    Barriers enforce the sequence. Without them, XLA waits for all chunks before the first matmul.
+
+    Args:
+      function: the function.
+      pieces: the chunks, the nearest chunk first.
+      farthest_first: whether to begin with the last chunk.
     """
     results = list(pieces)
     places = sorted(range(len(pieces)), reverse=farthest_first)

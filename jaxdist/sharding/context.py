@@ -1,4 +1,4 @@
-"""The method by which the devices of mesh axis `context` share a sequence: set, or chosen."""
+"""The choice of the method by which the devices of mesh axis `context` share a sequence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ from jaxdist.sharding.layout import Layout, ShardingConfig
 def share_sequences(
     layout: Layout, config: ShardingConfig, needs: ContextNeeds, *, reorders: bool
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the split of its sequences, and the reason for that split.
+    """Return the layout with the method by which devices share a sequence.
 
     Args:
-      needs: the attention of a device that would have whole sequences.
-      reorders: whether a training batch may be in another order.
+      layout: the layout, without a method.
+      config: the config of the sharding, which sets a method or `auto`.
+      needs: the attention that a device would compute if it had whole sequences.
+      reorders: whether the positions of a training batch may be in another order.
+
+    Returns:
+      The layout, and a tuple with a sentence about the method and the reason for it. If no axis
+      splits sequences, the layout is unchanged and the tuple is empty.
 
     Raises:
-      ConfigError: the devices do not divide the sequence, or the heads do not fit the split.
+      ConfigError: the number of devices does not divide the length of sequences, or the method does
+        not fit the number of devices or the heads.
     """
     given = layout.split
     if given is None:

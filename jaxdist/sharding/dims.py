@@ -1,4 +1,4 @@
-"""The dims of each parameter, from the model and from the patterns of a config."""
+"""The choice of the dims of each parameter, from the model and from the patterns of a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STACKED = "layers"
 """The name of the first dim of the parameters of stacked layers."""
 
 MOST_NAMES = 4
-"""The number of parameter names that a message lists if no name is close to the given pattern."""
+"""The number of parameter names that a message lists if no name is similar to a given pattern."""
 
 ACTIVATION_DIMS = frozenset({"batch", "seq", "residual_seq"})
 """The dims that only activations have.
@@ -34,18 +34,23 @@ def resolve_dims(
     stacked: frozenset[str] = frozenset(),
     layout: Layout | None = None,
 ) -> dict[str, Dims]:
-    """Resolve each parameter's dims: the model's, else those of the first pattern that matches.
+    """Return the dims of each parameter.
 
-    A parameter without such dims is not split, provided that no axis of the mesh splits parameters.
+    If the model names the dims of a parameter, these are returned. Otherwise the first pattern of
+    the config that matches the parameter's name has its dims. If no pattern matches, all dims are
+    None, but only on a mesh that splits no parameters.
 
     Args:
-      shapes: shape of each parameter, by name.
-      dims: dims of each parameter from the model, or None where the model names none.
-      stacked: names of the parameters whose first dim counts layers; a single layer's dims suffice.
-      layout: the layout of the parameters; with None, some axis is assumed to split parameters.
+      config: the config of the sharding.
+      shapes: the shape of each parameter, by name.
+      dims: the dims of each parameter by name, from the model, or None if the model does not name
+        them.
+      stacked: the names of the parameters whose first dim counts layers. The model or a pattern may
+        name the dims of a single layer only.
+      layout: the layout of the parameters, or None to assume that the mesh splits parameters.
 
     Raises:
-      ShardingError: parameters lack dims, patterns have no effect, or rules name dims that no
+      ShardingError: parameters have no dims, patterns have no effect, or rules name dims that no
         parameter has; one message lists all of these.
     """
     resolved: dict[str, Dims] = {}
@@ -74,7 +79,7 @@ def resolve_dims(
 
 
 def _splits_parameters(layout: Layout) -> bool:
-    """Return whether an axis larger than 1 splits a dim of parameters other than stacked layers."""
+    """Return whether the mesh splits a dim of parameters, apart from the dim of stacked layers."""
     dims = {dim for dim, _ in layout.rules} - ACTIVATION_DIMS - {STACKED}
     return any(layout.parts(dim) > 1 for dim in dims)
 
@@ -85,7 +90,14 @@ def _first(name: str, params: Mapping[str, Any]) -> PyTree:
 
 
 def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
-    """Return a parameter's dims as the model or else the pattern names them, or None."""
+    """Return the dims of a parameter, or None if neither the model nor a pattern names them.
+
+    Args:
+      own: the dims from the model, or None.
+      pattern: the dims from the config, or None if no pattern matches.
+      shape: the shape of the parameter.
+      stacked: whether the first dim of the parameter counts layers.
+    """
     if own is not None:
         return (STACKED, *own) if stacked and len(own) == len(shape) - 1 else own
     if pattern is None:
@@ -100,14 +112,18 @@ def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool
 
 
 def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -> list[str]:
-    """Describe why some patterns have no effect: each gives no parameter its dims."""
+    """Return a sentence for each pattern that has no effect, with the reason.
+
+    A pattern has no effect if no parameter gets its dims from the pattern.
+    """
     matched = {
         pattern: {name for name in dims if fnmatch.fnmatchcase(name, pattern)} for pattern in params
     }
     free = {name for name, own in dims.items() if own is None}
     problems, before = [], []
     for pattern, names in matched.items():
-        # An earlier pattern wins: if it matches all these parameters and more, `pattern` is hidden.
+        # The first pattern that matches is used. If an earlier pattern matches all these parameters
+        # and more, `pattern` has no effect.
         hides = next((p for p in before if names & free < matched[p] & free), None)
         if not names:
             why = f"matches no parameter: {near_names(pattern, dims)}"
@@ -131,7 +147,10 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
 
 
 def near_names(pattern: str, names: Iterable[str]) -> str:
-    """Suggest the parameter that a misspelt pattern may mean, or list names of some parameters."""
+    """Return a hint for a pattern that matches no parameter.
+
+    The hint is the most similar name of a parameter, or a list of the names of some parameters.
+    """
     known = [*dict.fromkeys(map(pattern_of, names))]
     more, match = len(known) - MOST_NAMES, closest(pattern, known)
     if more <= 0:
@@ -142,14 +161,17 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 
 
 def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> str:
-    """Describe parameters without dims as YAML to paste: a line for each pattern and rank."""
+    """Return an error message about parameters without dims, with YAML that a user can paste.
+
+    The YAML has a line for each pattern of names and number of dims.
+    """
     groups: dict[tuple[str, int], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((pattern_of(name), len(shape)), []).append(name)
     lines: dict[str, str] = {}
     for (pattern, rank), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        # If parameters of several ranks match a pattern, the most frequent rank keeps the pattern,
-        # and parameters of other ranks are listed by their names before it.
+        # If parameters with different numbers of dims match a pattern, the pattern is for the most
+        # frequent number, and the other parameters are listed by their names before it.
         for key, members in _keys(pattern, names, taken=pattern in lines).items():
             free = ["null"] * rank
             if names[0] in stacked:
@@ -158,7 +180,7 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
             sizes = found[0] if len(found) == 1 else f"{found[0]} and other sizes"
             count = "" if len(members) == 1 else f", {len(members)} parameters"
             lines[key] = f'    "{key}": [{", ".join(free)}]  # {sizes}{count}'
-    # A `*` also matches `/`, so longer patterns come first, and names before patterns.
+    # A `*` also matches `/`, so longer patterns must come first, and names before patterns.
     ordered = sorted(lines, key=lambda key: (-key.count("/"), key.count("*")))
     many = "1 parameter names" if len(shapes) == 1 else f"{len(shapes)} parameters name"
     return "\n".join(
@@ -174,7 +196,13 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
 
 
 def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[str]]:
-    """Return patterns for these names, with the names that each pattern matches."""
+    """Return patterns for parameters, with the names that each pattern matches.
+
+    Args:
+      pattern: the common pattern of the names.
+      names: the names of the parameters.
+      taken: whether other parameters use the common pattern. Each name is then its own pattern.
+    """
     if taken or len(names) == 1:
         return {glob.escape(name): [name] for name in names}
     return {pattern: [*names]}

@@ -1,11 +1,12 @@
-"""The exchange of tokens between devices with different experts, and its choice by formula.
+"""The exchange of tokens between devices that have different experts.
 
-Each alternative maps the tokens of this device, their experts and weights to the weighted sums of
-the experts' results, inside a `jax.shard_map` that is manual on the axis of the experts. A device
-sends a token once to each device that has some of its experts.
+Each exchange is a function of this device's tokens, of the experts of each token, and of their
+weights. It returns, for each token, the weighted sum of the experts' results. It runs inside a
+`jax.shard_map` that is manual on the axis of the experts. `Padded` and `Ragged` send a token once
+to each device that has at least one of the token's experts.
 
-Dims: X devices along the axis, T tokens of a device, M tokens that a device sends to another at
-most, D embed, k experts of a token.
+Dims: X devices along the axis, T tokens of a device, D embed, k experts of a token. M is the
+maximum number of tokens that a device sends to another device.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from jax import lax
 from jaxdist.permute import collected, spread
 
 ExchangeName = Literal["auto", "padded", "ring", "ragged"]
-"""Way to exchange tokens between devices with different experts."""
+"""The name of an exchange of tokens, or `auto`."""
 Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Function of tokens `[T, D]`, numbers of this device's experts `[T, k]` and weights `[T, k]`; a
-number beyond these is an expert elsewhere. It returns sums `[T, D]`."""
+"""A function that computes the experts of this device. It takes tokens `[T, D]`, the indices of
+their experts `[T, k]` and weights `[T, k]`, and returns the weighted sums `[T, D]`. The experts of
+this device have the indices from 0. A larger index is for an expert on another device, which adds
+nothing to the sum."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a device among the devices that have different experts.
+    """The settings of an exchange, and this device's position on the axis of the experts.
 
     Attributes:
-      axes: mesh axes of these devices; all are manual.
-      experts: number of experts of each device.
-      most: the largest number of tokens that a device sends to another.
+      axes: the manual mesh axes that split the experts.
+      experts: the number of experts of each device.
+      most: the maximum number of tokens that a device sends to another device, M.
     """
 
     axes: tuple[str, ...]
@@ -43,41 +46,60 @@ class Place:
 
     @property
     def size(self) -> int:
-        """The number of devices that exchange tokens."""
+        """The number of devices that exchange tokens, X."""
         return lax.axis_size(self.axes)
 
     @property
     def axis(self) -> Any:
-        """The axes as `ragged_all_to_all` takes them: a single axis by its name."""
+        """The axes in the form for `ragged_all_to_all`: a name, or a tuple of several names."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
     def own(self, ids_Tk: jax.Array) -> jax.Array:
-        """Renumber experts so that this device's begin at 0, and others come after them."""
+        """Convert indices of experts in the model to indices of experts on this device.
+
+        The experts of this device get the indices from 0 to `experts` - 1. The experts of all other
+        devices get the index `experts`.
+        """
         mine = ids_Tk - lax.axis_index(self.axes) * self.experts
         return jnp.where((mine >= 0) & (mine < self.experts), mine, self.experts)
 
 
 class TokenExchange(Protocol):
-    """A method to send tokens to their experts, and the results back."""
+    """The protocol of exchanges, which send tokens to their experts and send the results back."""
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Return the weighted sums of the results of each token's experts, `[T, D]`."""
+        """Return the weighted sum of the results of each token's experts, `[T, D]`.
+
+        Args:
+          place: the settings of the exchange.
+          local: the function that computes the experts of this device.
+          x_TD: the tokens of this device.
+          ids_Tk: the indices of each token's experts in the model.
+          weights_Tk: the weights of each token's experts.
+        """
         ...
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return how many tokens a device sends in the forward pass, of D features each."""
+        """Return the number of tokens, of D features each, that a device sends in a forward pass.
+
+        Args:
+          tokens: the number of tokens of a device, T.
+          most: the maximum number of tokens that a device sends to another device, M.
+          devices: the number of devices that exchange tokens, X.
+          top_k: the number of experts of a token, k.
+        """
         ...
 
 
 class RingExchange:
-    """All-gather of all tokens, and reduce-scatter of the results."""
+    """The exchange by an all-gather of all tokens and a reduce-scatter of the results."""
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange; each device computes its experts for the tokens of all devices."""
+        """Return the weighted sums; each device computes its experts for all devices' tokens."""
 
         def gathered(x: jax.Array) -> jax.Array:
             return lax.all_gather(x, place.axes, tiled=True)
@@ -86,17 +108,17 @@ class RingExchange:
         return lax.psum_scatter(local(*given), place.axes, tiled=True)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return the numbers sent: 2 (X - 1) T, since all tokens travel to all devices and back."""
+        """Return 2 (X - 1) T, since all tokens are sent to all devices, and the results back."""
         return 2.0 * (devices - 1) * tokens
 
 
 class Padded:
-    """All-to-all of buffers that have room for all the tokens that a device may send to another."""
+    """The exchange by all-to-alls of buffers that have M rows for each device."""
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange by two all-to-alls of `[X, M, D]`."""
+        """Return the weighted sums, by all-to-alls of `[X, M, D]` with tokens and with results."""
         sent = _Sent.plan(place, ids_Tk)
         count = place.size * place.experts
 
@@ -104,7 +126,7 @@ class Padded:
             buffer = spread(x, sent.tokens, sent.places)
             return lax.all_to_all(buffer, place.axes, 0, 0, tiled=True)
 
-        # Experts are numbered from 1 on the way, since rows without a token are zeros.
+        # Experts are counted from 1 in the buffers, since rows without a token are zeros.
         ids = exchanged((ids_Tk + 1).astype(jnp.int32)) - 1
         ids = place.own(jnp.where(ids < 0, count, ids))
         y_RD = local(exchanged(x_TD), ids, exchanged(weights_Tk))
@@ -112,22 +134,22 @@ class Padded:
         return collected(y_RD, sent.places, sent.tokens)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) M."""
+        """Return 2 (X - 1) M, since M rows are sent to each device, and the results back."""
         return 2.0 * (devices - 1) * most
 
 
 class Ragged:
-    """All-to-all of exactly the tokens that a device sends to another; not on CPU."""
+    """The exchange by ragged all-to-alls, which send only rows with tokens; not for CPUs."""
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange by `jax.lax.ragged_all_to_all`, into a buffer for the worst case."""
+        """Return the weighted sums, by `jax.lax.ragged_all_to_all` into buffers of X M rows."""
         sent = _Sent.plan(place, ids_Tk)
         X, M = place.size, place.most
         count = X * place.experts
         received = lax.all_to_all(sent.counts, place.axes, 0, 0, tiled=True)
-        # Each sender has a part of the buffer of its own, so that its offset is known to it.
+        # Each sender has its own part of the receiver's buffer, so it knows the offset of its rows.
         starts = jnp.arange(X, dtype=jnp.int32) * M
         here = jnp.full(X, lax.axis_index(place.axis), jnp.int32) * M
 
@@ -144,18 +166,24 @@ class Ragged:
         return collected(moved(y_RD, received, sent.counts), sent.places, sent.tokens)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return the expectation with an even load: 2 (X - 1) T (1 - (1 - 1/X)^k)."""
+        """Return the expected number if each token's experts are drawn uniformly.
+
+        The number is 2 (X - 1) T (1 - (1 - 1/X)^k), but at most 2 (X - 1) M.
+        """
         return 2.0 * (devices - 1) * min(most, tokens * (1 - (1 - 1 / devices) ** top_k))
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """The tokens that this device sends.
+    """The tokens that this device sends, and their rows in the send buffer.
+
+    The send buffer has X M rows, of which M rows are for each device.
 
     Attributes:
-      tokens: the token of each of the X M places of the buffer, `[X M]`; T for none.
-      places: the place of each token in the buffer of each device, `[T, X]`; X M for none.
-      counts: number of tokens for each device.
+      tokens: the index of the token in each row of the buffer, `[X M]`, or T for an empty row.
+      places: the row of each token in the part of the buffer for each device, `[T, X]`, or X M if
+        the token is not sent to the device.
+      counts: the number of tokens for each device, `[X]`.
     """
 
     tokens: jax.Array
@@ -186,12 +214,15 @@ EXCHANGES: Mapping[ExchangeName, TokenExchange] = {
 def choose_exchange(
     name: ExchangeName, tokens: int, most: int, devices: int, top_k: int, platform: str
 ) -> ExchangeName:
-    """Choose the exchange that sends the fewest tokens; a ring, which has no buffers, if equal.
+    """Return `name`, or for "auto" the name of the exchange that sends the fewest tokens.
+
+    If the numbers of tokens are equal, "ring" is chosen, because it needs no buffers.
 
     Args:
-      tokens, most: T and M.
-      platform: platform of the devices; `ragged` is only chosen for TPUs, since XLA lacks it on
-        CPU, and on GPU it waits for the host.
+      name: the name of an exchange, or "auto".
+      tokens, most, devices, top_k: the arguments of `TokenExchange.tokens_sent`.
+      platform: the platform of the devices. For "auto", "ragged" is chosen on TPUs only, since XLA
+        does not support it on CPUs, and on GPUs it waits for the host.
 
     >>> choose_exchange("auto", 1024, 1024, 4, 2, "cpu"), choose_exchange(
     ...     "auto", 1024, 640, 4, 2, "cpu"
@@ -207,11 +238,12 @@ def choose_exchange(
 
 
 def most_sent(tokens: int, rows: int, capacity: int | None, experts: int) -> int:
-    """Return the largest number of tokens that a device can send to another.
+    """Return the maximum number of tokens that a device can send to another device.
 
     Args:
-      rows: number of sequences of a device.
-      capacity: the largest number of tokens of a sequence for an expert; None sets no limit.
-      experts: number of experts of a device.
+      tokens: the number of tokens of a device.
+      rows: the number of sequences of a device.
+      capacity: the maximum number of tokens of a sequence for each expert, or None without a limit.
+      experts: the number of experts of a device.
     """
     return tokens if capacity is None else min(tokens, rows * capacity * experts)

@@ -1,4 +1,4 @@
-"""A mesh and its rules: the mapping from logical dims to mesh axes."""
+"""Layouts: a mesh with the rules that map logical dims to mesh axes."""
 
 from __future__ import annotations
 
@@ -45,42 +45,45 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "rows": None,
     "experts": "expert",
 }
-"""The mesh axis of each logical dim, or None; `sharding.rules` of a config override these rules."""
+"""The mesh axis of each logical dim, or None if the dim is not split. The rules in a config's
+`sharding.rules` override these rules."""
 
 CONTEXT = MeshAxis.CONTEXT.value
 ELLIPSIS = "..."
-"""The placeholder, in a pattern's dims, for all unnamed dims, which are never split."""
+"""The placeholder for any number of dims that are never split, in the dims of a pattern."""
 
 
 class ShardingConfig(Config):
     """The mapping of the model's logical dims to mesh axes."""
 
     rules: dict[str, str | None] = Field(default_factory=dict)
-    """The mesh axis of a logical dim, or null to keep the dim whole. These rules override the
-    defaults, and a rule for a dim that no parameter or activation has is an error."""
+    """The mesh axis of each logical dim, or null if the dim is not split. These rules override the
+    default rules. A rule for a dim that no parameter or activation has is an error."""
     params: dict[str, Literal["whole"] | list[str | None]] = Field(default_factory=dict)
-    """The dims of parameters that the model does not annotate, by path pattern (`blocks/*/kernel`,
-    in which `*` matches any text, including `/`). The first pattern that matches, in the order of
-    the file, wins. A dim `null` is never split; `...` represents any number of such dims, as in
-    `[..., mlp]`; `whole` means that no dim is split. For stacked layers a pattern names the dims of
-    a single layer."""
+    """The dims of parameters for which the model does not name dims, by pattern of names. In a
+    pattern such as `blocks/*/kernel`, `*` matches any text, including `/`. The first pattern in the
+    order of the file that matches a name is used. A dim `null` is never split; `...` represents any
+    number of such dims, as in `[..., mlp]`; `whole` means that no dim is split. For stacked layers
+    a pattern names the dims of a single layer."""
 
     collective_matmul: bool = False
-    """Whether MLPs (gpt) pass pieces of the sequence around the axis of `residual_seq` during their
-    matmuls, instead of a gather before and a reduction after the matmuls."""
+    """Whether MLPs (gpt) send chunks of the sequence around the axis of `residual_seq` during their
+    matmuls, instead of a gather before the matmuls and a reduction after them."""
     experts: ExchangeName = "auto"
-    """The way of tokens to experts on other devices: padded (all-to-all of buffers with room
-    for the worst case), ring (all-gather of all tokens, and reduce-scatter of the results), ragged
-    (all-to-all of what there is, not on CPU), or auto, whichever sends least."""
+    """The exchange of tokens between devices that have different experts: padded (all-to-all of
+    buffers for the worst case), ring (all-gather of all tokens, and reduce-scatter of the results),
+    ragged (all-to-all of only the rows with tokens, not on CPU), or auto (the exchange that sends
+    the fewest bytes)."""
     context: Way | Literal["auto"] = "auto"
-    """The way in which the devices of mesh axis `context` share a sequence's attention: gather
-    (each gathers all keys and values), ring (keys and values rotate), ulysses (devices exchange
-    pieces of the sequence for heads), ring_ulysses (both, in groups); auto takes the fewest
-    bytes."""
+    """The method by which the devices of mesh axis `context` share the attention of a sequence:
+    gather (each device gathers all keys and values), ring (keys and values rotate), ulysses
+    (devices exchange chunks of the sequence for heads), ring_ulysses (both, in groups), or auto
+    (the method that sends the fewest bytes)."""
     context_order: Order | Literal["auto"] = "auto"
-    """Order of the positions of a training batch over these devices: contiguous; zigzag (each has
-    an early and a late piece) or striped (each has every n-th position), which give all devices
-    equal work where attention is causal; auto balances where it can."""
+    """The order of the positions of a training batch over the devices of axis `context`:
+    contiguous, zigzag (each device has an early and a late chunk), striped (each device has every
+    n-th position), or auto. With causal attention, zigzag and striped give all devices equal work,
+    and auto chooses one of them if possible."""
 
     @field_validator("rules")
     @classmethod
@@ -103,9 +106,18 @@ class ShardingConfig(Config):
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and its rules; hashable, so that a jitted model may hold a layout.
+    """A mesh with the rules that map logical dims to mesh axes.
 
-    The call `layout(x, *dims)` inside a jitted function constrains an activation.
+    The call `layout(x, *dims)` constrains an activation inside a jitted function. A layout is
+    hashable, so that a model that is an argument of `jax.jit` may contain it.
+
+    Attributes:
+      mesh: the mesh.
+      rules: the pairs of a logical dim and a mesh axis or None.
+      collective_matmul: the setting of `ShardingConfig`.
+      experts: the setting of `ShardingConfig`.
+      shared: the method by which the devices of axis `context` share a sequence, or None if it is
+        not chosen yet or no axis splits sequences.
     """
 
     mesh: Mesh
@@ -115,7 +127,9 @@ class Layout:
     shared: SequenceSplit | None = None
 
     def axis_of(self, dim: str | None) -> str | None:
-        """Return the mesh axis that splits `dim`, or None.
+        """Return the axis to which a rule maps a logical dim, or None if the dim is not split.
+
+        The mesh may not have this axis. For the dim None the result is None.
 
         Raises:
           ShardingError: no rule names the dim.
@@ -132,7 +146,7 @@ class Layout:
         )
 
     def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """Return a tensor's partition spec, given its dims; absent and size-1 axes do not split."""
+        """Return the partition spec of a tensor with these logical dims."""
         entries: list[Any] = []
         for dim in dims:
             names = self.names_of(dim)
@@ -140,14 +154,16 @@ class Layout:
         return PartitionSpec(*entries)
 
     def names_of(self, dim: str | None) -> tuple[str, ...]:
-        """Return the mesh's names of the axes that split `dim`.
+        """Return the names of the mesh axes that split a logical dim, slowest first.
 
-        The axis of experts splits the batch too, inside the axis of the batch: devices that hold
-        different experts have different tokens.
+        An axis that is split over two networks has two names. The axis of experts splits the batch
+        too, inside the axis of the batch, because devices that have different experts have
+        different tokens.
         """
         axis = self.axis_of(dim)
         names = axis_names(self.mesh, axis) if axis is not None else ()
-        # Sequence parallelism splits the pieces of a sequence that several devices share further.
+        # With context parallelism and sequence parallelism, the axis of `residual_seq` further
+        # splits the part of the sequence that a device has along the axis of `seq`.
         if dim == "residual_seq" and (seq := self.axis_of("seq")) not in (None, axis):
             names = *axis_names(self.mesh, seq), *names
         if dim == "batch" and axis not in (None, MeshAxis.EXPERT):
@@ -155,12 +171,12 @@ class Layout:
         return names
 
     def sharding(self, dims: Sequence[str | None]) -> NamedSharding:
-        """Return the sharding of a tensor with these dims."""
+        """Return the sharding of a tensor with these logical dims."""
         return NamedSharding(self.mesh, self.spec(dims))
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of a value that every device holds whole."""
+        """The sharding of a value that has a replica on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -169,41 +185,47 @@ class Layout:
         return self.parts("batch")
 
     def parts(self, dim: str | None) -> int:
-        """Return the number of parts into which the mesh splits a dim."""
+        """Return the number of parts into which the mesh splits a logical dim."""
         return self._size(self.names_of(dim))
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """Return the mesh axes that split a dim, or () where none does."""
+        """Return the names of the mesh axes that split a logical dim, or () if it has one part."""
         return self.names_of(dim) if self.parts(dim) > 1 else ()
 
     @property
     def split(self) -> SequenceSplit | None:
-        """The method by which the devices of axis `context` share attention, if there is one."""
+        """The method by which the devices of axis `context` share a sequence.
+
+        It is `shared` if this is set. Otherwise it is a default method, or None if the axis does
+        not split sequences.
+        """
         if self.shared is not None or self.axis_of("seq") != CONTEXT or self.parts("seq") == 1:
             return self.shared
         return SequenceSplit(axis_names(self.mesh, CONTEXT), self.parts("seq"))
 
     @property
     def ring(self) -> AxisRing | None:
-        """The ring of collective matmuls, or None if matmuls do not overlap with collectives."""
+        """The ring for collective matmuls, or None if matmuls do not overlap with collectives."""
         axis = self.axis_of("residual_seq") if self.collective_matmul else None
         return AxisRing(axis) if axis and mesh_axis_size(self.mesh, axis) > 1 else None
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
-        """Constrain an activation's layout; for use under jit.
+        """Constrain the sharding of an activation, inside a jitted function.
 
-        If several dims are mapped to the same axis, the axis splits only the first of them. Inside
-        `jax.shard_map` manual axes are left out, because x is then a single device's part.
+        If several dims are mapped to the same axis, the axis splits only the first of these dims.
+        Inside a `jax.shard_map` manual axes are ignored, because `x` is then a single device's
+        part.
 
         Args:
           x: the activation.
-          dims: the logical dims of x.
-          was: the logical dims of the layout before; both layouts are then constrained, because the
-            backward pass moves x back. Nothing is constrained if both layouts are equal.
+          dims: the logical dims of `x`.
+          was: the logical dims that determined the sharding of `x` before this call, or None. With
+            `was`, `x` is first constrained to the old sharding, so that the backward pass returns
+            to it. If both shardings are equal, `x` is returned unchanged.
 
         Raises:
-          ShardingError: x has more or fewer dims than are named, or a dim other than the batch does
-            not divide.
+          ShardingError: the number of dims of `x` differs from the number of names, or the number
+            of parts of a dim other than the batch does not divide its length.
         """
         if len(dims) != x.ndim:
             shown = f"activation {x.shape} has {x.ndim} dims"
@@ -222,7 +244,7 @@ class Layout:
     def _entries(
         self, x: jax.Array, dims: Dims, manual: Iterable[str]
     ) -> list[tuple[str, ...] | None]:
-        """Return, for each dim of an activation, the automatic axes that split it."""
+        """Return the auto axes that split each dim of an activation, or None for an unsplit dim."""
         taken = set(manual)
         entries: list[tuple[str, ...] | None] = []
         for dim, length, entry in zip(dims, x.shape, self.spec(dims), strict=True):
@@ -231,7 +253,7 @@ class Layout:
             taken.update(free)
             entries.append(free or None)
             parts = self._size(free)
-            # XLA may pad a single row to a batch, but padding another dim wastes work and bytes.
+            # XLA may pad the rows of a batch. Padding of another dim would waste work and bytes.
             if dim != "batch" and length % parts:
                 shown = f"activation {dims} {x.shape}"
                 raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
@@ -246,16 +268,18 @@ class Layout:
         *dims: Dims,
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """Map `function` over each device's blocks of arrays with these dims, under jit.
+        """Return a function that calls `function` on each device's blocks of arrays.
 
-        The function runs in a `jax.shard_map` over all axes that are not manual already, including
-        axes that split no dim, because XLA would have to partition the function over an automatic
-        axis. The result has the layout of the first array. Rows that do not divide over their axis
-        are replicated.
+        The function runs in a `jax.shard_map` over all axes that are not manual already. These
+        include axes that split no dim, because XLA would have to partition the function over an
+        auto axis. The result has the sharding of the first array. If the number of rows of a batch
+        is not a multiple of its number of parts, the rows are replicated.
 
         Args:
-          axes: the axes to make manual, while XLA partitions over the others; None makes all axes
-            manual.
+          function: the function of the blocks.
+          dims: the logical dims of each array.
+          axes: the axes to make manual, so that XLA partitions the function over the other axes, or
+            None to make all axes manual.
         """
 
         def run(*arrays: jax.Array) -> jax.Array:
@@ -286,9 +310,20 @@ class Layout:
         *kernels: tuple[Dims, jax.Array],
         capacity: int | None,
     ) -> jax.Array:
-        """Compute experts on the devices that hold them: see `jaxdist.models.hints.Hint`.
+        """Return the weighted sums of the experts' results for each token.
 
-        Kernels may be split over a further axis along their hidden width, which is summed over.
+        Each device computes the experts that it has. This is the method of
+        `jaxdist.models.hints.Hint` with the same name. A further axis may split the hidden width of
+        the kernels; the results are then summed over this axis.
+
+        Args:
+          compute: the function of a `Local`'s arguments and of this device's kernels.
+          x_BLD: the tokens.
+          ids_BLk: the indices of each token's experts.
+          weights_BLk: the weights of each token's experts.
+          kernels: the logical dims of each kernel, and the kernel.
+          capacity: the maximum number of tokens of a sequence for each expert, or None without a
+            limit.
         """
         axes = self.names_of("experts")
         inside, tensor = self._size(axes), self.names_of("mlp")
@@ -324,11 +359,13 @@ class Layout:
         return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
-        """Explain why these dims cannot lay out a tensor of this shape, or return None if they can.
+        """Explain why a parameter with these logical dims cannot be sharded, or return None.
 
         Args:
-          name: name of the parameter, or the pattern of several parameters.
-          count: number of parameters with this pattern, shape and dims.
+          name: the name of the parameter, or the pattern of the names of several parameters.
+          shape: the shape of the parameter.
+          dims: the logical dims of the parameter.
+          count: the number of parameters with this pattern, shape and dims.
         """
         shown = f"parameter {name} {tuple(shape)}" + (f", {count} of them" if count > 1 else "")
         if len(dims) != len(shape):
@@ -362,11 +399,11 @@ def _indivisible(shown: str, dim: str | None, length: int, axis: str | None, par
 
 
 def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
-    """Combine the default rules with the config's, on a mesh.
+    """Return the layout of a mesh with the default rules and the rules of a config.
 
     Raises:
-      ShardingError: collective matmuls are requested, but no single mesh axis can be their ring;
-        experts lie on an axis that does not split the batch.
+      ShardingError: the config requests collective matmuls, but no single mesh axis can be their
+        ring; or the axis of the experts does not split the batch.
     """
     rules = {**DEFAULT_RULES, **config.rules}
     axis = rules["residual_seq"]
@@ -393,11 +430,16 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
 
 
 def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) -> PyTree:
-    """Return a tree of shardings for a tree of parameters (arrays or shapes).
+    """Return the sharding of each parameter, a tree like the parameters.
+
+    Args:
+      layout: the layout.
+      params: the parameters, or their shapes.
+      dims: the logical dims of each parameter, by name.
 
     Raises:
-      ShardingError: some parameters cannot be laid out; the message gives path, shape, numbers and
-        remedy for each group of parameters that are alike.
+      ShardingError: some parameters cannot be sharded. The message has a line for each group of
+        parameters with the same pattern of names, shape and dims.
     """
     named = flatten_with_names(params)
     alike: dict[tuple[str, tuple[int, ...], Dims], list[str]] = {}
