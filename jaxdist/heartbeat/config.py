@@ -58,9 +58,9 @@ class ElasticConfig(Config):
     """The time, in seconds, for which a host with a stuck process is left out, if the other hosts
     can train without this host; 0 lets the host rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
-    """The reaction to a smaller mesh: `same` keeps the batch size and splits the batch into more
-    microbatches; `rescale` shrinks the batch with the mesh and sets the learning rate by the rule
-    of optim.scale_from.
+    """The reaction to a smaller mesh: `same` keeps the batch size and takes more microbatches;
+    `rescale` shrinks the batch with the mesh and sets the learning rate by the rule of
+    optim.scale_from.
     """
 
     def membership(self, least: int, most: int) -> MembershipConfig:

@@ -1,1 +1,1 @@
-"""Flight records, with the last phases of each process before a failure, and slow processes."""
+"""Flight records of the last phases before a failure, and the detection of slow processes."""
