@@ -1,6 +1,6 @@
-"""Models of other frameworks' files: Hugging Face directories and GGUF files, in and out.
+"""The import and export of models: Hugging Face directories and GGUF files.
 
-A family is a table (`families`) that matches names and layouts of tensors with one of our models; a
-reader (`safetensors`, `gguf_files`) maps files into memory; `leaves` cuts out of the mapped files
-the shards that a device holds.
+A family (`families`) is a table that matches the names and layouts of tensors with one of jaxdist's
+models. A reader (`safetensors`, `gguf_files`) maps files into memory. The module `leaves` reads the
+shards of a device from the mapped files.
 """

@@ -1,7 +1,7 @@
 """Low-rank adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-A file has, for each module, lora_A `[rank, inputs]` and lora_B `[outputs, rank]`; a module has the
-name of the base model's tensor, without `.weight`, in the table of the model's family.
+A file has lora_A `[rank, inputs]` and lora_B `[outputs, rank]` for each module. The name of a
+module is the name of the base model's tensor in the table of the model's family, without `.weight`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,),
     "trainable_token_indices": (None,),
 }
-"""Settings of PEFT that change what adapters compute, with the values that our adapters allow."""
+"""The settings of PEFT that change what adapters compute, with the values that jaxdist supports."""
 _NUMBERS = ("r", "lora_alpha", "lora_dropout")
 _LISTED = 4
 
 
 class Files(NamedTuple):
-    """The adapters of a folder; no element is read yet."""
+    """The settings and tensors of a folder's adapters; the tensors' elements are not read yet."""
 
     folder: Path
     settings: JsonObject
@@ -53,7 +53,8 @@ def open_adapters(folder: Path) -> Files:
     """Open a folder in PEFT's form.
 
     Raises:
-      DataError: the folder has no adapters, damaged files, or adapters of another kind than LoRA.
+      DataError: the folder has no adapters, its files are damaged, or jaxdist does not support the
+        kind of the adapters.
     """
     for name in (SETTINGS, TENSORS):
         if not (folder / name).is_file():
@@ -80,11 +81,11 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
     """Return the section `model.lora` for a folder's adapters.
 
     Args:
-      rows: the base model's table.
+      rows: the rows of the base model's table, by parameter.
 
     Raises:
-      ConfigError: the adapters have modules that the base model does not have.
-      DataError: the folder's settings lack the rank or alpha, or have a string for a number.
+      ConfigError: the base model does not have a module of the adapters.
+      DataError: the folder's settings lack the rank or alpha, or have a string instead of a number.
     """
     own = {_module(row, None): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
@@ -126,10 +127,13 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
 def read_adapters(
     files: Files, adapters: Sequence[Adapter], rows: Mapping[str, Row]
 ) -> dict[str, np.ndarray]:
-    """Read the parameters of adapters, float32 by name.
+    """Return the parameters of adapters by name, in float32.
+
+    Args:
+      rows: the rows of the base model's table, by parameter.
 
     Raises:
-      ConfigError: tensors are missing, or do not have the shapes of the base model's kernels.
+      ConfigError: tensors are missing, or their shapes do not fit the base model's kernels.
     """
     values: dict[str, np.ndarray] = {}
     problems: list[str] = []
@@ -163,13 +167,16 @@ def write_adapters(
     *,
     base: str,
 ) -> JsonObject:
-    """Write adapters to a folder, and return the settings written.
+    """Write adapters to a folder in PEFT's form, and return the settings in adapter_config.json.
 
     Args:
-      base: name or path of the base model.
+      config: the settings of the adapters.
+      rows: the rows of the base model's table, by parameter.
+      values: the parameters of the adapters, by name.
+      base: the name or path of the base model.
 
     Raises:
-      ConfigError: PEFT's files cannot hold the adapters of a kernel in this form.
+      ConfigError: PEFT has no such adapters, as of an embedding or of a part of a module.
       OSError: the folder cannot be written.
     """
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
@@ -215,7 +222,7 @@ def _module(row: Row, tensor: str | None) -> str:
 
 
 def _own(adapter: Adapter, end: str) -> tuple[int, ...]:
-    """Return the shape of A or B for a single layer."""
+    """Return the shape of A or B for a single layer, as `end` selects."""
     ins, outs = adapter.shape[: adapter.inputs], adapter.shape[adapter.inputs :]
     return (*ins, adapter.rank) if end == _A else (adapter.rank, *outs)
 
@@ -228,14 +235,14 @@ def _file_shape(adapter: Adapter, end: str) -> tuple[int, int]:
 
 
 def _first_in(adapter: Adapter, row: Row) -> bool:
-    """Return whether the first dim of a tensor is the input, as in transformers' Conv1D."""
+    """Return whether the input is the first dim of a kernel's tensor (transformers' Conv1D)."""
     layout = WeightLayout(row.layout, row.part)
     inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
     return list(layout.file[0]) == inputs
 
 
 def _inside(adapter: Adapter) -> bool:
-    """Return whether the kernel is in a block, and not an embedding or a head."""
+    """Return whether the kernel is in a block, so that it is neither an embedding nor a head."""
     return adapter.layers is not None
 
 

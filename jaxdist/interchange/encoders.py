@@ -1,7 +1,7 @@
 """Families of encoders of text (bert) and of images (vit, resnet).
 
-Letters of layouts, as in `jaxdist.interchange.families`, and: T kinds of tokens, C classes, I and O
-channels in and out, i and j rows and columns of a window.
+The letters in layouts are those of `jaxdist.interchange.families`, and: T kinds of tokens, C
+classes, I input channels, O output channels, i rows and j columns of a window.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from jaxdist.interchange.family import Family, Inputs, Row, block, positive
 from jaxdist.types import JsonObject
 
 CLASSES = 2
-"""The number of classes of a config.json that names none."""
+"""The number of classes of a config.json that does not state it."""
 
 
 def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[str, Row]:
-    """Return the rows of a kernel and its bias, parameters that begin with `own`."""
+    """Return the rows of a kernel and its bias.
+
+    Args:
+      own: the start of the names of both parameters.
+      tensor: the start of the names of both tensors.
+      layout: the layout of the kernel.
+      absent: as in `Row`.
+    """
     kernel, bias = (own, f"{own}_bias") if own.startswith("blocks/") else (
         f"{own}/kernel", f"{own}/bias"
     )  # fmt: skip
@@ -30,7 +37,7 @@ def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[
 
 
 def _heads(own: str, tensor: str) -> dict[str, Row]:
-    """Return the rows of a projection to heads and its bias."""
+    """Return the rows of the kernel and the bias of a projection to heads."""
     return {
         f"blocks/attention/{own}": Row(f"{tensor}.weight", "(H d) D -> D H d"),
         f"blocks/attention/{own}_bias": Row(f"{tensor}.bias", "(H d) -> H d"),
@@ -42,7 +49,12 @@ def _norm(own: str, tensor: str) -> dict[str, Row]:
 
 
 def _encoder(prefix: str, norms: tuple[str, str]) -> dict[str, Row]:
-    """Return the rows of a block of bert or vit, whose norms have other names."""
+    """Return the rows of a block of bert or vit.
+
+    Args:
+      prefix: the start of the names of the block's tensors.
+      norms: the names of the two norms.
+    """
     inner = f"{prefix}attention."
     inner += "self." if norms[0].startswith("attention.") else "attention."
     return {
@@ -74,7 +86,7 @@ BERT_ROWS: Mapping[str, Row] = {
     **_dense("pooler", "bert.pooler.dense", "O D -> D O"),
     **_dense("classifier", "classifier", "C D -> D C", absent=True),
 }
-"""The rows of bert; a model has those of one head."""
+"""The rows of bert for all heads; a model uses the rows of one head."""
 
 _BERT_HEADS: Mapping[str, str] = {
     "BertForMaskedLM": "tokens",
@@ -85,10 +97,10 @@ _BERT_HEADS: Mapping[str, str] = {
 
 
 def _bert_head(config: Mapping[str, Any]) -> str:
-    """Return the head of a bert by its architecture.
+    """Return the option `head` of a bert, given its config.json.
 
     Raises:
-      ConfigError: a head that our model does not have.
+      ConfigError: jaxdist's model does not have the head of the architecture.
     """
     name = (config.get("architectures") or ["BertModel"])[0]
     if name not in _BERT_HEADS:
@@ -143,7 +155,7 @@ VIT_ROWS: Mapping[str, Row] = {
     **_norm("norm", "vit.layernorm"),
     **_dense("output", "classifier", "C D -> D C", absent=True),
 }
-"""The rows of vit, in which {patch} is the side of a patch."""
+"""The rows of vit, in which {patch} is replaced by the side of a patch."""
 
 
 def _vit_rows(config: Mapping[str, Any]) -> Mapping[str, Row]:
@@ -168,7 +180,7 @@ def _written_vit_inputs(given: Inputs) -> JsonObject:
 
 
 def _resnet_rows(config: Mapping[str, Any]) -> Mapping[str, Row]:
-    """Return the rows of a resnet, each of whose blocks has parameters of its own."""
+    """Return the rows of a resnet, whose blocks are not stacked."""
     rows = _convolved("stem", "stem_norm", "resnet.embedder.embedder")
     each = 3 if config["layer_type"] == "bottleneck" else 2
     places = [(s, b) for s, count in enumerate(config["depths"]) for b in range(count)]

@@ -1,8 +1,8 @@
-"""Families of published models: tables that match names and layouts of tensors with our models.
+"""Families of published models: tables that match names and layouts of tensors with parameters.
 
-Letters of layouts: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P positions, E
-experts. `{layer}` in a name is the number of a layer, which is an index of our parameter's first
-dim, and `{expert}` is the number of an expert, an index of the next dim.
+The letters in layouts are: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P
+positions, E experts. In the name of a tensor, `{layer}` is the number of a layer, an index of the
+parameter's first dim, and `{expert}` is the number of an expert, an index of the next dim.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN_ONLY = (
     "isolate_documents", "attention", "compute_dtype", "remat", "scan_unroll", "vocab_multiple",
     "freeze", "lora", "dropout",
 )  # fmt: skip
-"""Options of models that change how the model runs, but not the function that it computes."""
+"""The options of models that do not change the function that a model computes."""
 
 
 LLAMA_ROWS: Mapping[str, Row] = {
@@ -56,7 +56,7 @@ LLAMA_ROWS: Mapping[str, Row] = {
         },
     ),
 }
-"""The rows of llama and of the families that share its names; no model has all of them."""
+"""The rows of llama and of the families that use the same names; no model uses all rows."""
 
 MIXTRAL_ROWS: Mapping[str, Row] = {
     **LLAMA_ROWS,
@@ -70,7 +70,7 @@ MIXTRAL_ROWS: Mapping[str, Row] = {
         },
     ),
 }
-"""The rows of mixtral, which has the attention of llama."""
+"""The rows of mixtral, whose rows for attention are those of llama."""
 
 _ATTENTION = {"query": 0, "key": 1, "value": 2}
 GPT2_ROWS: Mapping[str, Row] = {
@@ -114,11 +114,11 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "original_max_position_embeddings": "original_length",
     },
 }
-"""The options of `rope_scaling` by key of config.json, for each type."""
+"""For each type of `rope_scaling`, the option of each key of config.json."""
 
 
 def _rotary(config: Mapping[str, Any]) -> JsonObject:
-    """Return theta and the scaling of rotary positions, from the new or old keys of config.json."""
+    """Return the options for rotary positions, from the new or the old keys of config.json."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -151,7 +151,10 @@ def _written_rotary(options: JsonObject) -> JsonObject:
 
 
 def _window(config: Mapping[str, Any]) -> JsonObject:
-    """Return the window; unlike config.json, `gpt` does not count the position itself."""
+    """Return the option for the attention window.
+
+    It is one less than the window in config.json, which includes the position itself.
+    """
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = set(config.get("layer_types") or ())
     if not kinds and window is not None and "max_window_layers" in config:
@@ -186,7 +189,7 @@ def _written_window(options: JsonObject) -> JsonObject:
     window = None if window is None else window + 1
     more = {"sliding_window": window, "use_sliding_window": window is not None}
     if window is not None:
-        # The layers of a qwen below max_window_layers have no window.
+        # In a qwen model, the layers below max_window_layers have no window.
         more["max_window_layers"] = 0
     return {**_written_rotary(options), **more}
 
@@ -336,17 +339,20 @@ FAMILIES: Mapping[str, Family] = {
         *ENCODERS,
     )
 }
-"""Every family by `model_type` of its config.json."""
+"""Every family, by the `model_type` of its config.json."""
 Described = GptConfig | BertConfig | VitConfig | ResnetConfig
-"""The configs of the models that families describe."""
+"""The config of any model that a family describes."""
 _MODELS: TypeAdapter[Any] = TypeAdapter(ModelConfig)
 
 
 def family_of(config: Mapping[str, Any], *, where: str) -> Family:
     """Return the family of a config.json.
 
+    Args:
+      where: the name of the source, for errors.
+
     Raises:
-      ConfigError: an architecture without a table; the message lists the known families.
+      ConfigError: the architecture has no table; the message lists the known families.
     """
     name = str(config.get("model_type"))
     if name in FAMILIES:
@@ -359,10 +365,10 @@ def family_of(config: Mapping[str, Any], *, where: str) -> Family:
 
 
 def build_model(options: JsonObject, inputs: Inputs) -> Functional:
-    """Return the model of a family's options.
+    """Build the model with the options that `Family.model` returns.
 
     Raises:
-      ConfigError: options that do not fit each other, or the inputs.
+      ConfigError: the options do not fit each other, or do not fit the inputs.
     """
     shapes = {} if inputs.image is None else {"image": inputs.image}
     make = make_model(
@@ -373,7 +379,7 @@ def build_model(options: JsonObject, inputs: Inputs) -> Functional:
 
 
 def config_for(options: JsonObject) -> Described:
-    """Return the config of a model of a family's options.
+    """Return the config of a model, given the options that `Family.model` returns.
 
     Raises:
       ConfigError: config.json has options that do not fit each other.
@@ -393,7 +399,7 @@ def _reasons(error: Any) -> str:
 
 
 def architecture(config: Described) -> JsonObject:
-    """Return the options that determine which function a model computes, with derived widths."""
+    """Return the options of a model without those in `RUN_ONLY`; widths are always set."""
     options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
     if isinstance(config, ResnetConfig):
         derived = {"blocks": [*config.stages], "bottleneck": config.expansion > 1, "depth": None}
@@ -421,10 +427,10 @@ def families_of(config: Described) -> list[Family]:
 
 
 def describes(config: JsonObject, model: Described) -> bool:
-    """Return whether a config.json is that of a model."""
+    """Return whether a config.json describes a model with this config."""
     try:
         made = config_for(family_of(config, where="config.json").model(config))
     except ValueError:
-        # The tokenizer may be that of a model which ours does not compute.
+        # The tokenizer may be from a model that jaxdist does not compute.
         return False
     return made.type == model.type and architecture(made) == architecture(model)

@@ -11,11 +11,14 @@ from jaxdist.types import JsonObject
 
 
 class Row(NamedTuple):
-    """The tensor of a parameter, its layout, and its index in a tensor of several parameters.
+    """A row of a table: the tensor that fills a parameter, and the tensor's layout.
 
     Attributes:
-      absent: whether files of the model without its head lack the tensor; the parameter then
-        begins at 0.
+      tensor: the name of the tensor.
+      layout: the order of the elements, as in `jaxdist.interchange.layouts`.
+      part: the index of the parameter in a tensor of several parameters, or None.
+      absent: whether the tensor is missing in files of the model without its head; the initial
+        value of the parameter is then 0.
     """
 
     tensor: str
@@ -25,12 +28,12 @@ class Row(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The sizes of what a model reads and predicts.
+    """The sizes of a model's inputs and predictions.
 
     Attributes:
-      vocab_size: number of tokens; 0 for models of images.
-      classes: number of classes; 0 for models of tokens alone.
-      image: height, width and channels of an image, or None for models of tokens.
+      vocab_size: the number of tokens, or 0 for models of images.
+      classes: the number of classes, or 0 for models that predict tokens.
+      image: the height, width and channels of an image, or None for models of tokens.
     """
 
     vocab_size: int = 0
@@ -39,15 +42,20 @@ class Inputs(NamedTuple):
 
 
 def block(prefix: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Row]:
-    """Return the rows of a block's parameters, whose tensors' names begin with `prefix`."""
+    """Return the rows of a block's parameters.
+
+    Args:
+      prefix: the start of the names of the block's tensors.
+      names: the rest of the tensor's name and the layout, by parameter.
+    """
     return {f"blocks/{own}": Row(f"{prefix}{name}", how) for own, (name, how) in names.items()}
 
 
 def tokens_of(config: Mapping[str, Any]) -> Inputs:
-    """Return the size of the vocabulary of a config.json.
+    """Return the sizes of a model of tokens, given its config.json.
 
     Raises:
-      ConfigError: it has no valid vocab_size.
+      ConfigError: config.json has no valid vocab_size.
     """
     return Inputs(positive(config, "vocab_size"))
 
@@ -58,10 +66,13 @@ def written_tokens(given: Inputs) -> JsonObject:
 
 
 def positive(config: Mapping[str, Any], key: str, missing: int | None = None) -> int:
-    """Return a key of a config.json that is a whole number from 1.
+    """Return the value of a key of a config.json, which must be a whole number from 1.
+
+    Args:
+      missing: the value of an absent key, or None if the key is required.
 
     Raises:
-      ConfigError: the key is absent or has another value.
+      ConfigError: the key is absent but required, or it has another value.
     """
     size = config.get(key, missing)
     if type(size) is not int or size < 1:
@@ -72,22 +83,24 @@ def positive(config: Mapping[str, Any], key: str, missing: int | None = None) ->
 
 @dataclass(frozen=True)
 class Family:
-    """A published architecture as a choice of options of one of our models.
+    """A published architecture, which one of jaxdist's models computes with certain options.
 
     Attributes:
-      rows: tensor and layout of each parameter, or a function from a config.json to them.
-      keys: options of our model by key of config.json.
-      options: options that all models of the family have.
-      fixed: allowed values of other keys; a config.json is written with the first value.
-      missing: values of keys that a config.json may leave out.
-      ignored: suffixes of the names of tensors that hold no parameter.
-      prefix: prefix of names that is absent in files of the model without its head.
-      more: function from a config.json to further options of our model.
-      written: function from options of our model to further keys of config.json.
-      kind: our model, by `model.type`.
-      inputs: function from a config.json to the sizes of what the model reads and predicts.
-      written_inputs: function from these sizes to keys of config.json.
-      older: present endings of tensors' names by those that older files have.
+      name: the `model_type` in config.json.
+      architecture: the class of transformers, as config.json names it.
+      rows: the row of each parameter, or a function from a config.json to these rows.
+      keys: the options of jaxdist's model, by key of config.json.
+      options: the options that all models of the family have.
+      fixed: the allowed values of other keys; a config.json is written with the first value.
+      missing: the values of keys that a config.json may omit.
+      ignored: the suffixes of the names of tensors that fill no parameter.
+      prefix: the prefix of tensors' names that is absent in files of the model without its head.
+      more: a function from a config.json to further options of jaxdist's model.
+      written: a function from the options of jaxdist's model to further keys of config.json.
+      kind: the `model.type` of jaxdist's model.
+      inputs: a function from a config.json to the sizes of the model's inputs and predictions.
+      written_inputs: a function from these sizes to keys of config.json.
+      older: the present ending of a tensor's name, by the ending in older files.
     """
 
     name: str
@@ -107,7 +120,7 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
 
     def table(self, config: Mapping[str, Any]) -> Mapping[str, Row]:
-        """Return the tensor and the layout of each parameter for a config.json."""
+        """Return the row of each parameter for a config.json."""
         rows = self.rows({**self.missing, **config}) if callable(self.rows) else self.rows
         if not any("For" in str(name) for name in config.get("architectures") or ()):
             return rows
@@ -117,9 +130,9 @@ class Family:
         """Return the section `model` of a config for a config.json.
 
         Raises:
-          ConfigError: a config.json that lacks a key, or has a value that our model does not
+          ConfigError: config.json lacks a key, or has a value that jaxdist's model does not
             compute.
-          DataError: a scaling of rotary positions that lacks a key.
+          DataError: a scaling of rotary positions lacks a key.
         """
         given = {**self.missing, **config}
         for key, allowed in self.fixed.items():
@@ -139,7 +152,7 @@ class Family:
         return {"type": self.kind, **self.options, **found, **self.more(given)}
 
     def config(self, options: JsonObject) -> JsonObject:
-        """Return the keys of config.json for options of our model."""
+        """Return the config.json for options of jaxdist's model, without the sizes of inputs."""
         found = {key: options[own] for key, own in self.keys.items()}
         fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
         return {

@@ -1,6 +1,6 @@
-"""GGUF files: their metadata as a config.json, and their tensors of float or quantized types.
+"""The reader of GGUF files: metadata as a config.json, and tensors of float or quantized types.
 
-Source: the format's own description, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Source: the description of the format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ QUANTIZED: Mapping[int, tuple[str, int, int]] = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
 }
-"""Name, elements of a block, and bytes of a block, by number of the quantized type."""
+"""The name, elements of a block, and bytes of a block of each quantized type, by its number."""
 _SCALARS = {
     0: "B",
     1: "b",
@@ -91,19 +91,19 @@ NAMES: Mapping[str, str] = {
         }.items()
     },
 }
-"""The tensor of each parameter, by name; in every family, matrices have the layouts of a llama."""
+"""The name of each parameter's tensor. In every family, matrices have the layouts of llama."""
 _INTERLEAVED = {
     "blocks/attention/query": "(H h 2) D -> D H (2 h)",
     "blocks/attention/key": "(K h 2) D -> D K (2 h)",
     "blocks/attention/query_bias": "(H h 2) -> H (2 h)",
     "blocks/attention/key_bias": "(K h 2) -> K (2 h)",
 }
-"""Layouts of the architecture llama, which puts the two features of a rotated pair together."""
+"""The layouts of the architecture llama, in which the features of a rotated pair are neighbours."""
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """The header of a GGUF file."""
+    """The header of a GGUF file: its metadata, and the positions of its tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -111,7 +111,7 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """The name of the file's architecture, which is the name of a family."""
+        """The name of the file's architecture, which may be the name of a family."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
@@ -173,7 +173,14 @@ class Gguf:
         return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 
     def _llama3(self, theta: float, factors: Tensor) -> JsonObject:
-        """Find the scaling whose factors a tensor has, since the file does not name the scaling."""
+        """Return the rotary scaling that has the factors in a tensor.
+
+        The file has the factors, but not the settings of the scaling.
+
+        Args:
+          theta: the base wavelength.
+          factors: the tensor of the factors.
+        """
         half = factors.shape[0]
         frequency = theta ** (-np.arange(half) / half)
         bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -189,16 +196,19 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as a GGUF file does."""
+    """Return whether a file begins with the signature of GGUF."""
     with path.open("rb") as file:
         return file.read(4) == MAGIC
 
 
 def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
-    """Return the table of a family for the names and layouts of GGUF files.
+    """Return the rows of a family for the names and layouts of GGUF files.
+
+    Args:
+      tensors: the names of the tensors in the file.
 
     Raises:
-      DataError: the family is gemma, whose norms are changed in GGUF files, or an encoder.
+      DataError: the family is an encoder, or gemma, whose norms have other values in GGUF files.
     """
     if family.kind != "gpt":
         raise DataError(f"a {family.name} is not read from GGUF files: import its safetensors")
@@ -226,10 +236,10 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
 
 
 def read(path: Path) -> Gguf:
-    """Read the header of a GGUF file; no element is read.
+    """Read the header of a GGUF file, and no element of a tensor.
 
     Raises:
-      DataError: the file is truncated or malformed, or has tensors of unknown types.
+      DataError: the file is truncated or malformed, or a tensor has an unknown type.
     """
     try:
         with path.open("rb") as file:
@@ -318,7 +328,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 def _halves(packed: np.ndarray) -> np.ndarray:
-    """Return 32 numbers of 4 bits from 16 bytes: first the low halves, then the high halves."""
+    """Return the 32 numbers of 4 bits in 16 bytes: the low halves, and then the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
 
 
@@ -361,7 +371,7 @@ def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray
 
 
 def _short(number: float) -> float:
-    """Return the shortest decimal that has a float32's value: 1e-5, not 9.99999974e-06.
+    """Return the shortest decimal that rounds to a float32: 1e-5, not 9.99999974e-06.
 
     >>> _short(9.999999747378752e-06)
     1e-05

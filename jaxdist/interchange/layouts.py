@@ -1,9 +1,10 @@
-"""The order of a tensor's elements in a file and in our model, as text: `(H d) D -> D H d`.
+"""Layouts, the order of a tensor's elements in a file and in a parameter: `(H d) D -> D H d`.
 
-The left side has the file's dims, the right side those of our parameter; parentheses join dims, a
-number is a dim of that size, and `i=16` is one with a name too. A dim that only the left side has
-is cut at an index, `part`: `D (3 H d) -> D H d` takes queries, keys or values from a tensor that
-holds all three.
+The left side has the dims of the file's tensor, and the right side has the dims of the parameter.
+Parentheses join several dims into one. A number is a dim of that size, and `i=16` is a dim of size
+16 with the name i. If a number is only on the left side, the parameter is the slice of the tensor
+at the index `part` of that dim: `D (3 H d) -> D H d` reads queries, keys or values from a tensor of
+all three.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from jaxdist.errors import ConfigError
 
 Side = tuple[tuple[str, ...], ...]
-"""The dims of an array; a dim is the tuple of the names that it joins."""
+"""The dims of an array; each dim is the tuple of the names of the dims that it joins."""
 
 
 def _parsed(text: str) -> Side:
@@ -48,7 +49,11 @@ def _parsed(text: str) -> Side:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """A layout, parsed from text; a text without an arrow has the same dims on both sides.
+    """A layout as text; a text without an arrow has the same dims on both sides.
+
+    Attributes:
+      text: the text.
+      part: the index in the dim that only the file's tensor has, or None without such a dim.
 
     >>> WeightLayout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
     (5, 2, 3)
@@ -77,23 +82,30 @@ class WeightLayout:
 
     @cached_property
     def own(self) -> Side:
-        """The dims of jaxdist's own parameter, which the tensor fills."""
+        """The dims of the parameter that the tensor fills."""
         left, arrow, right = self.text.partition("->")
         return _parsed(right if arrow else left)
 
     def file_shape(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the file's tensor for the shape of a parameter.
+        """Return the shape of the file's tensor.
+
+        Args:
+          own: the shape of the parameter.
 
         Raises:
-          ConfigError: the parameter has another number of dims, or sizes that do not divide.
+          ConfigError: the parameter has another number of dims, or its sizes do not divide.
         """
         sizes = self._sizes(own)
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
 
     def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a view of a file's tensor that has each dim of jaxdist's parameter separately.
+        """Return a view of a file's tensor with the dims of the parameter, none of them joined.
 
         An assignment to the view writes to the tensor.
+
+        Args:
+          array: the file's tensor.
+          own: the shape of the parameter.
         """
         sizes = self._sizes(own)
         names = [name for dim in self.file for name in dim]
@@ -105,17 +117,29 @@ class WeightLayout:
         return view.transpose([names.index(name) for name in self._order])
 
     def read(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a file's tensor as our parameter: a view, unless the layout joins our dims."""
+        """Return a file's tensor with the shape of the parameter.
+
+        The result is a view of the tensor, unless the layout joins dims of the parameter.
+
+        Args:
+          array: the file's tensor.
+          own: the shape of the parameter.
+        """
         return self.opened(array, own).reshape(own)
 
     def fill(self, array: np.ndarray, value: np.ndarray) -> None:
-        """Write our parameter to its place in a file's tensor."""
+        """Write the value of a parameter to its part of a file's tensor.
+
+        Args:
+          array: the file's tensor.
+          value: the value of the parameter.
+        """
         view = self.opened(array, value.shape)
         view[...] = value.reshape(view.shape)
 
     @property
     def joins(self) -> bool:
-        """Whether a dim of our parameter joins several dims, so that `read` copies."""
+        """Whether a dim of the parameter joins several dims, so that `read` copies."""
         return any(len(dim) > 1 for dim in self.own)
 
     @cached_property

@@ -25,7 +25,7 @@ _LINE = 64
 """The number of bytes of a cache line."""
 Index = tuple[slice, ...]
 Ranges = Sequence[tuple[int, int]]
-"""The begin and end of each dim of a block."""
+"""The begin and the end of a block along each dim."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,16 @@ class Leaf:
     """A parameter, and the tensors that fill it.
 
     Attributes:
-      shape: shape of the parameter; larger than `filled` where the vocabulary is padded with zeros.
-      filled: the shape that the tensors fill.
-      tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer;
-        empty if the files lack it, so that the parameter is 0.
-      stacked: whether the parameter's first dim counts layers.
-      by_expert: whether the dim that follows counts experts, each of which has its own tensor.
+      name: the name of the parameter.
+      shape: the shape of the parameter, which is larger than `filled` if its vocabulary is padded
+        with zeros.
+      filled: the shape of the part that the tensors fill.
+      dtype: the dtype of the parameter.
+      tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer.
+        It is empty if the files have no such tensor; the parameter is then 0.
+      layout: the layout of each tensor.
+      stacked: whether the parameter's first dim counts layers, each of which has separate tensors.
+      by_expert: whether the next dim counts experts, each of which has a separate tensor.
     """
 
     name: str
@@ -51,17 +55,19 @@ class Leaf:
     by_expert: bool = False
 
     def block(self, index: Index) -> np.ndarray:
-        """Read a block of the parameter in `dtype`; only the block's elements are read."""
+        """Return a block of the parameter in `dtype`; only the elements of the block are read."""
         ranges = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         out = np.zeros([end - begin for begin, end in ranges], self.dtype)
         self.fill([(ranges, out)])
         return out
 
     def fill(self, blocks: Sequence[tuple[Ranges, np.ndarray]]) -> None:
-        """Read several blocks; each tensor is opened once for all of them.
+        """Read several blocks into arrays; each tensor is opened once for all blocks.
+
+        Elements that no tensor fills are not changed.
 
         Args:
-          blocks: begin and end of each dim, and the array; what no tensor fills keeps its values.
+          blocks: the ranges and the array of each block.
         """
         outer = self.stacked + self.by_expert
         inner = self.filled[outer:]
@@ -73,7 +79,7 @@ class Leaf:
             whole = self.layout.read(self.tensors[number].open(), inner)
             for ranges, out in held:
                 here = tuple(i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
-                # A device may hold padding alone, of which nothing is taken.
+                # A device may hold only padding, for which nothing is read.
                 ends = [min(e, n) for (_, e), n in zip(ranges[outer:], inner, strict=True)]
                 begins = [begin for begin, _ in ranges[outer:]]
                 given = tuple(map(slice, begins, ends))
@@ -97,20 +103,21 @@ def match(
     vocab_size: int | None = None,
     where: str,
 ) -> list[Leaf]:
-    """Match every parameter with tensors, leaf by leaf, in the order of the parameters.
+    """Match every parameter with its tensors, and return the leaves in the order of the parameters.
 
     Args:
-      params: a tree of shapes.
-      stacked: names of parameters whose first dim counts layers.
-      dims: logical dims of each parameter, by name; the dim "vocab" may be padded.
-      rows: tensor and layout of each parameter, by name; rows of other parameters are left out.
-      ignored: suffixes of the names of tensors that fill no parameter.
-      vocab_size: number of tokens without padding, or None if no dim is padded.
-      where: name of the files in messages.
+      params: the parameters, a tree of shapes.
+      stacked: the names of the parameters whose first dim counts layers.
+      dims: the logical dims of each parameter, by name; the dim "vocab" may be padded.
+      rows: the row of each parameter, by name; rows of other parameters are ignored.
+      tensors: the tensors of the files, by name.
+      ignored: the suffixes of the names of tensors that fill no parameter.
+      vocab_size: the number of tokens without padding, or None if no dim is padded.
+      where: the name of the files in messages.
 
     Raises:
-      ConfigError: parameters without a tensor, tensors without a parameter, or shapes that differ;
-        the message lists all of them.
+      ConfigError: a parameter has no tensor, a tensor fills no parameter, or shapes differ; the
+        message lists these problems.
     """
     leaves, used, problems = [], dict[tuple[str, int | None], str](), list[str]()
     for name, shape in flatten_with_names(params):
@@ -153,7 +160,12 @@ def match(
 
 
 def names_of(pattern: str, layers: int | None, experts: int | None = None) -> list[str]:
-    """Return the names of a parameter's tensors: of each layer, and of each expert in it.
+    """Return the names of a parameter's tensors, layer by layer, and expert by expert in a layer.
+
+    Args:
+      pattern: the name, in which `{layer}` and `{expert}` are replaced by numbers.
+      layers: the number of layers, or None if the parameter is not stacked.
+      experts: the number of experts, or None if the tensor has all experts.
 
     >>> names_of("h.{layer}.ln.weight", 2)
     ['h.0.ln.weight', 'h.1.ln.weight']
@@ -188,10 +200,10 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 class Room:
-    """Memory of the host for blocks on their way to devices, which is used again for each leaf.
+    """A buffer in the host's memory for blocks that are copied to devices; all leaves use it.
 
-    It grows to the largest block. Memory that is new for each leaf would be filled with zeros by
-    the kernel, page by page, which takes as long as the reading.
+    The buffer grows to the size of the largest block. With new memory for each leaf, the operating
+    system would fill every page with zeros, which takes as long as the reading.
     """
 
     def __init__(self, least: int = 0):
@@ -200,15 +212,16 @@ class Room:
 
     def _grow(self, size: int) -> None:
         self._bytes = np.empty(size + 2 * _LINE, np.uint8)
-        # A CPU device shares memory of NumPy that begins at a cache line, whatever `may_alias` says
-        # (jax 0.10): it could not be donated, and would change when the room is used again.
+        # A CPU device would share NumPy memory that begins at a cache line, even against
+        # `may_alias` (jax 0.10). Such an array could not be donated, and would change when the
+        # buffer is used again. The buffer therefore begins half a cache line later.
         start = -self._bytes.ctypes.data % _LINE + _LINE // 2
         self._bytes = self._bytes[start : start + size]
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
-        """Return arrays for as many of the shapes as fit, of which the first always does.
+        """Return arrays for the first shapes that fit into the buffer, and at least one array.
 
-        They have any values, and hold until the next call.
+        The arrays have arbitrary values, and are valid until the next call.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         if sizes[0] > self._bytes.size:
@@ -223,20 +236,22 @@ class Room:
 
 
 def largest(leaves: Sequence[Leaf]) -> int:
-    """Return the number of bytes of the largest tensor in the dtype of its parameter."""
+    """Return the bytes of the largest tensor, converted to the dtype of its parameter."""
     sizes = (leaf.dtype.itemsize * math.prod(t.shape) for leaf in leaves for t in leaf.tensors)
     return max(sizes, default=0)
 
 
 def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
-    """Read the shards of a parameter that this process's devices hold, and put them there.
+    """Read a parameter into the devices of this process, and return the global array.
 
-    A tensor is read once for as many blocks as fit into the room; a block is read once for all
-    devices that hold it.
+    Only the shards of these devices are read. A tensor is opened once for all blocks that fit into
+    the buffer, and a block is read once for all devices that hold it.
 
     Args:
-      shape: shape, dtype and sharding on the devices; a shape beyond the leaf's is filled with
-        zeros.
+      leaf: the parameter.
+      shape: the shape, dtype and sharding on the devices; elements outside of the leaf's shape are
+        0.
+      room: the buffer.
     """
     assert shape.sharding is not None
     indices = shape.sharding.addressable_devices_indices_map(shape.shape)
@@ -258,6 +273,6 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
             for ranges, block in zip(now, blocks, strict=True)
             for device in alike[ranges]
         ]
-        # The room is used again once the copies are made.
+        # The buffer may be used again after the copies are complete.
         held += jax.block_until_ready(put)
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, held)

@@ -1,6 +1,7 @@
-"""The files of safetensors: eight bytes of length, a JSON header, and the tensors' bytes.
+"""The reader and the writer of safetensors files.
 
-Source: the format as its library documents it, https://github.com/huggingface/safetensors.
+A file has eight bytes with the length of the header, a JSON header, and the bytes of the tensors.
+Source: the documentation of the format, https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("bool"),
 }
 MOST_HEADER_BYTES = 100_000_000
-"""The longest header that the format allows."""
+"""The largest number of bytes of a header that the format allows."""
 _ALIGN = 8
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Read the names, shapes, dtypes and places of a file's tensors, but none of their elements.
+    """Return the tensors of a file by name; only the header is read, and no element.
 
     Raises:
       DataError: the file cannot be read, or is truncated, or its header is malformed.
@@ -97,11 +98,11 @@ def write(
     tensors: Sequence[tuple[str, tuple[int, ...], np.dtype]],
     value: Callable[[str], np.ndarray],
 ) -> None:
-    """Write tensors one after another, so that only one array is in memory at a time.
+    """Write a file tensor by tensor, so that only one array is in memory at a time.
 
     Args:
-      tensors: name, shape and dtype of each tensor.
-      value: function from a tensor's name to its array; called in the order of `tensors`.
+      tensors: the name, shape and dtype of each tensor.
+      value: a function from a tensor's name to its array; it is called in the order of `tensors`.
 
     Raises:
       OSError: the file cannot be written.
@@ -114,12 +115,12 @@ def write(
         entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         header[name] = entry
     raw = json.dumps(header, separators=(",", ":")).encode()
-    # The format lets spaces follow the header, so that the tensors are aligned.
+    # The format allows spaces after the header, which align the tensors.
     raw += b" " * (-len(raw) % _ALIGN)
     with file.open("wb") as opened:
         opened.write(len(raw).to_bytes(8, "little") + raw)
         for name, shape, dtype in tensors:
             array = np.asarray(value(name), dtype, order="C")
             assert array.shape == shape, (name, array.shape, shape)
-            # The view has bytes, because a file cannot write NumPy's buffer of bfloat16.
+            # The array is viewed as bytes, because a file cannot write NumPy's buffer of bfloat16.
             opened.write(array.reshape(-1).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""A downloaded model: its configuration, its tensors by name, and the files of its tokenizer."""
+"""The files of a downloaded model: its configuration, its tensors, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BESIDES = (
     "generation_config.json", "chat_template.jinja", "chat_template.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", PREPROCESSOR,
 )  # fmt: skip
-"""Files next to the tensors that describe how to use them."""
+"""The names of the files that describe a model, or its tokenizer, next to the tensors."""
 SOURCE = "source"
-"""Folder of an imported run directory that keeps the files of `BESIDES`."""
+"""The name of the folder with the files of `BESIDES` in the run directory of an imported model."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -39,7 +39,7 @@ class Source:
 
     Attributes:
       path: the directory, or the GGUF file.
-      config: the content of config.json, or the description that a GGUF file has in its place.
+      config: the content of config.json, or the equivalent metadata of a GGUF file.
     """
 
     path: Path
@@ -50,13 +50,13 @@ class Source:
         """The family of the model.
 
         Raises:
-          ConfigError: an architecture without a table.
+          ConfigError: the architecture has no table.
         """
         return family_of(self.config, where=str(self.path))
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the source is a GGUF file, a format with other names and orders of dims."""
+        """Whether the source is a GGUF file, in which tensors have other names and layouts."""
         return self.path.is_file()
 
     @cached_property
@@ -74,7 +74,7 @@ class Source:
         return found
 
     def rows(self) -> Mapping[str, Row]:
-        """Return the family's table, with the names that tensors have in these files."""
+        """Return the rows of the family's table, with the names of the tensors in these files."""
         if self.is_gguf:
             return gguf_files.rows(self.family, self.tensors)
         rows, prefix = self.family.table(self.config), self.family.prefix
@@ -92,10 +92,10 @@ class Source:
 
     @property
     def inputs(self) -> Inputs:
-        """The sizes of what the model reads and predicts.
+        """The sizes of the model's inputs and predictions.
 
         Raises:
-          ConfigError: config.json lacks a size, or has none that is valid.
+          ConfigError: config.json lacks a size, or a size is not valid.
         """
         return self.family.inputs(self.config)
 
@@ -104,7 +104,7 @@ def leaves_of(source: Source, model: Functional) -> list[Leaf]:
     """Match a model's parameters with a source's tensors; no element is read.
 
     Raises:
-      JaxdistError: the family is unknown, or tensors do not fit.
+      JaxdistError: the family is unknown, or the tensors do not fit the model.
     """
     tied = () if "output" in model.params else ("lm_head.weight",)
     return match(
@@ -122,7 +122,7 @@ def open_source(path: Path) -> Source:
     """
     try:
         is_gguf = path.is_file() and gguf_files.is_gguf(path)
-    except OSError as error:  # such as a name that is too long, or a device
+    except OSError as error:  # Such a path is, for example, a name that is too long, or a device.
         raise DataError(
             f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
         ) from error
@@ -152,7 +152,7 @@ def open_source(path: Path) -> Source:
 
 
 def tensors_of(path: Path) -> Mapping[str, Tensor]:
-    """Return the tensors of any directory with safetensors, of one such file, or of a GGUF file.
+    """Return the tensors by name, from a directory of safetensors, one such file, or a GGUF file.
 
     Raises:
       DataError: files are missing or damaged.
@@ -180,7 +180,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> list[Path]:
-    """List the files that hold tensors: those that an index names, else all safetensors."""
+    """List the files with tensors: the files that an index names, or else all safetensors files."""
     index = path / INDEX
     if index.is_file():
         try:

@@ -1,4 +1,4 @@
-"""The writing of a checkpoint array by array, without devices and without the state in memory."""
+"""The writer of a checkpoint from arrays that are never all in memory, without devices."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Streamed(NamedTuple):
     """An array that is read in parts.
 
     Attributes:
-      name: path in the state, such as params/norm/scale.
-      read: function from (begin, end) to the rows of that range of the first dim.
-      whole: whether to read all rows at once, because reading one row costs as much as all rows.
+      name: the path in the state, such as params/norm/scale.
+      read: a function from (begin, end) to the rows of that range along the first dim.
+      whole: whether to read all rows at once, because one row takes as much time as all rows.
     """
 
     name: str
@@ -37,7 +37,11 @@ class Streamed(NamedTuple):
 def write_streamed(
     directory: Path, step: int, arrays: Iterable[Streamed], metadata: JsonObject
 ) -> None:
-    """Write a checkpoint of arrays one after another, with at most one part in memory.
+    """Write a checkpoint array by array, with at most one part of an array in memory.
+
+    Args:
+      directory: the directory of the run's checkpoints.
+      step: the step of the checkpoint.
 
     Raises:
       CheckpointError: the directory cannot be written.

@@ -1,4 +1,4 @@
-"""A YAML table that says which tensors fill a user's model, and that is checked leaf by leaf.
+"""A YAML table of the tensors that fill a user's model, which is checked for every parameter.
 
 The file has a single section:
 
@@ -75,7 +75,10 @@ def read_table(path: Path) -> Table:
 def match_with(
     table: Table, model: Functional, tensors: Mapping[str, Tensor], *, where: str
 ) -> list[Leaf]:
-    """Match a model's parameters, and its buffers, with tensors.
+    """Match a model's parameters and buffers with tensors, by a table.
+
+    Args:
+      where: the name of the files in messages.
 
     Raises:
       ConfigError: a pattern matches nothing, or `match` refuses the tensors.
@@ -113,7 +116,11 @@ def _row(table: Table, name: str, ndim: int) -> Row:
 
 
 def renamed(name: str, pattern: str, tensor: str) -> str | None:
-    """Return the tensor of a parameter by an entry of `rename`, or None if the pattern differs.
+    """Return the name of a parameter's tensor, or None if the pattern does not match.
+
+    Args:
+      name: the name of the parameter.
+      pattern, tensor: an entry of `rename`.
 
     >>> renamed("blocks/mlp/up", "blocks/*/*", "h.{layer}.*.*.weight")
     'h.{layer}.mlp.up.weight'

@@ -1,4 +1,4 @@
-"""A tensor in a file, whose shape and dtype a header has, and whose elements are read later."""
+"""A tensor in a file, known from the header; its elements are read later."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Tensor:
     """A tensor of a file.
 
     Attributes:
-      offset: position of the tensor's first byte in the file.
-      decode: function from the stored bytes of a quantized tensor to an array, or None if the file
-        has elements of `dtype`.
-      stored_bytes: number of bytes of the tensor in the file.
+      offset: the position of the tensor's first byte in the file.
+      decode: a function from the stored bytes of a quantized tensor to an array, or None if the
+        file has elements of `dtype`.
+      stored_bytes: the number of bytes of the tensor in the file.
     """
 
     name: str
@@ -30,11 +30,12 @@ class Tensor:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
     def open(self) -> np.ndarray:
-        """Map the tensor into memory, read-only; only elements that are used are read.
+        """Return the tensor as a read-only memory map; only elements that are used are read.
 
-        The mapping ends with the last reference to it. A quantized tensor is decoded whole.
+        The map is closed with the last reference to the array. A quantized tensor is read and
+        decoded completely instead.
         """
-        if not self.stored_bytes:  # A file cannot be mapped for 0 bytes.
+        if not self.stored_bytes:  # A map of 0 bytes is not possible.
             return np.zeros(self.shape, self.dtype)
         begin = self.offset % mmap.ALLOCATIONGRANULARITY
         with self.file.open("rb") as file:

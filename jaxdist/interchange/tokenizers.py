@@ -22,7 +22,7 @@ SPLITS: Mapping[str, str | None] = {
     "llama-bpe": rf"{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_LETTERS}|\p{{N}}|{_REST}",
 }
-"""The pattern by which a tokenizer cuts text before it joins bytes, by its name in GGUF files."""
+"""The pattern by which a tokenizer splits text before it joins bytes, by its name in GGUF files."""
 _CONTROL = 3
 
 
@@ -48,7 +48,7 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
     ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
     ends = [token for token in ENDS if token in tokens.values()]
     named = ends or [tokens[i] for i in ids if i in tokens]
-    # An added token that ends documents would exceed the model's vocabulary.
+    # If a token that ends documents were added, it would exceed the model's vocabulary.
     if not named and max(tokens, default=0) + 1 >= source.inputs.vocab_size:
         named = [tokens[max(tokens)]]
     end = {"end_of_document": named[0]} if named else {}
@@ -91,17 +91,18 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def pre_of(content: Mapping[str, Any]) -> str | None:
-    """Return the name in `SPLITS` of a tokenizer.json's pattern, or None for another pattern.
+    """Return the name in `SPLITS` of a tokenizer.json's pattern, or None for any other pattern.
 
-    A pattern with a space before the text (`add_prefix_space`) is another one: for byte pairs
-    llama.cpp puts no space there, for any value of the key `add_space_prefix` of a GGUF file.
+    The result is also None if the tokenizer adds a space before the text (`add_prefix_space`). For
+    byte pairs, llama.cpp never adds this space, whatever the value of the key `add_space_prefix` in
+    a GGUF file.
     """
     given = content.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
         return None
-    # Only the last step, of bytes, may cut a text once more, by the pattern of gpt-2.
+    # Only the last step, which converts to bytes, may split the text again, by gpt-2's pattern.
     cuts_again = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"] and cuts_again:
         return "gpt-2"

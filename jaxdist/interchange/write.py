@@ -1,4 +1,4 @@
-"""The writing of a model's parameters as a Hugging Face directory."""
+"""The writer of a model's parameters as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.interchange.source import BESIDES, CONFIG, INDEX, SINGLE
 from jaxdist.types import JsonObject
 
 FILE_BYTES = 5_000_000_000
-"""The most bytes of tensors in a file; a larger model has several files."""
+"""The largest number of bytes of tensors in a file; a larger model has several files."""
 DTYPES: Mapping[str, np.dtype] = {
     "float32": safetensors.DTYPES["F32"],
     "float16": safetensors.DTYPES["F16"],
@@ -38,10 +38,14 @@ DTYPES: Mapping[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A parameter, or a layer of it, or an expert of that, as a part of a tensor.
+    """A part of a tensor: a parameter, a layer of a parameter, or an expert of a layer.
 
     Attributes:
-      shape: shape without padding.
+      name: the name of the parameter.
+      layer: the index of the layer, or None if the parameter is not stacked.
+      shape: the shape of the part, without padding.
+      layout: the layout of the tensor.
+      expert: the index of the expert, or None if the tensor has all experts.
     """
 
     name: str
@@ -51,22 +55,28 @@ class TensorPiece:
     expert: int | None = None
 
     def held(self, value: np.ndarray) -> np.ndarray:
-        """Return the part of the parameter's value, or of the layer's, without padding."""
+        """Return the value of this part, without padding.
+
+        Args:
+          value: the value of the parameter, or of its layer.
+        """
         own = value if self.expert is None else value[self.expert]
         return own[tuple(slice(0, size) for size in self.shape)]
 
 
 Value = Callable[[str, int | None], np.ndarray]
-"""Function from a parameter's name, and a layer or None, to the value."""
+"""A function from (name of a parameter, index of a layer or None) to the value."""
 
 
 def pieces_of(
     shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str], rows: Mapping[str, Row]
 ) -> dict[str, list[TensorPiece]]:
-    """Return the parameters that make up each tensor of a file, by the tensor's name.
+    """Return the parts of each tensor of a file, by the tensor's name.
 
     Args:
-      shapes: shape of each parameter, without padding.
+      shapes: the shape of each parameter by name, without padding.
+      stacked: the names of the parameters whose first dim counts layers.
+      rows: the row of each parameter.
     """
     found: dict[str, list[TensorPiece]] = {}
     for name, shape in shapes.items():
@@ -83,7 +93,12 @@ def pieces_of(
 
 
 def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> np.ndarray:
-    """Put a tensor together from its parameters."""
+    """Return a tensor, given its parts.
+
+    Args:
+      value: a function to the values of parameters; see `Value`.
+      dtype: the dtype of the tensor.
+    """
     out = np.empty(pieces[0].layout.file_shape(pieces[0].shape), dtype)
     for piece in pieces:
         piece.layout.fill(out, piece.held(value(piece.name, piece.layer)))
@@ -91,12 +106,14 @@ def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> n
 
 
 def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int) -> JsonObject:
-    """Return the config.json of a model: the config.json in `folder` if it describes the model.
+    """Return the config.json of a model.
+
+    If the config.json in `folder` describes the model, it is used; otherwise a config.json is made.
 
     Args:
-      inputs: sizes of the data that the model was trained on.
-      folder: the folder of the model's tokenizer, which may have the source's config.json.
-      length: length of the sequences that the model was trained on.
+      inputs: the sizes of the data that the model was trained on.
+      folder: the folder of the model's tokenizer, or None; it may have a config.json.
+      length: the length of the sequences that the model was trained on.
 
     Raises:
       ConfigError: no family has the model's options.
@@ -106,7 +123,7 @@ def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int
     if own is not None and describes(own, model):
         family = family_of(own, where=CONFIG)
         if family.inputs(own) == inputs._replace(image=family.inputs(own).image):
-            # A model that was saved without its head is written with one.
+            # The written model has a head, even if the source was saved without its head.
             named = family.config(architecture(model))["architectures"]
             return {**own, "architectures": named}
     fitting = families_of(model)
@@ -132,7 +149,11 @@ def write_directory(
     """Write config.json, the tensors, and the tokenizer's files.
 
     Args:
-      folder: folder of the tokenizer's files; None writes no tokenizer.
+      config: the content of config.json.
+      tensors: the parts of each tensor.
+      value: a function to the values of parameters; see `Value`.
+      dtype: the name of the dtype of the tensors.
+      folder: the folder with the tokenizer's files, or None to write no tokenizer.
 
     Raises:
       RunError: the directory has files, or cannot be written.
@@ -164,7 +185,11 @@ def write_directory(
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:
-    """Divide the tensors over files, in their order."""
+    """Return the names of the tensors in each file, in the order of `shapes`.
+
+    Args:
+      itemsize: the bytes of an element.
+    """
     files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

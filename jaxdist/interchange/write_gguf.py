@@ -1,4 +1,4 @@
-"""The writing of a model's parameters as a GGUF file of a float type."""
+"""The writer of a model's parameters as a GGUF file with a floating-point type."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
 WRITTEN = ("llama", "qwen2", "qwen3", "gpt2")
-"""Families that are written, whose options other programs read from a GGUF file."""
+"""The families that can be written: programs read all their options from a GGUF file."""
 
 
 def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
-    """Return the table of names and layouts for a GGUF file of a family.
+    """Return the rows of a family for the names and layouts of a GGUF file.
 
     Raises:
-      ConfigError: GGUF files have no name for the family, or for an option of the model.
+      ConfigError: the family, or an option of the model, cannot be written to GGUF files.
     """
     if family.name not in WRITTEN or model.attention_window or model.rope_scaling:
         why = "attention_window or rope_scaling" if family.name in WRITTEN else family.name
@@ -42,7 +42,7 @@ def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
 
 
 def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) -> JsonObject:
-    """Return the sizes of a model as a GGUF file names them."""
+    """Return the sizes of a model as metadata of a GGUF file."""
     arch = family.name
     return {
         "general.architecture": arch,
@@ -63,11 +63,13 @@ def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) 
 
 
 def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonObject:
-    """Return the tokens and merges of a tokenizer.json as metadata, which is empty without a file.
+    """Return the tokens and merges of a tokenizer.json as metadata of a GGUF file.
+
+    The metadata is empty if there is no tokenizer.json.
 
     Raises:
-      ConfigError: the tokenizer is not a byte-pair tokenizer, or its rule for splitting text has no
-        name in GGUF.
+      ConfigError: the tokenizer is not a byte-pair tokenizer, or the pattern by which it splits
+        text has no name in GGUF.
     """
     if folder is None or not (folder / TOKENIZER).is_file():
         return {}
@@ -109,7 +111,12 @@ def write_gguf(
     *,
     dtype: str,
 ) -> None:
-    """Write a GGUF file, with vectors in float32, as programs that read GGUF files expect.
+    """Write a GGUF file, in which vectors are float32, as programs that read GGUF files expect.
+
+    Args:
+      tensors: the parts of each tensor.
+      value: a function to the values of parameters; see `jaxdist.interchange.write.Value`.
+      dtype: the name of the dtype of the other tensors.
 
     Raises:
       RunError: the file exists, or cannot be written.
@@ -152,7 +159,7 @@ def _typed(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
-    # Only an array of texts can be empty: that of merges.
+    # Only the array of merges, which are texts, can be empty.
     text = not value or isinstance(value[0], str)
     items = (_text(one) if text else struct.pack("<i", one) for one in value)
     return struct.pack("<IIQ", 9, 8 if text else 5, len(value)) + b"".join(items)
