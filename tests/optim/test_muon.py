@@ -144,7 +144,7 @@ def test_a_pattern_without_effect_is_refused():
 
 def test_a_model_without_matrices_is_refused():
     only = {"norm": tree(0)["norm"]}
-    with pytest.raises(ConfigError, match=r"muon has no matrix to update.*take \{type: adamw\}"):
+    with pytest.raises(ConfigError, match=r"muon has no matrix to update.*use \{type: adamw\}"):
         config().explain(NamedParams(only, DIMS))
 
 
