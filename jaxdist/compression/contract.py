@@ -11,10 +11,10 @@ Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`
 the same bits on every device that decodes the message. All devices that have a message know its
 `round` without communication.
 
-The codec's `exchange` is the method by which the messages of several devices are combined:
-"scatter" decodes and sums shards and encodes the sums, "gather" sends every message to every
-device, and "sum" adds the messages of a `LinearCodec`, for which the sum of messages is the message
-of the sum.
+The codec's `exchange` is the method by which the messages of several devices are combined. The
+method "scatter" decodes and sums shards, and encodes the sums. The method "gather" sends every
+message to every device. The method "sum" adds the messages of a `LinearCodec`, for which the sum of
+messages is the message of the sum.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class XlaConfig(Config):
     preset: PresetName = "default"
     """The set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
     collectives during computation; `collective_matmul` lets XLA cut a matmul into parts that run
-    during the collective of its operand or result; `none` sets no options. With `residual_seq:
-    tensor` a tensor axis has such collectives (compare `sharding.collective_matmul`)."""
+    during the collective of its operand or result; `none` sets no options. A tensor axis has such
+    collectives with `residual_seq: tensor` (compare `sharding.collective_matmul`)."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
     """Further options, by XLA's names without leading dashes. An option that is set here overrides
     the same option of the preset."""

@@ -216,7 +216,7 @@ class Exchange(Protocol):
         """Return new parameters with the shardings of `placements.params`.
 
         Args:
-          params: new parameters with the shardings of `placements.shares`.
+          params: the new parameters with the shardings of `placements.shares`.
           into: the old parameters. If they are donated, the new parameters use the same memory.
         """
         ...

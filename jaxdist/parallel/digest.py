@@ -37,7 +37,7 @@ class ReplicaDifference(NamedTuple):
     """A shard whose replicas are not equal.
 
     Attributes:
-      leaf: name of the leaf in the tree.
+      leaf: the name of the leaf in the tree.
       holders: the devices that hold a replica of the shard.
       odd: the devices whose replicas differ from a majority of equal replicas, or () if there is no
         such majority.

@@ -144,18 +144,18 @@ class RowInterpreter:
     ) -> tuple[list[Flow], list[str]]:
         """Add the flow of a condition to the flows of the results of a conditional or a loop.
 
-        If the condition depends on several rows, all results depend on several rows too. A
-        condition that has a dim of rows (a loop under `vmap`) decides for each row alone, and
-        changes nothing.
+        If the condition depends on several rows, a result without a dim of rows depends on several
+        rows too, and the rows of a result with a dim of rows are tied. A condition that has a dim
+        of rows (a loop under `vmap`) decides for each row alone, and changes nothing.
 
         Args:
           equation: the conditional or the loop.
           by: the flow of the condition.
           found: the flows of the results without the condition.
           places: the descriptions of the operations in the body that tie rows.
-          apart: for each result, whether the condition does not tie its rows. This is so if a mask
-            keeps the values of rows that are done while the loop runs for other rows, or if nothing
-            reads the result.
+          apart: for each result, whether the condition does not tie its rows, for one of two
+            reasons: a mask keeps the values of rows that are done while the loop runs for other
+            rows, or nothing reads the result.
         """
         if not by.several:
             return found, places

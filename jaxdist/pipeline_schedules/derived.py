@@ -53,8 +53,8 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
     """Return a schedule for evaluation, which has forward tasks only.
 
-    In each tick a stage runs the last of those of its chunks that have an input. With one chunk per
-    stage the bubble is (stages - 1) F, where F is the time of a forward task.
+    If several chunks of a stage have an input in a tick, the stage runs the last of these chunks.
+    With one chunk per stage the bubble is (stages - 1) F, where F is the time of a forward task.
 
     Args:
       placement: the stage of each chunk, from the schedule for training.

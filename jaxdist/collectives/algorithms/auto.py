@@ -126,7 +126,10 @@ class Auto(Algorithm):
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Return all alternatives with their predicted times; the arguments are as for `choose`."""
+        """Return all alternatives with their predicted times.
+
+        The arguments are the same as the arguments of `choose`.
+        """
         several = sum(level.size > 1 for level in levels) > 1
         return [
             Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))

@@ -60,7 +60,10 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether rounding is to nearest; stochastic rounding may round an element near 0 to s."""
+        """Whether residuals are exact, as with rounding to nearest.
+
+        Stochastic rounding may round an element near 0 to s.
+        """
         return not self.unbiased
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

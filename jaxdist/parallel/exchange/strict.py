@@ -5,8 +5,8 @@ config fixes V. The gradients, sums and buffers of a logical shard are computed 
 with the same shapes on any device, with a random key that depends on the shard's index. The results
 are added up in the order of `jaxdist.parallel.strict.tree`: each device adds the results of its
 shards, and `Reduction` adds the sums of all devices. The update is the same program on any number
-of devices too. Without ZeRO it runs on whole parameters. With ZeRO it runs on V parts of each split
-parameter, one after another.
+of devices too. Without ZeRO it runs on whole parameters. With ZeRO each split parameter is divided
+into V parts, and each device updates its parts one after another.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ AWAY = (
 )
 """The passes of XLA:CPU that are disabled. The first pass would remove barriers. The second pass
 would move code out of loops; a device with a single shard has no loop and would compute that code
-differently. The third pass would merge common subexpressions. The number of a divisor's uses then
-depends on when XLA merges them, which is earlier in a partitioned program, and XLA rewrites a
-division as a multiplication by the reciprocal depending on that number. The last pass would unroll
-small loops, but unrolled code has no barriers."""
+differently. The third pass would merge common subexpressions, and does so earlier in a partitioned
+program. But XLA rewrites a division as a multiplication by the reciprocal depending on the number
+of the divisor's uses, which merging changes. The last pass would unroll small loops, but unrolled
+code has no barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
 """The compiler options on CPU. With threads in Eigen, the order of summation in a matmul would
 depend on the number of threads."""

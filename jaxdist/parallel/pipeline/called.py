@@ -28,7 +28,7 @@ class _Asked(StandIn):
 
 
 def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """Return the arguments with which a loss calls its model first.
+    """Return the arguments of the first call of the model in a loss.
 
     Args:
       loss: the loss, which is called with a stand-in for the model.

@@ -149,12 +149,13 @@ class Ticks:
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
     def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
-        """Return the sum of the times of all ticks, in seconds, without transfers.
+        """Return the sum of the times of all ticks, without transfers.
 
         A tick takes as long as its slowest stage.
 
         Args:
-          task_seconds: the time of each kind of task, in seconds.
+          task_seconds: the time of each kind of task, in any unit, which is also the unit of the
+            result.
         """
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
         # `NONE` is -1, so a lookup of no task finds the zero at the end.

@@ -270,7 +270,7 @@ class Pipeline:
         """Divide the leaves of a tree into leaves of stacked layers and other leaves.
 
         Args:
-          tree: a tree with the structure of `like`, or with subtrees in the place of its leaves.
+          tree: a tree with the structure of `like`, in which a leaf may be a subtree.
           like: a tree whose leaves have the names of parameters.
         """
         apart: Apart = ([], [])
