@@ -1,1 +1,1 @@
-"""The audit: whether a config's settings reach the compiled program."""
+"""The audit, which checks that the settings of a config change the compiled program."""

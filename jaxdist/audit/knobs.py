@@ -1,4 +1,7 @@
-"""The knobs of a configuration, which are its single settings: paths, removal, other values."""
+"""Functions that list, remove and change the knobs of a configuration.
+
+A knob is a single setting, or a section whose presence is a setting.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,13 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
     "train.batch_ramp.ramp_examples": "says when, not what",
     "optim.max_skipped": "ends a run between steps",
 }
-"""The purpose of each setting, or whole section, that is not part of a train step."""
+"""The purpose of each setting or section that is not part of a train step."""
 
 
 def reason_not_in_the_step(path: KeyPath) -> str | None:
-    """Return a knob's use outside of the train step, or None for a knob that must change the step.
+    """Return the purpose of a knob that is not part of the train step.
+
+    The result is None for a knob that must change the step.
 
     >>> reason_not_in_the_step(("eval", "every")), reason_not_in_the_step(("optim", "b2"))
     ('evaluates between steps', None)
@@ -38,9 +43,14 @@ def reason_not_in_the_step(path: KeyPath) -> str | None:
 
 
 def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield every path that a configuration sets, a section before its content.
+    """Yield every path that a configuration sets.
 
-    A list is a value, whose elements have no path.
+    The path of a section precedes the paths of its content. A list is a value, and its elements
+    have no paths.
+
+    Args:
+      values: the values of a section, or of the configuration.
+      path: the path of the section, which is empty for the configuration.
 
     >>> list(written_settings({"train": {"steps": 3}, "seed": 1}))
     [('train',), ('train', 'steps'), ('seed',)]
@@ -64,7 +74,7 @@ def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
 
 
 def without(document: Document, path: KeyPath) -> Document:
-    """Return the configuration without the setting, or section, at `path`.
+    """Return the configuration without the setting or section at `path`, which must be set.
 
     >>> without(Document({"a": {"b": 1, "c": 2}}), ("a", "b")).values
     {'a': {'c': 2}}
@@ -86,12 +96,14 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
 
 
 def knob_neighbours(value: Json) -> tuple[Json, ...]:
-    """Return other values near a setting's value, to test whether it is read; text has none.
+    """Return other values near a setting's value, with which a step shows whether it is read.
+
+    The tuple is empty for text, lists and null.
 
     >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
     """
-    if isinstance(value, bool):  # before `int`, of which `bool` is a subclass
+    if isinstance(value, bool):  # tested before `int`, since `bool` is a subclass of `int`
         return (not value,)
     if isinstance(value, int):
         return value // 2, value * 2
@@ -99,7 +111,7 @@ def knob_neighbours(value: Json) -> tuple[Json, ...]:
 
 
 def config_refusal(error: ConfigError) -> str:
-    """Return the first problem of a refused configuration in a line, without file and line.
+    """Return the first problem of a refused configuration, without the file and line number.
 
     >>> config_refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
     'below 1'

@@ -32,11 +32,14 @@ class OptionEffect:
     """The effect of a single option of a preset, or of all options of a preset together.
 
     Attributes:
-      preset: name of the preset, or `options` for options that the config itself sets.
-      option: XLA's name of the option, or `ALL` for all options of the preset together.
+      preset: the name of the preset, or "options" for the options in the config's
+        `parallel.xla.options`.
+      option: the name of the option in XLA, or `ALL` for all options of the preset together.
       value: the option's value, or None for `ALL`.
-      verdict: whether the program changes, is the same, or the compiler refuses the option.
-      effect: the differences in the program, or the compiler's error about the option.
+      verdict: "changes" or "same program" for the compiled program, or "refused" if the compiler
+        refuses the option.
+      effect: the differences between the programs, or the compiler's error. It is empty for the
+        same program.
     """
 
     preset: str
@@ -61,19 +64,19 @@ def audit_options(
     json_file: Path | None = None,
     console: Console,
 ) -> tuple[OptionEffect, ...]:
-    """Compile the train step with each option of each preset, and print the effects.
+    """Compile the train step with each option of each preset, and return and print the effects.
 
     The options of the config (`parallel.xla.options`) are included. Each program is compared with
     the program that is compiled without any options.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
-      json_file: a file for the effects as JSON.
-      console: the console for a line per option.
+      topology: the TPUs to compile for, such as `v5e:2x4`, or None for the devices of jax.
+      json_file: a file for the effects as JSON, or None.
+      console: the console, on which each option has a line.
 
     Raises:
-      JaxdistError: any error that the user can fix.
+      JaxdistError: the config or the topology is invalid, or the file cannot be written.
     """
     devices = None if topology is None else topology_devices(topology)
     given = load(path, overrides)[1].parallel.xla.options
@@ -99,7 +102,7 @@ def audit_options(
 
 
 def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEffect]:
-    # The config's own options are a group of their own below, and must not apply to other groups.
+    # The options in the config are a separate group below, and must not apply to other groups.
     program = replace(subject.experiment.program, options={})
     mesh, device = subject.experiment.layout.mesh, subject.devices[0]
     groups = {name: preset_options(name, device) for name in PRESETS} | {"options": given}

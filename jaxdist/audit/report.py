@@ -1,4 +1,4 @@
-"""`jaxdist audit`: whether each knob of a config changes the train step."""
+"""`jaxdist audit`: the check that each knob of a config changes the train step."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ def audit(
     json_file: Path | None = None,
     console: Console,
 ) -> tuple[KnobEffect, ...]:
-    """Build the train step with and without each knob that is set, and print the knob's effect.
+    """Compare the train step with the step without each knob, and return and print the effects.
 
-    Equal texts before compilation prove that a knob has no effect. If the texts differ, a knob of
-    the sections `jaxdist.audit.step.LAYOUT` is judged by the compiled programs, and any other knob
-    counts as having an effect. With `full`, all knobs are judged by the compiled programs, which
-    excludes differences that the compiler optimizes away.
+    A knob has no effect if both steps have the same StableHLO, compiler options and initial state.
+    If the StableHLO or the options differ, a knob of the sections `jaxdist.audit.step.LAYOUT` is
+    judged by the compiled programs, and any other knob has an effect. With `full`, all knobs are
+    judged by the compiled programs. Differences that the compiler optimizes away then do not count.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      topology: TPUs to compile for, such as `v5e:2x4`; None compiles for jax's devices.
-      full: compile the step without each knob, and print the change in bytes, memory and FLOPs.
-      json_file: a file for the findings as JSON.
-      console: the console for a line per knob.
+      topology: the TPUs to compile for, such as `v5e:2x4`, or None for the devices of jax.
+      full: whether to compile the step without each knob, and print the change in bytes, memory and
+        FLOPs.
+      json_file: a file for the effects as JSON, or None.
+      console: the console, on which each knob has a line.
 
     Raises:
-      JaxdistError: any error that the user can fix.
+      JaxdistError: the config or the topology is invalid, the step is too large for the device, or
+        the file cannot be written.
     """
     devices = None if topology is None else topology_devices(topology)
     document, config = load(path, overrides)
@@ -74,7 +76,7 @@ def has_no_effect(findings: Sequence[KnobEffect]) -> bool:
 
 
 def _print(finding: KnobEffect, console: Console) -> None:
-    """Print a knob's effect on a single line, cut off where the terminal is too narrow."""
+    """Print a knob's effect in a single line, which is cut off at the width of the terminal."""
     line = Text(f"{finding.verdict:<16}", style=_STYLES.get(finding.verdict, "dim"))
     line.append(f"{finding.knob:<31} ", style="default")
     line.append(finding.effect, style="default")

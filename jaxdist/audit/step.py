@@ -1,4 +1,4 @@
-"""The effect of a knob: a comparison of the train step with the step without the knob."""
+"""The effect of a knob, from a comparison of the train step with the step without the knob."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from jaxdist.types import Json
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
 LAYOUT = ("mesh", "parallel", "sharding")
-"""The sections that request a layout. The text before compilation repeats a request for a layout,
-and only the compiled program shows whether the request has an effect."""
+"""The sections that request a layout. The StableHLO of a step repeats a request for a layout, and
+only the compiled program shows whether the request has an effect."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ class KnobEffect:
 
     Attributes:
       knob: the knob's dotted path.
-      value: the knob's value as the config has it.
+      value: the knob's value in the config.
       origin: the file and line, or the override, that sets the knob.
-      verdict: whether the knob has an effect, or the reason why it needs none.
-      effect: the effect in words, or the reason why it was not examined.
+      verdict: "ok" if the knob has an effect, "NO EFFECT" if it has none and should have, or the
+        reason why it needs none.
+      effect: a description of the effect, or the reason why the effect was not examined.
     """
 
     knob: str
@@ -57,7 +58,13 @@ class KnobEffect:
 
 
 class AuditedStep:
-    """A train step before and after compilation; both are computed at first use."""
+    """A train step, which is lowered and compiled at first use.
+
+    Args:
+      document: the config as it was read.
+      config: the validated config.
+      subject: the experiment of the config.
+    """
 
     def __init__(
         self, document: Document, config: ExperimentConfig, subject: InspectedExperiment
@@ -66,7 +73,10 @@ class AuditedStep:
 
     @cached_property
     def lowered(self) -> str:
-        """The StableHLO of the step for all batch sizes of the run, since a ramp has several."""
+        """The StableHLO of the step for all batch sizes of the run.
+
+        A run with a ramp of the batch size has several.
+        """
         stages = {stage.batch_size: stage.program for stage in self.subject.experiment.stages}
         programs = {self.config.train.batch_size: self.subject.experiment.program} | stages
         return "\n".join(
@@ -85,7 +95,7 @@ class AuditedStep:
 
     @property
     def structure(self) -> str:
-        """The hash of the compiled step, followed by one of the constants at all batch sizes."""
+        """The hash of the compiled step, and the hash of the constants of all batch sizes."""
         return self.inspection.program_sha256 + program_digest("", self.lowered)
 
     @property
@@ -104,12 +114,12 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     """Return the effect of the knob at `path`, or None for a section that is not a knob.
 
     Args:
-      step: the train step of the whole config.
-      path: the path of a setting, or of a section.
-      full: compile both steps, even where the texts before compilation differ.
+      step: the train step of the complete config.
+      path: the path of a setting or section.
+      full: whether to judge every knob by the compiled steps.
 
     Raises:
-      RunError: the compiled step of the whole config is too large for the device.
+      RunError: the compiled step of the complete config is too large for the device.
     """
 
     def found(verdict: KnobVerdict, effect: str) -> KnobEffect:
@@ -139,20 +149,20 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if default is None and _is_read(step, path):
         return found("default", "the value that null selects")
     if path[:2] == ("sharding", "params"):
-        # On a mesh that splits parameters, a config without names of dims is refused, and the knob
-        # is judged `required`. On other meshes the names have no effect, which is not a mistake.
+        # On a mesh that splits parameters, a config without names of dims is refused, so that the
+        # knob is `required`. On other meshes the names have no effect, which is not a mistake.
         return found("not in the step", "names dims for meshes that split parameters")
     return found("NO EFFECT", "the same step without it")
 
 
 def _repeats_signature(document: Document, path: KeyPath) -> bool:
-    """Return whether a knob sets an argument of an imported function to the argument's default."""
+    """Return whether a knob sets an argument of an imported function to its default value."""
     if len(path) != 3 or path[1] != "args":
         return False
     section, name = document.values[str(path[0])], str(path[2])
     try:
         made = load_object(section["path"])
-        # A module's class is called through its metaclass, whose signature is uninformative.
+        # A class may have a metaclass, whose signature does not show the arguments.
         made = made.__init__ if isinstance(made, type) else made
         parameter = signature(made).parameters.get(name)
     except (TypeError, ValueError):  # functions in C may have no signature
@@ -161,7 +171,7 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
 
 
 def _is_read(step: AuditedStep, path: KeyPath) -> bool:
-    """Return whether another value of the knob changes the step."""
+    """Return whether any of the knob's neighboring values changes the step."""
     for value in knob_neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
         try:
@@ -175,7 +185,7 @@ def _is_read(step: AuditedStep, path: KeyPath) -> bool:
 
 
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config with an explicit loss: the model's default where the config has none."""
+    """Return the config with an explicit loss, which is the model's default if there is none."""
     return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
 
 
@@ -194,7 +204,13 @@ def _step(
 
 
 def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
-    """Describe the differences between two steps, or return an empty string for equal steps."""
+    """Return a description of the differences between two steps, which is empty for equal steps.
+
+    Args:
+      before: the step without the knob, or with another value.
+      after: the step of the config.
+      compile_both: whether to compare the compiled steps if the StableHLO differs.
+    """
     if before.lowered == after.lowered and before.options == after.options:
         return "" if before.initial == after.initial else "initial state"
     if not compile_both:
@@ -221,7 +237,7 @@ def _sent_bytes(inspection: Inspection) -> float:
 
 
 def _seconds(inspection: Inspection) -> float:
-    """Return the predicted seconds of a step, or 0 where no time is predicted."""
+    """Return the predicted seconds of a step, or 0 if no time is predicted."""
     return inspection.step_time.seconds if inspection.step_time else 0.0
 
 
@@ -230,7 +246,9 @@ def _messages(inspection: Inspection) -> int:
 
 
 def change(name: str, before: float, after: float, unit: str = "") -> str:
-    """Format a change in percent, as `bytes -50%`; in units if the first value is 0.
+    """Return a change as text in percent, such as `bytes -50%`, or in units if `before` is 0.
+
+    The text is empty if both values are equal.
 
     >>> change("bytes", 200, 100), change("bytes", 0, 1500, "B"), change("bytes", 3, 3)
     ('bytes -50%', 'bytes +1.5 kB', '')
