@@ -1,5 +1,5 @@
-"""Optimizers that few users need, under the same contracts as the core.
+"""Optimizers that few users need, with the same interfaces as the optimizers of the core.
 
 In the core only `jaxdist.experiment` imports this package, to list the alternatives of a config.
-The settings and results of these optimizers may change from one minor version to the next.
+The settings and results of these optimizers may change in any minor version.
 """

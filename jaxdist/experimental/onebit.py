@@ -1,10 +1,11 @@
-"""1-bit Adam, and what optimizers share whose momentum is sent in compressed form.
+"""1-bit Adam, and the common functions and settings of 1-bit optimizers.
 
-The second moment is frozen before messages become lossy, because errors of messages would corrupt
-it. The optimizers do not communicate. The gradients must represent the same momentum on all
-devices, which the feedback `CompressedMomentum` ensures. The `b1` of the feedback must be the
-optimizer's, and the codec must send whole gradients in the first `freeze_step` steps
-(`jaxdist.compression.warm_up`).
+A 1-bit optimizer is for training in which devices exchange a compressed momentum instead of
+gradients. The second moment is frozen before messages become lossy, because errors of messages
+would corrupt it. The optimizers themselves do not communicate. The gradients must represent the
+same momentum on all devices, which the feedback `CompressedMomentum` ensures. The `b1` of the
+feedback must equal the optimizer's `b1`, and the codec must send uncompressed gradients in the
+first `freeze_step` steps (`jaxdist.compression.warm_up`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 
 
 class FrozenAdamState(NamedTuple):
-    """The number of steps, and both moments as trees like the parameters, float32 or wider."""
+    """The state of `scale_by_frozen_adam`.
+
+    Attributes:
+      count: the number of steps.
+      mu, nu: the first and the second moment, as trees like the parameters, in float32 or wider.
+    """
 
     count: StepCount
     mu: Updates
@@ -45,16 +51,20 @@ def scale_by_frozen_adam(
 ) -> optax.GradientTransformation:
     """Scale gradients like Adam, with a second moment that is frozen after `freeze_step` steps.
 
-    1-bit Adam has the same direction (Tang et al., arXiv 2102.02888, algorithm 1, which has no bias
-    correction). In addition, an element whose gradient was zero in the first `freeze_step` steps
-    never moves: see `frozen_direction`.
+    The direction is that of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no
+    bias correction). In addition, an element whose gradient was zero in all of the first
+    `freeze_step` steps never moves: see `frozen_direction`.
 
     Args:
+      b1, b2: the decays of the first and the second moment.
+      eps: a small number that is added to the root of the second moment.
+      freeze_step: the number of steps after which the second moment is frozen.
+      bias_correction: whether to divide the moments by the sums of their weights, as Adam does.
       bounded: whether an element moves at most as far as Adam could move it (`adam_bound`). The
         paper does not have this bound, which has no effect in the first `freeze_step` steps.
 
     Raises:
-      ConfigError: decays outside of [0, 1), a negative eps, a freeze_step below 1.
+      ConfigError: a decay is outside of [0, 1), eps is negative, or freeze_step is below 1.
 
     >>> tx = scale_by_frozen_adam(freeze_step=1)
     >>> _, state = tx.update(jnp.float32(2), tx.init(jnp.float32(0)))
@@ -90,22 +100,35 @@ def scale_by_frozen_adam(
 
 
 def first_moment(b1: float, m: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the next running mean of gradients."""
+    """Return the next running mean of gradients.
+
+    Args:
+      b1: the decay.
+      m: the running mean.
+      g: the gradient.
+    """
     return b1 * m + (1 - b1) * g.astype(m.dtype)
 
 
 def second_moment(b2: float, moves: PyTree, v: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the next running mean of squared gradients, unchanged where `moves` is false."""
+    """Return the next running mean of squared gradients.
+
+    Args:
+      b2: the decay.
+      moves: whether the mean changes. If False, `v` is returned.
+      v: the running mean.
+      g: the gradient.
+    """
     return jnp.where(moves, b2 * v + (1 - b2) * jnp.square(g.astype(v.dtype)), v)
 
 
 def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax.Array:
     """Return m / (sqrt(v) + eps), limited to [-most, most], and zero where v is zero.
 
-    Where v is zero, the gradient was zero in the whole warm-up (rows of an embedding that occurred
-    in no example). A 1-bit message cannot represent zero, and its error in such an element of m
-    would be divided by eps. Where v is small but not zero, the element of m may be as large as the
-    scale of its block in the message, and only `most` limits its quotient by sqrt(v).
+    An element of v is zero if the gradient was zero during the warm-up, as for rows of an embedding
+    that occurred in no example. A 1-bit message cannot represent zero, and its error in such an
+    element of m would be divided by eps. If an element of v is small but not zero, the element of m
+    may be as large as the scale of its block in the message, and only `most` limits the quotient.
     """
     return jnp.where(v > 0, jnp.clip(m / (jnp.sqrt(v) + eps), -most, most), 0.0)
 
@@ -113,9 +136,9 @@ def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax
 def adam_bound(b1: float, b2: float) -> float:
     """Return the largest distance that Adam can move an element in a step at learning rate 1.
 
-    The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), from the Cauchy-Schwarz inequality for
-    the weights of both moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has special cases); it
-    is infinite if b1^2 >= b2.
+    The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), or infinite if b1^2 >= b2. It follows
+    from the Cauchy-Schwarz inequality for the weights of both moments. Kingma and Ba (arXiv
+    1412.6980, section 2.1) have special cases.
 
     >>> round(adam_bound(0.9, 0.999), 2)
     7.27
@@ -126,12 +149,15 @@ def adam_bound(b1: float, b2: float) -> float:
 
 
 def _weight(b: float, count: jax.Array) -> jax.Array:
-    """Return 1 - b^count without cancellation, which would cost 4 of 7 digits at b = 0.999."""
+    """Return 1 - b^count, the sum of the weights of a running mean after `count` steps.
+
+    The formula avoids cancellation, which would cost 4 of 7 digits at b = 0.999.
+    """
     return -jnp.expm1(count.astype(jnp.float32) * (math.log(b) if b else -math.inf))
 
 
 def check_freeze_step(freeze_step: int) -> None:
-    """Refuse a freeze_step at which the second moment does not yet contain a gradient.
+    """Check that the second moment contains a gradient when it is frozen.
 
     Raises:
       ConfigError: freeze_step is below 1.
@@ -147,15 +173,16 @@ class OnebitConfig(OptimizerConfig):
     """The settings that 1-bit optimizers share."""
 
     freeze_step: Count
-    """Number of steps after which the second moment is frozen; it must equal
+    """The number of steps after which the second moment is frozen. It must equal
     parallel.compression.warmup_steps."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the first moment; it must equal b1 of the error_feedback compressed_momentum."""
+    """The decay of the first moment. It must equal the b1 of the error_feedback
+    compressed_momentum."""
     b2: Beta = 0.999
-    """Decay of the second moment."""
+    """The decay of the second moment."""
     bounded: bool = True
-    """Limit the distance that an element moves in a step to what Adam could reach; false has no
-    such limit, as in the paper."""
+    """Whether an element moves in a step at most as far as Adam could move it. The paper has no
+    such limit."""
 
     @property
     def frozen_from(self) -> int:
@@ -180,14 +207,20 @@ class OnebitAdamConfig(OnebitConfig):
     type: Literal["onebit_adam"]
     """Selects this optimizer."""
     eps: PositiveFloat = 1e-8
-    """Small number added to the square root of the second moment."""
+    """A small number that is added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
+    """The decoupled weight decay, which is multiplied by the learning rate. Biases and norm scales
+    do not decay."""
     bias_correction: bool = True
-    """Divide the moments by 1 - b^t in step t, which the paper's algorithm does not do."""
+    """Whether to divide the moments by 1 - b^t in step t. The paper's algorithm does not."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
+        """Return the update rule for a schedule of the learning rate.
+
+        Args:
+          rate: the schedule.
+          tree: the parameters to optimize.
+        """
         return optax.chain(
             scale_by_frozen_adam(
                 self.b1,

@@ -1,4 +1,4 @@
-"""1-bit LAMB: after a warm-up, trust ratios follow from the change of the second moment."""
+"""1-bit LAMB, whose trust ratios after a warm-up follow the change of the second moment."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ class OnebitLambRule:
     """The numeric settings of 1-bit LAMB.
 
     Attributes:
-      freeze_step: number of steps of plain LAMB.
-      coefficient_decay: decay of the running mean of a layer's trust ratios in these steps (the
-        paper's beta 3). The mean starts at zero without bias correction, so it approaches the
+      freeze_step: the number of warm-up steps, in which the optimizer is plain LAMB.
+      coefficient_decay: the decay of the running mean of a layer's trust ratios in the warm-up (the
+        paper's beta 3). The mean starts at zero without bias correction, so that it approaches the
         ratios only if freeze_step is much larger than 1 / (1 - decay).
-      ratio_bounds: bounds of the trust ratios in these steps.
-      factor_bounds: bounds of the factor by which the mean ratio is multiplied after these steps.
-      factor_change: largest change of that factor in a step, as a fraction of the factor.
-      bounded: see `jaxdist.experimental.onebit.scale_by_frozen_adam`.
+      ratio_bounds: the bounds of the trust ratios in the warm-up.
+      factor_bounds: the bounds of the factor by which the mean ratio is multiplied after the
+        warm-up.
+      factor_change: the largest change of the factor in a step, as a fraction of the factor.
+      bounded: whether an element moves at most as far as Adam could move it (`adam_bound`).
 
     Raises:
-      ConfigError: a freeze_step below 1; invalid bounds, decay or fraction.
+      ConfigError: freeze_step is below 1, or the bounds, the decay or the fraction are invalid.
     """
 
     freeze_step: int
@@ -82,11 +83,12 @@ class OnebitLambRule:
     def ratio(
         self, norms: Squares, largest: jax.Array, kept: RunningNorms, warm: jax.Array
     ) -> _Ratio:
-        """Compute the scale of each layer's update, and the next running values.
+        """Return the scale of each layer's update, and the next running values.
 
         Args:
-          norms: norms of the weights, of the update, and of the update without weight decay.
-          largest: largest quotient of the roots of frozen and fresh second moment in each layer.
+          norms: the norms of the weights, of the update, and of the update without weight decay.
+          largest: the largest quotient of the roots of the frozen and the fresh second moment in
+            each layer.
           kept: the running values before this step.
           warm: whether this step belongs to the warm-up.
         """
@@ -96,8 +98,8 @@ class OnebitLambRule:
         keep = self.coefficient_decay
         mean = keep * kept.coefficient + (1 - keep) * ratio
         coefficient = jnp.where(warm & usable(pair), mean, kept.coefficient)
-        # The second moment affects only Adam's share of the update, so the share of weight decay is
-        # not multiplied. The smallest float avoids 0 / 0 in a layer without an update.
+        # The second moment affects only Adam's share of the update, so that the share of weight
+        # decay is not multiplied. The smallest float avoids 0 / 0 in a layer without an update.
         share = jnp.minimum(1.0, direction / jnp.maximum(update, jnp.finfo("f4").tiny))
         factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
         slower, faster = 1 - self.factor_change, 1 + self.factor_change
@@ -109,14 +111,19 @@ class OnebitLambRule:
 
 
 class RunningNorms(NamedTuple):
-    """The coefficient and the factor of each layer of a parameter, as in `OnebitLambState`."""
+    """The running values of each layer of a parameter.
+
+    Attributes:
+      coefficient: the running mean of the trust ratios of the warm-up.
+      factor: the factor by which the coefficient was multiplied in the last step.
+    """
 
     coefficient: jax.Array
     factor: jax.Array
 
 
 class _Ratio(NamedTuple):
-    """The scale of the update of each layer in a leaf, and the next running values."""
+    """The scale of the update of each layer in a leaf, and the running values after the step."""
 
     scale: jax.Array
     kept: RunningNorms
@@ -126,11 +133,11 @@ class OnebitLambState(NamedTuple):
     """The state of `onebit_lamb`.
 
     Attributes:
-      count: number of steps.
-      mu, nu: both moments; nu is frozen after the warm-up.
+      count: the number of steps.
+      mu, nu: the first and the second moment. The second moment is frozen after the warm-up.
       fresh: a second moment that is updated in every step.
-      coefficient: running mean of the trust ratios of the warm-up, for each layer.
-      factor: factor by which the coefficient was multiplied in the last step, for each layer.
+      coefficient: the running mean of the trust ratios of the warm-up, for each layer.
+      factor: the factor by which the coefficient was multiplied in the last step, for each layer.
     """
 
     count: StepCount
@@ -154,21 +161,29 @@ def onebit_lamb(
     adapt_mask: Mask | None = None,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build 1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), without bias correction.
+    """Return 1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1), without bias correction.
 
     In the first `rule.freeze_step` steps, LAMB keeps a running mean of each layer's trust ratio.
-    Afterwards the ratio is that mean times a factor: the largest quotient, over the layer's
-    elements, of the roots of the frozen and the fresh second moment. An element whose gradient was
-    zero in all of those steps never moves: see `jaxdist.experimental.onebit.frozen_direction`.
+    After these steps, the ratio is the product of the mean and a factor. The factor is the largest
+    quotient of the roots of the frozen and the fresh second moment over the elements of the layer.
+    An element whose gradient was zero in all of the first steps never moves: see
+    `jaxdist.experimental.onebit.frozen_direction`.
 
-    The state holds three float32 numbers for each element. Inside `jax.shard_map` the norms of all
-    parameters share an all-reduce, and each parameter whose layers are split needs another.
+    The state has three float32 numbers for each element. Inside `jax.shard_map` the norms of all
+    parameters share an all-reduce, and each parameter whose layers are split needs another
+    all-reduce.
 
     Args:
+      learning_rate: the learning rate, or its schedule.
+      b1, b2: the decays of the first and the second moment.
+      eps: a small number that is added to the root of the second moment.
+      weight_decay: the weight decay, which is part of the update that the trust ratio scales.
+      rule: the other numeric settings.
       layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
 
     Raises:
-      ConfigError: no params, bad numbers, dims, axes or masks.
+      ConfigError: the numbers, dims, axes or masks are invalid, or an update is computed without
+        params.
     """
     check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_betas(b1=b1, b2=b2)
@@ -178,7 +193,7 @@ def onebit_lamb(
         leaves, structure = describe_layers(params, layer_dims), jax.tree.structure(params)
         pairs = zip(leaves, jax.tree.leaves(params), strict=True)
         shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
-        # The factor begins at 1, from where `factor_change` limits its steps.
+        # The factor is 1 at first, and `factor_change` limits its changes.
         zeros, ones = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
         mu, nu, fresh = (jax.tree.map(wide_zeros, params) for _ in range(3))
         return OnebitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, zeros, ones)
@@ -189,8 +204,8 @@ def onebit_lamb(
         del extra
         assert isinstance(state, OnebitLambState)
         leaves = describe_layers(need_params(params), layer_dims, specs)
-        # By the paper's rule of LAMB biases and norm scales neither decay nor adapt, unless the
-        # masks decide otherwise.
+        # As in the paper of LAMB, biases and norm scales neither decay nor adapt, unless the masks
+        # select them.
         decays, adapts = decays_and_adapts(
             LambRule(), weight_decay, params, leaves, decay_mask, adapt_mask
         )
@@ -219,9 +234,9 @@ class _Tensors(NamedTuple):
     """The tensors of a leaf from which its trust ratio and its update are computed.
 
     Attributes:
-      p: weights.
+      p: the weights.
       update, direction: the update with and without weight decay.
-      quotient: quotient of the roots of the frozen and the fresh second moment.
+      quotient: the quotient of the roots of the frozen and the fresh second moment.
     """
 
     p: jax.Array
@@ -242,7 +257,7 @@ class _Tensors(NamedTuple):
         most: float,
     ) -> _Tensors:
         direction = frozen_direction(m, v, eps, most)
-        # An element that never moves must not decide its layer's largest quotient.
+        # An element that never moves must not determine the largest quotient of its layer.
         quotient = jnp.where(v > 0, (jnp.sqrt(v) + eps) / (jnp.sqrt(fresh) + eps), 0.0)
         return cls(p, direction + decay * p if decay else direction, direction, quotient)
 
@@ -255,9 +270,17 @@ def _ratios(
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
-    """Return the scale of each leaf's update, and the next running values.
+    """Return the scale of each leaf's update, and the running values after the step.
 
     The scale of a leaf that does not adapt is 1.
+
+    Args:
+      tensors: the tensors of each leaf.
+      leaves: the layers of each leaf.
+      adapts: for each leaf, whether it has a trust ratio.
+      kept: the running values before the step.
+      rule: the numeric settings.
+      warm: whether the step belongs to the warm-up.
     """
     found = [_Ratio(jnp.float32(1), x) for x in kept]
     on = [i for i, flag in enumerate(adapts) if flag]
@@ -272,7 +295,7 @@ def _ratios(
 
 
 def _largest(leaf: LayeredLeaf, x: jax.Array) -> jax.Array:
-    """Return the largest element of each layer, over all devices that hold shards of the layer."""
+    """Return the largest element of each layer, over all devices that have shards of the layer."""
     found = jnp.max(x, axis=leaf.summed, keepdims=True)
     return jax.lax.pmax(found, leaf.summed_axes) if leaf.summed_axes else found
 
@@ -283,24 +306,27 @@ class OnebitLambConfig(OnebitConfig):
     type: Literal["onebit_lamb"]
     """Selects this optimizer."""
     eps: PositiveFloat = 1e-6
-    """Small number added to the square root of the second moment."""
+    """A small number that is added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
-    """Weight decay, which is part of the direction that the trust ratio scales."""
+    """The weight decay, which is part of the update that the trust ratio scales."""
     layer_dims: tuple[str, ...] = ("layers",)
-    """Names of dims along which each index has a trust ratio of its own, in the parameters that
-    have them."""
+    """The names of dims of parameters. Each index along such a dim has a separate trust ratio."""
     coefficient_decay: Beta = 0.9
-    """Decay of the running mean of trust ratios in the warm-up; the mean begins at zero."""
+    """The decay of the running mean of trust ratios in the warm-up, which begins at zero."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
-    """Bounds of the trust ratios in the warm-up."""
+    """The bounds of the trust ratios in the warm-up."""
     factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)
-    """Bounds of the factor by which the mean trust ratio is multiplied after the warm-up."""
+    """The bounds of the factor by which the mean trust ratio is multiplied after the warm-up."""
     factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Largest change in a step of the factor on the mean trust ratio, as a fraction of the
-    factor."""
+    """The largest change of the factor in a step, as a fraction of the factor."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
+        """Return the update rule for a schedule of the learning rate.
+
+        Args:
+          rate: the schedule.
+          tree: the parameters to optimize.
+        """
         names = OnebitLambRule.__dataclass_fields__
         return onebit_lamb(
             rate,
