@@ -73,7 +73,7 @@ class ShardingError(JaxdistError):
 
 
 class CollectiveError(JaxdistError):
-    """The error for a collective whose axis, dtype, shape or device does not fit."""
+    """The error for a collective with an invalid axis, dtype, shape or device."""
 
 
 class CompressionError(JaxdistError):
@@ -109,7 +109,7 @@ class StoppedError(RunError):
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that is most similar to `word`, or None if no choice is similar.
 
-    The initials of a choice are similar to it, since many users write `lr` for `learning_rate`.
+    `word` may also be the initials of a choice, since many users write `lr` for `learning_rate`.
 
     >>> closest("tensr", ["data", "tensor", "stage"])
     'tensor'

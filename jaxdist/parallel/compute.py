@@ -1,6 +1,6 @@
-"""Gradients of a batch in a single pass, or of its microbatches in sequence.
+"""The computation of the gradients of a batch, in a single pass or in a pass for each microbatch.
 
-(`jaxdist.parallel.pipeline.model.pipeline.Pipeline` computes gradients on pipeline stages.)
+`jaxdist.parallel.pipeline.model.pipeline.Pipeline` instead computes gradients on pipeline stages.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Exchange(Protocol):
         ...
 
     def norm(self, grads: Grads) -> jax.Array:
-        """Compute the global norm, in float32, of gradients placed by `placements.shares`."""
+        """Compute the global norm, in float32, of gradients that `shares` returned."""
         ...
 
     def publish(self, params: Params, into: Params) -> PyTree:

@@ -64,7 +64,10 @@ def by_layers(
 
 
 def group(layers: Sequence[int | None]) -> list[list[int]]:
-    """Group the positions of stacks that have the same number of layers.
+    """Group the indices of stacks that have the same number of layers.
+
+    Args:
+      layers: the number of layers of each leaf, or None for a leaf that is not a stack.
 
     >>> group([2, None, 3, 2])
     [[0, 3], [2]]

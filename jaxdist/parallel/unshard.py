@@ -3,7 +3,8 @@
 Inside a `jax.shard_map` that is manual on the data axes, the classes of this module may replace the
 parameters of a model. Differentiation then returns this device's shard of the summed gradient, so
 that a device never holds the gradients of the whole model. In stage 3 the parameters of a layer are
-gathered when the layer runs, so that a device never holds the parameters of the whole model.
+gathered when the layer runs, so that a device does not hold the parameters of the whole model. With
+`once` all parameters are instead gathered once per step, and a device holds all of them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ShardedParameter(Deferred):
         return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
 
     def carried(self) -> jax.Array:
-        """Return this device's shard of the gradient; called on the gradient of a parameter."""
+        """Return this device's shard of a gradient, where `self` is the gradient of a parameter."""
         return self.shard
 
     @property
@@ -104,7 +105,7 @@ class Scattered(Deferred):
         return _itself(several[0].wire, splits, fulls, shards)
 
     def carried(self) -> jax.Array:
-        """Return this device's shard of the gradient; called on the gradient of a parameter."""
+        """Return this device's shard of a gradient, where `self` is the gradient of a parameter."""
         return self.shard
 
 

@@ -22,7 +22,7 @@ class Interleaved(Config):
     type: Literal["interleaved"] = "interleaved"
     """The name that selects this schedule in a config."""
     chunks: Annotated[int, Field(ge=2, le=1024)]
-    """Chunks of the model on each stage."""
+    """The number of chunks of the model on each stage."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return interleaved(stages, microbatches, self.chunks)
@@ -82,7 +82,7 @@ class BreadthFirst(Config):
     type: Literal["breadth_first"] = "breadth_first"
     """The name that selects this schedule in a config."""
     chunks: Annotated[int, Field(ge=2, le=1024)]
-    """Chunks of the model on each stage."""
+    """The number of chunks of the model on each stage."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return breadth_first(stages, microbatches, self.chunks)

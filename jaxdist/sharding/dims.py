@@ -36,9 +36,9 @@ def resolve_dims(
 ) -> dict[str, Dims]:
     """Return the dims of each parameter.
 
-    If the model names the dims of a parameter, these are returned. Otherwise the first pattern of
-    the config that matches the parameter's name has its dims. If no pattern matches, all dims are
-    None, but only on a mesh that splits no parameters.
+    If the model names the dims of a parameter, these are returned. Otherwise the dims are from the
+    first pattern of the config that matches the parameter's name. If no pattern matches and the
+    mesh splits no parameters, all dims are None.
 
     Args:
       config: the config of the sharding.

@@ -32,8 +32,9 @@ class Quantize(Codec):
 
     q is from -L to L, where L = 2^(bits - 1) - 1, and s is the block's largest |x| divided by L.
     Rounding to nearest has an error of at most s / 2. Stochastic rounding rounds up or down at
-    random so that the mean of the result is x, and has an error below s. It is from QSGD (Alistarh
-    et al., arXiv 1610.02132, section 3.1), with the largest element instead of the norm.
+    random so that the mean of the result is x, and has an error below s. Stochastic rounding is
+    from QSGD (Alistarh et al., arXiv 1610.02132, section 3.1), where s depends on the norm instead
+    of the largest element.
 
     Cost: bits / 32 of the bytes of float32, and 2 bytes for each block.
     """

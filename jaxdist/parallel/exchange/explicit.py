@@ -152,7 +152,7 @@ class Explicit(Base):
 
         Args:
           reduce: the function that each device runs; it may call collectives.
-          out_specs: the partition specs of its results.
+          out_specs: the partition specs of the results of `reduce`.
         """
 
         def run(stacked: Grads, weight: jax.Array) -> PyTree:

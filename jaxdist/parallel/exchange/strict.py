@@ -95,7 +95,7 @@ class Strict(Explicit):
 
     @property
     def _cut(self) -> str:
-        """Describe how a batch is cut, for `check_adds_up`."""
+        """The clause for an error of `check_adds_up` that says how a batch is divided."""
         return f"the batch is computed in {self.order.shards} logical shards"
 
     @property

@@ -73,9 +73,9 @@ class Unsharded(Sharding):
     def _seconds(self, params: Params) -> list[jax.Array | None]:
         """Gather a second copy of the shards across the slow network.
 
-        Later gathers of this copy use the fast network only. Each copy has a further dim over the
-        shards of the slow network. It is the first dim, but the second dim in a stack of layers, so
-        that a slice of one layer keeps it.
+        Later gathers of this copy use the fast network only. Each copy has a further dim, which
+        counts fast networks. This dim is the first dim, or the second dim in a stack of layers. A
+        slice of one layer therefore has this dim too.
 
         Returns:
           A copy for each leaf that ZeRO splits, and None for the other leaves.

@@ -10,7 +10,10 @@ from jaxdist.config.schema import Config
 
 
 class StrictConfig(Config):
-    """The guarantee of the same bits on any number of devices along data that divides `shards`."""
+    """The guarantee of the same bits on different numbers of devices along mesh axis `data`.
+
+    The number of devices must divide `shards`.
+    """
 
     type: Literal["strict"]
     """The name that selects this guarantee in a config."""

@@ -1,8 +1,8 @@
 """The lowering of a pipeline schedule to ticks: the tick of each task, and the slot of each value.
 
-Each task runs in the first tick in which the task before it on its stage has run and its inputs
-have arrived. The number of ticks is therefore minimal for the orders of the schedule, since a delay
-of a task would let no other task run earlier.
+Each task runs in the first tick in which the previous task of the stage has run and the inputs of
+the task have arrived. The number of ticks is therefore minimal for the orders of the schedule,
+since a delay of a task would let no other task run earlier.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class _Lives:
     def slots(self) -> tuple[dict[VisitId, int], int]:
         """Assign a slot to each value, and return the assignment and the number of slots.
 
-        Two values share a slot only if one is last read before the other is written. The algorithm
-        is greedy coloring of intervals in the order of their starts. It needs the fewest slots,
-        namely the maximum number of values that a stage holds at a time.
+        Two values share a slot only if the last read of one value is before the write of the other
+        value. The algorithm is greedy coloring of intervals in the order of their starts, which
+        needs the fewest slots: the maximum number of values that a stage holds at a time.
         """
         taken: dict[VisitId, int] = {}
         free: dict[int, list[int]] = defaultdict(list)

@@ -61,8 +61,8 @@ class Channel:
     """A transfer between stages at the end of each tick.
 
     Attributes:
-      offset: the distance of the transfer: stage s sends to stage (s + offset) mod stages. If it is
-        0, the value stays on its stage.
+      offset: the distance of the transfer: stage s sends to stage (s + offset) mod stages. With
+        offset 0 the value stays on its stage.
       slot: the slot for the value that a stage receives, or `NONE` if it receives none, int32
         `[ticks, stages]`.
     """
@@ -92,7 +92,7 @@ class Channel:
 class Slots:
     """The number of slots of each buffer of `StageState`.
 
-    It is the maximum over the stages, because all stages run the same program.
+    Each number is the maximum over the stages, because all stages run the same program.
     """
 
     inputs: int

@@ -60,9 +60,10 @@ class Partition:
       cap_bytes: for each stage, the available bytes, or None without a limit.
       even_seconds: the time of the slowest chunk if the numbers of layers of any two chunks
         differed by at most 1.
-      exact: whether no other division within the memory has a faster slowest chunk. It is False if
-        this is not proved, because the search limited each chunk of a stage to an equal part of the
-        stage's memory. It is None if the division was given by the caller.
+      exact: whether the search proved that no other division within the memory has a faster slowest
+        chunk. There is no proof, and the value is False, if the search had to limit each chunk of a
+        stage to an equal part of the stage's memory. The value is None if the caller gave the
+        division.
     """
 
     placement: tuple[int, ...]
