@@ -40,11 +40,11 @@ class AugmentConfig(Scaled):
     flip: bool = False
     """Mirror half of the training images, left to right."""
     cutout: NonNegativeInt = 0
-    """Side of a square at a random place that is replaced by the mean; 0 replaces nothing
-    (arXiv 1708.04552)."""
+    """Side, in pixels, of a square at a random position that is replaced by the mean; 0 replaces
+    nothing (arXiv 1708.04552)."""
     mixup: NonNegativeFloat = 0.0
-    """Each image and label is mixed with those of another example; the share is drawn from the
-    distribution Beta(mixup, mixup) (arXiv 1710.09412). 0 mixes nothing."""
+    """Parameter of the distribution Beta(mixup, mixup), from which the share is drawn with which
+    another example's image and label are mixed in (arXiv 1710.09412). 0 mixes nothing."""
 
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.

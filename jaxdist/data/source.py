@@ -64,12 +64,13 @@ class Dataset:
         without tokens.
       classes: the upper limit of `label`, which is in [0, classes), or None without labels.
       description: a line that describes the data to the user.
-      facts: sizes of the data; a name includes the unit.
+      facts: the sizes of the data, by name; a name includes the unit.
       tokenizer: the mapping between text and tokens, or None if there is none.
       fields: the number of ids of each categorical field, by name, in the order of the columns of
         `ids`, or None without such fields.
       baselines: a function that returns the losses of simple models on the held-out split by name,
-        in nats per token. It may take seconds, so it is called only for a comparison with a result.
+        in nats per token. The function may take seconds, so it is called only for a comparison
+        with a result.
       unchecked: the names of fields that may hold NaN, infinity, or values out of range.
     """
 

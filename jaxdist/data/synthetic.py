@@ -26,7 +26,7 @@ _ONLY = {
     "labelled_tokens": {"vocab_size", "window", "classes"},
     "images": {"height", "width", "channels", "classes", "transform"},
 }
-"""The settings that only some kinds read, for each kind."""
+"""By kind, the settings that are read for this kind but not for all kinds."""
 
 
 class SyntheticConfig(Config):

@@ -399,7 +399,10 @@ def _reasons(error: Any) -> str:
 
 
 def architecture(config: Described) -> JsonObject:
-    """Return the options of a model without those in `RUN_ONLY`; widths are always set."""
+    """Return the options that determine the function that a model computes.
+
+    Options that are null in the config have the values that the model derives, such as widths.
+    """
     options = config.model_dump(mode="json", exclude={"type", *RUN_ONLY})
     if isinstance(config, ResnetConfig):
         derived = {"blocks": [*config.stages], "bottleneck": config.expansion > 1, "depth": None}

@@ -36,12 +36,13 @@ class Table(Config):
     """The tensors that fill a model's parameters, and their layouts."""
 
     rename: dict[str, str] = Field(default_factory=dict)
-    """Tensor of a parameter, by patterns: `*` matches the same text in both names, and {layer}
-    counts the layers that the parameter stacks. The first pattern that matches applies; a parameter
-    that matches no pattern keeps its name, with dots for slashes."""
+    """Tensor of each parameter, by patterns: `*` matches the same text in both names, and {layer}
+    is the number of a layer that the parameter stacks. The first pattern that matches applies. If
+    no
+    pattern matches a parameter, its tensor has the same name, with dots for slashes."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
     """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
-    parameters."""
+    parameters. An order applies only to tensors with the same number of dims."""
     ignore: tuple[str, ...] = ()
     """Patterns of tensors that fill no parameter."""
 

@@ -49,8 +49,9 @@ class BertConfig(PartConfig):
     type: Literal["bert"]
     """Selects this model."""
     head: Literal["tokens", "classes"] = "tokens"
-    """Output: the originals of masked tokens, or (classes) one class of the data's for each
-    sequence, from its first token's state by a dense layer with tanh and another."""
+    """Output of the model: tokens, the originals of masked tokens; or classes, a class for each
+    sequence, which two dense layers (with tanh between them) compute from the state of its first
+    token."""
     layers: Count
     """Number of blocks."""
     embed: Count
@@ -71,8 +72,8 @@ class BertConfig(PartConfig):
     vocab_multiple: Count = 64
     """The embedding table is padded to a multiple of this number, as in gpt."""
     isolate_documents: bool = False
-    """Block attention across the documents packed in one window, and to padding; each document has
-    the positions that it would have alone."""
+    """Block attention between the documents that are packed in a window, and to padding; the
+    positions of each document start at 0."""
     attention: KernelName = "auto"
     """Attention kernel, as for gpt."""
     compute_dtype: ComputeDtype = "float32"

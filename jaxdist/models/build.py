@@ -157,7 +157,7 @@ def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     """Return a sentence for each setting of the model that has no effect with these data.
 
     Args:
-      shapes: shapes of one example of the data, by field.
+      shapes: the shape of each field of an example of the data, by the field's name.
     """
     window = config.attention_window if isinstance(config, GptConfig) else None
     length = shapes.get("segments", (None,))[-1]
@@ -175,7 +175,7 @@ def choose_loss(
     """Return the loss to minimise: `given`, or the default loss of the model if `given` is None.
 
     Args:
-      shapes: shapes of one example of the data, by field.
+      shapes: the shape of each field of an example of the data, by the field's name.
 
     Raises:
       ConfigError: the loss does not fit the model or the data; a user's model has no loss.

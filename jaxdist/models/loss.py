@@ -107,8 +107,8 @@ class NextTokenConfig(Config):
     type: Literal["next_token"]
     """Selects this loss."""
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of pieces of the sequence whose logits are computed one after another, and again in
-    the backward pass: for large vocabularies, so that the logits are never in memory all at once.
+    """Number of chunks of the sequence whose logits are computed one after another, and again in
+    the backward pass. With a large vocabulary, this avoids that all logits are in memory together.
     The number must divide the sequence."""
 
     def build(self, hint: Hint = no_hint) -> Loss:
@@ -238,8 +238,8 @@ def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
     """Compute the mean cross-entropy of each next token, weighted.
 
     Args:
-      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If the module has
-        `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
+      module: a module that maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If the
+        module has `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, and weight float32 `[B]`. A field
         answer, float32 `[B, L]`, is optional and multiplies the weight of each target.
       hint: the layout of activations on the mesh.

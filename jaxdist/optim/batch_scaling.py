@@ -45,10 +45,10 @@ class ScaleFromConfig(Config):
     epochs of warm-up; lamb scales the learning rate as sqrt does, and the epochs of warm-up with
     the batch size."""
     warmup_epochs: PositiveFloat | None = None
-    """Epochs of warm-up at scale_from.batch_size; null leaves the warm-up to warmup_fraction."""
+    """Epochs of warm-up at scale_from.batch_size; null if warmup_fraction sets the warm-up."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Warm-up as a fraction of the run, for data without epochs; null leaves the warm-up to
-    warmup_epochs."""
+    """Warm-up as a fraction of the run, for data without epochs; null if warmup_epochs sets the
+    warm-up."""
 
     @property
     def warmup(self) -> str:

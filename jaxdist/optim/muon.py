@@ -168,9 +168,10 @@ class MuonConfig(OptimizerConfig):
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
     scale: Scale = "match_rms"
-    """Size of the updates of matrices: `match_rms` gives them the root mean square of AdamW's
-    updates, so that both share a learning rate; `spectral` multiplies them by sqrt(max(1, outputs /
-    inputs)), which needs another learning rate than AdamW's (set adamw.rate)."""
+    """Size of the updates of matrices. `match_rms` gives these updates the root mean square of
+    AdamW's updates, so that both share a learning rate. `spectral` multiplies the updates by
+    sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set
+    adamw.rate)."""
     split_heads: bool = False
     """Treat each head of the query, key and value projections as a matrix of its own."""
     adamw: MuonAdamW = MuonAdamW()

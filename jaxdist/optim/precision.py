@@ -153,11 +153,11 @@ def master_weights(
 
     After `optax.apply_updates` the narrow parameters equal the master weights rounded to nearest,
     to the bit, if they did before the step. There is one exception: a parameter that was rounded up
-    to a power of two, and whose update nearly cancels it, differs by at most 2**-23 of its old
-    value for one step, since no float32 update leads from there to every narrow value. The updates
-    are float32, since their sum with the narrow parameters would otherwise be rounded twice.
-    Gradients may have any floating dtype. `init` accepts float32 parameters, and the model then
-    starts from their rounded values.
+    to a power of two, and whose update nearly cancels it. Such a parameter differs by at most
+    2**-23 of its old value for one step, because not every narrow value can be reached by a float32
+    update. The updates are float32, since their sum with the narrow parameters would otherwise be
+    rounded twice. Gradients may have any floating dtype. `init` accepts float32 parameters, and the
+    model then starts from their rounded values.
 
     Raises:
       ConfigError: the dtype is neither bfloat16 nor float16; an update lacks the parameters, or

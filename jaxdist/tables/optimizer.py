@@ -19,7 +19,7 @@ class RowOptimizer(Config):
     """The settings of every row-wise optimizer."""
 
     learning_rate: PositiveFloat | None = None
-    """Constant learning rate of rows; null takes that of optim at each step."""
+    """Constant learning rate of rows; null takes the learning rate of optim at each step."""
 
     @abstractmethod
     def state_width(self, width: int) -> int:
@@ -59,8 +59,8 @@ class RowAdagrad(RowOptimizer):
     type: Literal["adagrad"] = "adagrad"
     """Selects this optimizer."""
     per: Literal["element", "row"] = "row"
-    """element: a sum of squares for each value; row: one for each row, of the mean square of its
-    gradient, which takes D times less memory."""
+    """element keeps a sum of squares for each value. row keeps a sum for each row, of the mean
+    square of its gradient, which needs D times less memory."""
     eps: PositiveFloat = 1e-8
     """Number added to the root."""
 

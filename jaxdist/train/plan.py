@@ -37,10 +37,10 @@ class TrainConfig(Config):
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
     rescaled_from: Count | None = None
-    """Batch size of the full mesh, for which learning rate and length are given, if an agent has
+    """Batch size of the full mesh, to which the learning rate and the length refer, if an agent has
     changed batch_size (elastic.batch: rescale); null means batch_size."""
     microbatches: Count = 1
-    """Number of pieces in which a batch is computed, one after another, to save memory."""
+    """Number of parts of a batch that are computed one after another, to save memory."""
     batch_ramp: BatchRampConfig | None = None
     """Begin with smaller batches; each size is compiled separately. Null always uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
@@ -48,7 +48,7 @@ class TrainConfig(Config):
     log_every: Count = 10
     """Steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
-    """Batches prefetched to the devices, besides the batch in use."""
+    """Batches prefetched to the devices, in addition to the batch in use."""
     check_replicas: ReplicaCheckConfig | None = None
     """Compare replicas of the state, to find a faulty device; null compares nothing."""
 

@@ -50,16 +50,17 @@ class MovieLensConfig(Config):
     type: Literal["movielens"]
     """Selects these data."""
     target: Literal["rating", "liked"] = "rating"
-    """The value to predict: the rating, or 1 for a rating of 4 or more and 0 for a lower one."""
+    """The value to predict: the rating, or 1 for a rating of 4 or more and 0 for a lower rating."""
     fields: Annotated[tuple[FieldName, ...], Field(min_length=1)] = ("user", "item")
-    """The categorical fields, each with a table: user and item, and what is known about either
-    (genres: each combination is an id)."""
+    """The categorical fields, each with a table: user and item, and properties of users and items
+    (each combination of genres is an id)."""
     folds: Annotated[int, Field(ge=2, le=100)] = 5
     """Number of equal parts into which all ratings are divided at random."""
     fold: Annotated[int, Field(ge=0)] = 0
     """The part that is held out."""
     spare: Annotated[int, Field(ge=0)] = 0
-    """Number of parts after the held-out part that are not used; 10 folds and 1 are 8:1:1."""
+    """Number of parts after the held-out part that are not used; 10 folds with 1 spare part divide
+    the ratings 8:1:1."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the division into parts."""
     directory: str | None = None

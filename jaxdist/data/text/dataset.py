@@ -56,8 +56,9 @@ class TextConfig(Config):
     masking: MaskingConfig | None = None
     """Tokens that are hidden from an encoder (bert), which predicts them; null hides none."""
     packing: Literal["stream", "documents"] = "stream"
-    """Windows of one stream of all text (stream), or, with masking, of whole documents, of which
-    several share a window and a long one is cut (documents); see `model.isolate_documents`."""
+    """Content of windows: stream, consecutive parts of one stream of all text; or, with masking,
+    documents, whole documents, of which several share a window (a document longer than a window is
+    cut). See `model.isolate_documents`."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of files held out for evaluation, chosen by their names; 0 holds out none."""
 

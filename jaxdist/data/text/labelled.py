@@ -47,16 +47,17 @@ class LabelledTextConfig(Config):
     label_field: str = "label"
     """The key that holds the class, a text or a number, in each line of a .jsonl file."""
     classes: dict[str, Annotated[list[str], Field(min_length=1)]] | None = None
-    """Classes of the files that are not .jsonl: patterns of their names, of which the first that
-    matches decides; null takes the name of a file's folder."""
+    """Patterns of file names for each class of the files that are not .jsonl; the first pattern
+    that matches a name determines the class. Null takes the name of a file's folder."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
     """The tokenizer, by type."""
     window: int = Field(default=128, ge=2, le=LARGEST)
     """Tokens in an example; shorter documents are filled up."""
     pieces: Count | None = None
-    """Number of pieces of a document that are examples, from its start; null is all."""
+    """Number of windows of a document, from its start, that are examples; null takes all."""
     heldout_fraction: float = Field(default=0.1, gt=0, lt=1)
-    """Fraction of documents held out for evaluation: of files by name, of rows by content."""
+    """Fraction of documents held out for evaluation, chosen by the names of files and by the
+    contents of rows."""
 
     @model_validator(mode="before")
     @classmethod

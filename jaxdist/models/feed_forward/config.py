@@ -15,36 +15,36 @@ BALANCE = 0.01
 
 
 class ExpertsConfig(Config):
-    """Experts in place of the MLP: a router sends each token to a few of them."""
+    """Experts instead of the MLP: a router sends each token to a few experts."""
 
     count: Count
     """Number of experts of a layer."""
     top_k: Count = 2
     """Number of experts that each token is sent to."""
     mlp: Count | None = None
-    """Hidden width of an expert; null is that of the model's MLP."""
+    """Hidden width of an expert; null is the width of the model's MLP."""
     shared: Annotated[int, Field(ge=0)] = 0
-    """Number of experts that see every token, besides those of the router."""
+    """Number of further experts that every token is sent to, without the router."""
     every: Count = 1
     """Experts are in every n-th block; the other blocks have the model's MLP."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts, from which the largest are selected: softmax over all experts, or a
-    sigmoid of each."""
+    """Scores of the experts, of which the largest are selected: a softmax over all experts, or a
+    sigmoid for each expert."""
     normalize: bool = True
     """Divide the weights of a token's selected experts by their sum."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the weights of the selected experts."""
     balance_loss: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the auxiliary loss that balances the load (Switch's, over each sequence); null is
-    0.01, or 0 with bias_rate."""
+    """Weight of the auxiliary loss that balances the load of each sequence, as in the Switch
+    Transformer; null is 0.01, or 0 with bias_rate."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the square of the logarithm of the sum of the exponentials of router logits."""
     bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Change per step of a bias that only selects experts: it rises for experts with less than the
     mean load, and falls for others (arXiv 2408.15664). No gradient reaches it."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """Tokens of a sequence that an expert takes, in units of an even load (rounded up): the later
-    tokens of the sequence are dropped; null drops none."""
+    """Limit on the tokens of a sequence that an expert takes, as a multiple of an even load
+    (rounded up). An expert drops the later tokens of the sequence; null drops none."""
     product: ProductName = "auto"
     """The product of rows with the kernels of their experts: loop (over blocks of rows),
     ragged_dot (XLA's, which on CPU computes every expert for every row) or megablox (a Pallas

@@ -124,7 +124,7 @@ class RaggedDot:
         return lax.ragged_dot(x_RD, w_EDF.astype(x_RD.dtype), counts_E)
 
     def block(self, rows: int, experts: int) -> int:
-        """Return 1: counts are any numbers."""
+        """Return 1, because counts may be any numbers."""
         return 1
 
 
@@ -149,7 +149,7 @@ class Megablox:
         return jnp.where(used_R1, y_RF[:rows], 0)
 
     def block(self, rows: int, experts: int) -> int:
-        """Return 1: counts are any numbers."""
+        """Return 1, because counts may be any numbers."""
         return 1
 
 

@@ -30,15 +30,16 @@ class ResnetConfig(PartConfig):
     type: Literal["resnet"]
     """Selects this model."""
     depth: Literal[18, 34, 50] | None = None
-    """Number of layers with weights of a network of the paper (50 has bottlenecks); null where
-    `blocks` is given."""
+    """Depth of a network of the paper, the number of its layers with weights (50 has bottlenecks);
+    null if `blocks` is set."""
     blocks: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Blocks of each stage, instead of depth: [3, 3, 3] with width 16 and the stem cifar is the
-    paper's ResNet-20."""
+    """Number of blocks of each stage, instead of depth: [3, 3, 3] with width 16 and the stem cifar
+    is the paper's ResNet-20."""
     bottleneck: bool | None = None
-    """Blocks of three convolutions (1x1, 3x3, 1x1) instead of two of 3x3; null follows depth."""
+    """Blocks of three convolutions (1x1, 3x3, 1x1) instead of two 3x3 convolutions; null follows
+    depth."""
     width: Count = 64
-    """Channels of the first stage; each later stage doubles them."""
+    """Channels of the first stage; each later stage has twice as many as the previous stage."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers: a 7x7 convolution with stride 2 and a max pooling, which quarter the image, or
     a 3x3 convolution that keeps its size, for images of about 32 pixels."""

@@ -54,8 +54,8 @@ class VitConfig(PartConfig):
     mlp: Count | None = None
     """Hidden width of the MLP; null is 4 times embed."""
     class_token: bool = False
-    """A learned token before the patches, whose state the class is read from; false reads the class
-    from the mean over the patches."""
+    """Read the class from the state of a learned token before the patches; false reads it from the
+    mean over the patches."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Epsilon that norms add to a variance."""
     attention: KernelName = "auto"

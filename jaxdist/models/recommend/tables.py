@@ -34,10 +34,10 @@ class RecommenderConfig(PartConfig):
     width: Count
     """Number of factors in a row."""
     row_scale: PositiveFloat = 0.1
-    """Initial factors are uniform between minus this and this."""
+    """Bound of the initial factors, which are uniform between minus this number and this number."""
     penalty: NonNegativeFloat = 0.0
-    """Factor of the sum of squares of the rows that an example looks up, which is added to its
-    loss. Unlike optim.weight_decay, it acts on these rows alone."""
+    """Factor of the sum of squares of the rows that an example looks up; the product is added to
+    the loss of the example. Unlike optim.weight_decay, it affects only these rows."""
     start: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
     """Initial value of the bias of all scores, such as the mean rating."""
 

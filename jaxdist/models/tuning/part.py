@@ -26,8 +26,8 @@ class LoraConfig(Config):
     """Multiply an adapter's product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv
     2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of a kernel's input features that its adapter does not see in a step; a layer draws
-    them once for all rows of a device's batch."""
+    """Fraction of a kernel's input features that its adapter drops in a step; a layer draws them
+    once for all rows of a device's batch."""
 
     @property
     def scale(self) -> float:
@@ -42,7 +42,8 @@ class PartConfig(Config):
     """Patterns for names of parameters that are not trained, such as `blocks/*`: they have neither
     gradients nor optimizer state."""
     lora: LoraConfig | None = None
-    """Low-rank adapters, which alone are trained; null trains the model's own parameters."""
+    """Low-rank adapters; with them only the adapters are trained. Null trains the model's own
+    parameters."""
 
     @model_validator(mode="after")
     def _check_part(self) -> PartConfig:

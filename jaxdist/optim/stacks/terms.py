@@ -27,7 +27,7 @@ _ELEMENTWISE = frozenset((
     "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
     "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""Primitives in whose result each element depends only on the same element of the arguments."""
+"""Primitives that compute each element of the result only from the same element of arguments."""
 _SUMS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
          "reduce_or": "or"}  # fmt: skip
 """The name of each reduction, and the name of the primitive that combines results of two parts."""

@@ -61,10 +61,10 @@ class Hybrid(Config):
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
     """Number of servers that have each row; with 2, a follower takes over when a server dies."""
     takeover_seconds: PositiveFloat = 10.0
-    """Time without an answer after which a server is killed and followers take over, if replicas is
-    2; that a process has died is seen at once."""
+    """Seconds without an answer after which a server is killed and followers take over, if replicas
+    is 2; the death of a process is detected immediately."""
     optimizer: RowOptimizerConfig = RowAdagrad()
-    """Optimizer of rows, by type; optim is that of all other parameters."""
+    """Optimizer of rows, by type; optim is the optimizer of all other parameters."""
     consistency: RowConsistency = BSP()
     """Consistency model of rows, by type: bsp reads every earlier push of every process."""
     processes: ProcessesConfig = ProcessesConfig()
