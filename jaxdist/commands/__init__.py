@@ -1,1 +1,1 @@
-"""The commands of the command line."""
+"""The functions behind the commands of the command line."""

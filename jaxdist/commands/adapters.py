@@ -37,14 +37,23 @@ from jaxdist.types import JsonObject
 def import_adapters(
     folder: Path, base: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
 ) -> JsonObject:
-    """Write a run directory whose step 0 has a base run's parameters and a folder's adapters.
+    """Write a run directory that continues a base run with adapters.
+
+    Step 0 of the new run has the parameters of the base run and the adapters of the folder.
+
+    Args:
+      folder: a directory with adapters in the file format of PEFT.
+      base: the directory of the base run.
+      out: the run directory to write.
+      overrides: the settings that override the config of the base run.
+      console: the console.
 
     Returns:
-      The run, and the number of adapters.
+      The run directory, and the number of adapted kernels.
 
     Raises:
-      JaxdistError: there are no adapters or no base run, the adapters have another base model, or
-        the run directory exists.
+      JaxdistError: there are no adapters or no base run, the adapters are for another base model,
+        or the run directory exists.
     """
     files, directory = open_adapters(folder), RunDirectory(out.absolute())
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -63,7 +72,8 @@ def import_adapters(
     read = read_adapters(files, program.model.adapters, rows)
     state, _ = begin_with(program, BeginWith(run=str(base)), say=console.print)
     given = {f"params/{name}": array for name, array in read.items()}
-    # The arrays of PEFT have the model's form, so that the state is converted to it and back.
+    # The arrays of PEFT have the shapes of the model, so that the state is converted from the form
+    # in which the plan stores it, and back.
     own = program.home.used(state)
     leaves = [given.get(name, leaf) for name, leaf in flatten_with_names(own)]
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
@@ -75,7 +85,7 @@ def import_adapters(
         metadata = {"imported": str(folder)}
         store.save(0, state, metadata=metadata, shapes=program.own_shapes)
         store.wait()
-    # The config is written last, since a directory with a config counts as a run that has begun.
+    # The config is written last, since a directory with a config counts as a started run.
     prepare_directory(directory, plain_yaml(document.values))
     count = len(program.model.adapters)
     console.print(f"run    {out}: adapters of {count} kernels", soft_wrap=True, markup=False)
@@ -92,11 +102,18 @@ def export_adapters(
 ) -> JsonObject:
     """Write a run's adapters in the file format of PEFT.
 
+    Args:
+      run: the run directory.
+      out: the directory to write.
+      overrides: the settings that override the run's config.
+      step: the step of the checkpoint, or None for the newest checkpoint.
+      console: the console.
+
     Returns:
-      The directory, and the number of adapters.
+      The directory, and the number of adapted kernels.
 
     Raises:
-      JaxdistError: there is no such run, it has no adapters, or the directory exists.
+      JaxdistError: there is no such run, the run has no adapters, or the directory exists.
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program
@@ -126,7 +143,14 @@ def _source(run: Path) -> Path:
 
 
 def _rows(model: Any, run: Path) -> Mapping[str, Row]:
-    """Return the names of a model's tensors: those of its source, else those of its family."""
+    """Return the names of a model's tensors in files of Hugging Face.
+
+    The names are those of the model from which the run was imported. For other runs they are the
+    names of a family that fits the model.
+
+    Raises:
+      ConfigError: no family of Hugging Face fits the model.
+    """
     if not isinstance(model, GptConfig):
         raise ConfigError(f"model.type {model.type} has no table of names: adapters take gpt")
     file = run / SOURCE / CONFIG

@@ -1,4 +1,7 @@
-"""`jaxdist pipeline compare`: all schedules on the same stages, without a device or jax."""
+"""`jaxdist pipeline compare`: the figures of all schedules for the same stages.
+
+Neither a device nor jax is needed.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,26 @@ from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.types import JsonObject
 
 AUTO_MEMORY = (1.0, 2.0)
-"""Memory limits for which `jaxdist pipeline compare` shows schedules that have a limit."""
+"""The memory limits with which schedules are compared that have a setting `memory_limit`."""
 
 
 class StageCosts(Config):
-    """Costs of a whole stage's tasks, for any number of chunks."""
+    """The times of a microbatch's passes through a stage, which do not depend on its chunks."""
 
     forward: Time = 1.0
-    """Time of a microbatch's forward pass through a stage, in any unit."""
+    """The time of a microbatch's forward pass through a stage, in any unit."""
     backward_input: Time = 1.0
-    """Time of the input half of a microbatch's backward pass through a stage."""
+    """The time of the input half of a microbatch's backward pass through a stage."""
     backward_weight: Time = 1.0
-    """Time of the weight half of a microbatch's backward pass through a stage."""
+    """The time of the weight half of a microbatch's backward pass through a stage."""
     transfer: Time = 0.0
-    """Time of a message from one stage to another."""
+    """The time of a message from one stage to another."""
 
     def of_chunks(self, count: int) -> CostsConfig:
-        """Return the costs of one of `count` equal chunks of a stage; a message costs the same."""
+        """Return the costs of a chunk, if a stage has `count` equal chunks.
+
+        The time of a message does not depend on the number of chunks.
+        """
         return CostsConfig(
             forward=self.forward / count,
             backward_input=self.backward_input / count,
@@ -51,12 +57,12 @@ class StageCosts(Config):
 
 
 class ComparisonConfig(Config):
-    """Settings of all schedules in a comparison."""
+    """The settings of all schedules in a comparison."""
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 2
-    """Chunks on each stage, for the schedules in which this number can be chosen."""
+    """The number of chunks on each stage, for schedules with a setting `chunks`."""
     costs: StageCosts = StageCosts()
-    """Costs of a stage's tasks."""
+    """The times of a stage's tasks."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,10 @@ class ScheduleEntry:
     """A schedule of a comparison.
 
     Attributes:
-      label: type of the schedule, with the chosen settings.
-      timeline: timeline of the schedule, or None if the schedule is refused.
+      label: the type of the schedule, with the chosen settings.
+      timeline: the timeline of the schedule, or None if the schedule is refused.
       reason: the reason for a refusal, or an empty string if the schedule is accepted.
-      least: the fewest microbatches that the schedule accepts on these stages.
+      least: the smallest number of microbatches that the schedule accepts on these stages.
       whole_rounds: whether the schedule accepts only multiples of `least`.
     """
 
@@ -78,7 +84,10 @@ class ScheduleEntry:
     whole_rounds: bool
 
     def as_json(self) -> JsonObject:
-        """Return the columns of the table, unrounded; they are null if the schedule is refused."""
+        """Return the columns of the table as JSON values, without rounding.
+
+        The figures are None if the schedule is refused.
+        """
         names = ("bubble", "flushed_bubble", "makespan", "peak", "messages")
         figures: JsonObject = dict.fromkeys(names)
         if self.timeline is not None:
@@ -100,14 +109,19 @@ def compare_schedules(
     json_file: Path | None = None,
     console: Console,
 ) -> list[ScheduleEntry]:
-    """Print a table of all schedules that a config can name, for these stages and microbatches.
+    """Print a table of all schedules that a config can name, and return its rows.
 
     Args:
-      overrides: `key=value` overrides of `ComparisonConfig`. Costs are those of a whole stage: a
-        stage with several chunks has as much work as a stage with one chunk.
+      overrides: `key=value` overrides of `ComparisonConfig`. The costs are the times of a stage: a
+        stage with several chunks has as much work as a stage with a single chunk.
+      stages: the number of stages.
+      microbatches: the number of microbatches.
+      json_file: a file for the rows as JSON, or None.
+      console: the console.
 
     Raises:
-      ConfigError: a setting does not fit.
+      ConfigError: an override is invalid.
+      RunError: the file cannot be written.
     """
     common = validate(document_of(overrides), ComparisonConfig)
     entries = [
@@ -131,7 +145,7 @@ def compare_schedules(
 
 
 def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
-    """Yield every generated schedule, with its label."""
+    """Yield pairs of a label and the config of every schedule that is generated, not read."""
     for name, alternative in ALTERNATIVES.items():
         fields = alternative.model_fields
         if "chunks" in fields:
@@ -161,7 +175,7 @@ def _entry(
 
 
 def _choices(chunks: int) -> str:
-    """Describe the settings with which the comparison builds schedules that have such settings."""
+    """Return a sentence about the settings `chunks` and `memory_limit` of compared schedules."""
     found = {
         field: [name for name, kind in ALTERNATIVES.items() if field in kind.model_fields]
         for field in ("chunks", "memory_limit")
@@ -174,7 +188,7 @@ def _choices(chunks: int) -> str:
 
 
 def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
-    """Return the schedule, or the reason for which it is refused."""
+    """Return the schedule, or the reason as text if the config refuses the sizes."""
     try:
         return config.build(stages, microbatches)
     except ConfigError as error:

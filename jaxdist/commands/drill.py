@@ -1,4 +1,4 @@
-"""`jaxdist drill`: a run whose processes are deliberately killed and stopped."""
+"""`jaxdist drill`: a run during which processes are killed and stopped on purpose."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ def drill(
     say: Callable[[str], None],
     fork_module: str,
 ) -> Drilled:
-    """Train a config elastically, with failures at seeded steps.
+    """Train a config under an agent with failures at random steps, and return the recoveries.
 
     Args:
-      failures: number of processes to kill or stop, one after another.
-      say: function that prints a line to the user.
+      path: the configuration file, to which `overrides` are applied.
+      failures: the number of processes to kill or stop, one after another.
+      processes: the number of processes of the run.
+      seed: the seed of the steps, processes and kinds of failures.
+      json_file: a file for the results as JSON, or None.
+      say: a function that prints a line to the user.
       fork_module: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       ConfigError: the config has no number of steps.
-      RunError: the run does not finish, finishes before all failures, or kept less than nine tenths
-        of the predicted time.
+      RunError: the run does not finish, or finishes before all failures; or the fraction of time
+        that was used for steps is less than nine tenths of the predicted fraction.
     """
     values = read(path, overrides).values
     train, saves = (_section(values, name) for name in ("train", "checkpoint"))
@@ -88,6 +92,9 @@ def drill(
 
 
 def _section(values: JsonObject, name: str) -> JsonObject:
-    """Return a section of an unvalidated config, whose errors the run itself reports."""
+    """Return a section of an unvalidated config, or an empty section if there is none.
+
+    The run itself reports errors in the config.
+    """
     found = values.get(name)
     return found if isinstance(found, dict) else {}

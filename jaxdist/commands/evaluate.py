@@ -1,4 +1,4 @@
-"""`jaxdist eval` and `jaxdist generate`: use a run directory, on any mesh."""
+"""`jaxdist eval` and `jaxdist generate`: the use of a trained run on any mesh."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from jaxdist.trees import flatten_with_names
 def open_run(
     run: Path, overrides: Sequence[str], *, step: int | None, console: Console
 ) -> tuple[Experiment, Restored]:
-    """Open a run directory; return its experiment, and its newest checkpoint or step `step`.
+    """Return the experiment of a run directory, and its restored checkpoint.
+
+    Args:
+      run: the run directory.
+      overrides: the settings that override the run's config.
+      step: the step of the checkpoint, or None for the newest checkpoint.
+      console: the console for messages about checkpoints.
 
     Raises:
       RunError: there is no run in the directory.
@@ -53,7 +59,8 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
-    # Checkpoints of a part, and of an imported model, lack states that a resumed run would need.
+    # A checkpoint of some parts, or of an imported model, does not have the complete state that a
+    # resumed run needs.
     if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
         parts = evaluated_parts(experiment.program)
         names = taken(parts, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
@@ -72,7 +79,16 @@ def evaluate_run(
     json_file: Path | None = None,
     console: Console,
 ) -> dict[str, float]:
-    """Evaluate a run on its whole held-out split; print, write and return the means.
+    """Evaluate a run on its complete held-out split, and return the means of metrics.
+
+    The means are also printed.
+
+    Args:
+      run: the run directory.
+      overrides: the settings that override the run's config.
+      step: the step of the checkpoint, or None for the newest checkpoint.
+      json_file: a file for the means as JSON, or None.
+      console: the console.
 
     Raises:
       RunError: there is no run, or its data has no held-out split.
@@ -86,7 +102,7 @@ def evaluate_run(
     state: Any = restored.state
     strategy = experiment.config.strategy
     if experiment.rows is not None and isinstance(strategy, Hybrid):
-        # Servers need packages that a plain install does not bring.
+        # The module is imported here, since it needs packages that a plain install does not have.
         from jaxdist.param_server.training.hybrid import saved_rows
 
         given = run, restored.step, experiment.rows, strategy.optimizer
@@ -116,10 +132,20 @@ def generate_from_run(
     json_file: Path | None = None,
     console: Console,
 ) -> list[str]:
-    """Continue prompts with the run's model, and return each prompt with its continuation.
+    """Continue prompts with a run's model, and return each prompt with its continuation.
 
-    A text ends after `tokens` tokens, at the end of a document, or at a token of `stops`. The JSON
-    file also has the tokens and the logarithm of the probability of each added token.
+    Args:
+      run: the run directory.
+      overrides: the settings that override the run's config.
+      prompts: the texts to continue.
+      tokens: the largest number of tokens to add to a text. A text also ends at the end of a
+        document.
+      sampling: the settings of the random choice of tokens.
+      stops: further tokens that end a text.
+      step: the step of the checkpoint, or None for the newest checkpoint.
+      json_file: a JSON file for the texts, their tokens, and the logarithm of the probability of
+        each added token, or None.
+      console: the console for messages about checkpoints.
 
     Raises:
       RunError: the run's model does not produce text, or a text of `stops` is not a single token.
@@ -134,7 +160,7 @@ def generate_from_run(
             "text: generate needs a decoder, model.type gpt"
         )
     state: Any = restored.state
-    # The stream has the separator before every document, so a prompt begins with it too.
+    # A prompt begins with the separator of documents, which precedes every document in training.
     begin = tokenizer.end_of_document
     given = [os.fsencode(prompt) for prompt in prompts]
     found = generate(
@@ -162,10 +188,10 @@ def generate_from_run(
 
 
 def _stop(tokenizer: Tokenizer, text: str) -> int:
-    """Return the token that a text names or spells.
+    """Return the number of the token that a text names or encodes to.
 
     Raises:
-      RunError: the text is several tokens, or none.
+      RunError: the text encodes to several tokens or to no token.
     """
     number = tokenizer.number(text)
     if number is not None:

@@ -1,4 +1,4 @@
-"""`jaxdist export`: the parameters of a run in the files of other frameworks."""
+"""`jaxdist export`: the parameters of a run as files for other frameworks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,14 @@ def export_model(
     """Write a run's parameters as a Hugging Face directory, or as a GGUF file.
 
     Args:
-      step: step of the checkpoint; None takes the newest checkpoint.
-      dtype: dtype of the tensors; None takes the dtype of the imported model, or else float32.
+      run: the run directory.
+      out: the directory or file to write.
+      overrides: the settings that override the run's config.
+      step: the step of the checkpoint, or None for the newest checkpoint.
+      dtype: the dtype of the tensors. None means the dtype of the imported model, or float32 if the
+        model was not imported.
+      gguf: whether to write a GGUF file instead of a Hugging Face directory.
+      console: the console.
 
     Returns:
       The directory or file, the family, the dtype, and the number of tensors.
@@ -63,7 +69,7 @@ def export_model(
     held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
     if held not in DTYPES:
         raise ConfigError(f"--dtype {held}: there are {', '.join(DTYPES)}")
-    # Adapters are added to their kernels, since these files have no place for adapters.
+    # Adapters are added to their kernels, since these files cannot contain adapters.
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     if program.model.buffers:
@@ -90,7 +96,7 @@ def export_model(
 
 
 def _inputs(experiment: Experiment) -> Inputs:
-    """Return the sizes of the data that a run was trained on."""
+    """Return the sizes of the data on which a run was trained."""
     image = experiment.program.batch.get("image")
     return Inputs(
         experiment.dataset.vocab_size or 0,

@@ -1,4 +1,4 @@
-"""`jaxdist import`: a downloaded model as a run directory, without devices."""
+"""`jaxdist import`: a downloaded model as a run directory, written without devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from jaxdist.run.loading.model import is_model
 from jaxdist.types import JsonObject
 
 WINDOW = 512
-"""Largest length of sequences, in tokens, in the config of an imported run."""
+"""The largest length of sequences in the config of an imported run, in tokens."""
 
 
 def import_model(
@@ -49,10 +49,12 @@ def import_model(
 
     Args:
       path: a Hugging Face directory, or a GGUF file.
-      overrides: settings of the run's config.
+      out: the run directory to write.
+      overrides: the settings that override the run's config.
+      console: the console.
 
     Returns:
-      The run, the family, and the numbers of parameters and tensors.
+      The run directory, the family, and the numbers of parameters and tensors.
 
     Raises:
       JaxdistError: there is no model, its architecture is unknown, its tensors do not fit, or the
@@ -94,15 +96,18 @@ def import_with_table(
     *,
     console: Console,
 ) -> JsonObject:
-    """Write a run directory for a config, with the parameters that a table finds in files.
+    """Write a run directory for a config, with parameters from files that a table describes.
 
     Args:
       path: a directory of safetensors files, or a single file.
+      out: the run directory to write.
       config: the config of the run, with a model of any type.
-      table: a file as `jaxdist.interchange.table` describes.
+      table: the file of the table, as `jaxdist.interchange.table` describes it.
+      overrides: the settings that override the config.
+      console: the console.
 
     Returns:
-      The run, the table, and the numbers of parameters and tensors.
+      The run directory, the table, and the numbers of parameters and tensors.
 
     Raises:
       JaxdistError: the config or the table cannot be read, or the files do not fit the model.
@@ -139,9 +144,20 @@ def _written(
     metadata: JsonObject,
     console: Console,
 ) -> JsonObject:
-    """Write the checkpoint and the config, and print a summary."""
+    """Write the checkpoint and the config of a run, and print and return a summary.
+
+    Args:
+      directory: the run directory.
+      out: the path of the run directory, for the summary.
+      leaves: the parameters and buffers.
+      tensors: the number of tensors in the imported files.
+      family: the name of the family, or of the table.
+      document: the config of the run.
+      metadata: the metadata of the checkpoint.
+      console: the console.
+    """
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
-    # The config is written last, since a directory with a config counts as a run that has begun.
+    # The config is written last, since a directory with a config counts as a started run.
     prepare_directory(directory, plain_yaml(document.values))
     count = sum(math.prod(leaf.filled) for leaf in leaves)
     console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)
@@ -150,11 +166,12 @@ def _written(
 
 
 def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObject:
-    """Return the config of a run that fine-tunes a model.
+    """Return the values of a config that fine-tunes a model.
 
     Args:
-      folder: folder of the model's tokenizer.
-      begin_with: run directory or model with the initial parameters.
+      source: the model.
+      folder: the folder of the model's tokenizer.
+      begin_with: the run directory or model with the initial parameters.
 
     Raises:
       JaxdistError: the architecture is unknown, or the tokenizer does not fit the model.
@@ -168,7 +185,8 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
     scaling = _scaling(folder) if data.get("kind") == "images" else None
     if scaling is not None:
         data["transform"] = scaling
-    # A model is loaded whole, and of a run that holds buffers too, they are named.
+    # A model is loaded with its buffers. From a run only the parameters are loaded, unless the
+    # config names the buffers too.
     buffers = source.family.kind == "resnet" and not is_model(begin_with)
     parts: JsonObject = {"parts": ["params", BUFFERS]} if buffers else {}
     return {
@@ -186,7 +204,7 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
 
 
 def synthetic_data(source: Source) -> JsonObject:
-    """Return the section `data` of random examples of the shapes that a model takes."""
+    """Return a section `data` for random examples with the shapes of a model's inputs."""
     inputs, kind = source.inputs, source.family.kind
     if inputs.image is not None:
         sizes = dict(zip(("height", "width", "channels"), inputs.image, strict=True))
@@ -197,13 +215,15 @@ def synthetic_data(source: Source) -> JsonObject:
     if inputs.classes:
         return {**given, "kind": "labelled_tokens", "classes": inputs.classes, **vocab}
     if kind == "bert":
-        # The mask is one more token.
+        # The token of the mask is added to the vocabulary.
         vocab = {"vocab_size": inputs.vocab_size - 1, "masking": {}}
     return {**given, "kind": "tokens", **vocab}
 
 
 def _scaling(folder: Path) -> JsonObject | None:
-    """Return the transform of the images of a model, by its preprocessor_config.json.
+    """Return the transform of images that a model's preprocessor_config.json describes.
+
+    The result is None if the folder does not have the file.
 
     Raises:
       DataError: the file cannot be read.
@@ -234,13 +254,19 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
-    """Return the content of config.json with the dtype of the tensors, which `export` reads."""
+    """Return the content of config.json with the dtype of the largest tensor.
+
+    `export` reads this dtype.
+    """
     largest = max(leaves, key=lambda leaf: math.prod(leaf.filled))
     return {**source.config, "dtype": largest.tensors[0].dtype.name}
 
 
 def _texts(source: Source) -> dict[str, str]:
-    """Return the content of a GGUF model's tokenizer files by name, or {} for a directory."""
+    """Return the contents of the tokenizer files of a GGUF model, by name.
+
+    The mapping is empty for a directory, which has the files already.
+    """
     if not source.is_gguf:
         return {}
     metadata = gguf_files.read(source.path).metadata

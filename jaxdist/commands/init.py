@@ -1,4 +1,4 @@
-"""`jaxdist init`: copies of the shipped configurations, to be edited."""
+"""`jaxdist init`: copies of the shipped configurations, which a user can edit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ FIRST = FOLDER / "gpt/quickstart.yaml"
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
-    """Write the configuration `name`, all of a kind (`gpt`), or all; also write included files.
+    """Write shipped configurations, and the files that they include, to a folder.
 
-    An existing file with the same content is kept.
+    An existing file with the same content is kept, and no existing file is replaced.
+
+    Args:
+      name: the name of a configuration, or a kind such as `gpt` for all configurations of the kind,
+        or None for all configurations.
+      folder: the folder.
+      console: the console.
 
     Returns:
-      The paths of the requested files in `folder`.
+      The paths of the requested configurations in the folder.
 
     Raises:
-      ConfigError: no configuration has this name; or a file exists and differs, or cannot be
-        written, in which case nothing has been replaced.
+      ConfigError: no configuration has the name, or a file exists with other content or cannot be
+        written.
     """
     asked = _asked(name)
     needed = sorted({file for path in asked for file in _with_includes(path)})
-    # All targets are checked first, so that an error leaves the folder as before.
+    # All targets are checked first, so that an existing file leaves the folder unchanged.
     for source in needed:
         target = _target(source, folder)
         if os.path.exists(target) and (
@@ -49,7 +55,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
 
 
 def _command(source: Path, target: Path) -> str:
-    """Return the command in a config's first line, changed to name the written file."""
+    """Return the command in the first line of a shipped config, with the path of its copy."""
     named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
     return named.replace(f"configs/{shipped_name(source)}.yaml", shlex.quote(str(target)))
 

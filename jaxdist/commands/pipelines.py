@@ -1,4 +1,7 @@
-"""`jaxdist pipeline show` and `check`: a single schedule, without a device or jax."""
+"""`jaxdist pipeline show` and `check`: the figures of a single schedule.
+
+Neither a device nor jax is needed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ ALTERNATIVES: dict[str, type[Any]] = {
     alternative.model_fields["type"].default: alternative
     for alternative in get_args(get_args(PipelineScheduleConfig)[0])
 }
-"""The classes of `PipelineScheduleConfig` by type."""
+"""The alternatives of `PipelineScheduleConfig`, by the schedule's type."""
 
 
 class Request(NamedTuple):
@@ -56,14 +59,18 @@ def show_schedule(
     csv: Path | None = None,
     console: Console,
 ) -> Timeline:
-    """Draw a schedule at the console's width, and print its figures.
+    """Draw a schedule at the console's width, print its figures, and return its timeline.
 
     Args:
       schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.
       overrides: `key=value` overrides of the schedule, and `costs.key=value` overrides of its
         times.
-      stages, microbatches: sizes; by default those in a CSV file.
-      svg, trace, csv: files to write.
+      stages, microbatches: the numbers of stages and microbatches, or None for the numbers in a CSV
+        file.
+      svg: a file for a picture, or None.
+      trace: a file for a trace that Perfetto reads, or None.
+      csv: a CSV file for the schedule, or None.
+      console: the console.
 
     Raises:
       ConfigError: a setting or a CSV file is invalid, or the schedule refuses these sizes.
@@ -88,10 +95,10 @@ def show_schedule(
 
 
 def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
-    """Parse the schedule and costs for `show_schedule`.
+    """Return the schedule and the costs that the arguments of `show_schedule` request.
 
     Raises:
-      ConfigError: settings are invalid; the message has a line for each.
+      ConfigError: settings are invalid. The message has a line for each of them.
 
     >>> read_request("interleaved", ["chunks=4", "costs.transfer=0.5"]).config
     Interleaved(type='interleaved', chunks=4)
@@ -108,17 +115,23 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     ]
     if problems:
         raise problems_error(document, problems)
-    # JSON, since strict validation of Python values refuses a list in place of a tuple.
+    # The values are validated as JSON, since strict validation of Python values refuses a list
+    # instead of a tuple.
     costs = CostsConfig.model_validate_json(json.dumps(times))
     config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
     return Request(with_costs(config, costs), costs)
 
 
 def build_requested(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
-    """Build the requested schedule; a CSV file determines its own sizes.
+    """Return the requested schedule.
+
+    Args:
+      request: the schedule and its costs.
+      stages, microbatches: the numbers of stages and microbatches, or None for the numbers in a CSV
+        file.
 
     Raises:
-      ConfigError: a size is missing, or the schedule refuses it.
+      ConfigError: a number is missing, or the schedule refuses it.
     """
     config = request.config
     if isinstance(config, Csv):
@@ -133,10 +146,12 @@ def build_requested(request: Request, stages: int | None, microbatches: int | No
 
 
 def check_csv(path: Path, *, console: Console) -> Schedule:
-    """Check a CSV file of a schedule, and print the ring buffers that it needs.
+    """Check a CSV file of a schedule, and return the schedule.
+
+    The sizes of the schedule and of its ring buffers are printed.
 
     Raises:
-      ConfigError: the file cannot be read, or breaks a rule; the message has the first violation.
+      ConfigError: the file cannot be read, or breaks a rule. The message has the first violation.
     """
     schedule = read_csv(path)
     kinds = {task.kind for stage in range(schedule.stages) for task in schedule.tasks(stage)}
@@ -157,7 +172,12 @@ def _is_path(text: str) -> bool:
 
 
 def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:
-    """Return the command line as a document: the values of a section, changed by overrides."""
+    """Return a document with the values of a section and of overrides.
+
+    Args:
+      overrides: `key=value` overrides from the command line.
+      section: the values before the overrides, or None for no values.
+    """
     chosen = {key: Node(value, COMMAND_LINE) for key, value in (section or {}).items()}
     root = Node(chosen, COMMAND_LINE)
     for text in overrides:
@@ -166,7 +186,10 @@ def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = No
 
 
 def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
-    """Set the costs of a schedule that depends on costs; return other schedules unchanged."""
+    """Return a schedule with the given costs.
+
+    A schedule that does not depend on costs is returned unchanged.
+    """
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
     return config
@@ -180,7 +203,13 @@ def _together(timeline: Timeline) -> str:
 
 
 def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
-    """Return the figures that `show` and `check` print about a schedule, as plain data."""
+    """Return the figures of a schedule as JSON values.
+
+    Args:
+      schedule: the schedule.
+      timeline: the timeline for the figures that `show` prints, or None for the figures that
+        `check` prints.
+    """
     report: JsonObject = {
         "schedule": schedule.name,
         "stages": schedule.stages,

@@ -1,4 +1,7 @@
-"""`jaxdist replay`: a repetition of a parameter-server run from its recorded order of messages."""
+"""`jaxdist replay`: the repetition of a run with parameter servers.
+
+The servers receive the messages in the recorded order.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ from jaxdist.run.directory import RunDirectory
 
 
 def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
-    """Repeat a run from its last start, and return whether it ends with the same saved state.
+    """Repeat a run from its last start, and return whether the same saved state results.
 
     Args:
-      json_file: file for the differences, as JSON.
+      run: the run directory.
+      console: the console for the comparison of each server's state.
+      json_file: a file for the differences as JSON, or None.
 
     Raises:
       RunError: the directory has no run with parameter servers or no saved state, or the run cannot

@@ -1,4 +1,4 @@
-"""`jaxdist data tokenize`: train a tokenizer on the text on which a run would train."""
+"""`jaxdist data tokenize`: the training of a tokenizer on the text of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def tokenize(
     heldout_fraction: float,
     console: Console,
 ) -> JsonObject:
-    """Train a byte-level BPE on the training split only, and write it as a tokenizer.json.
+    """Train a byte-level BPE on the training split, and write it as a tokenizer.json.
 
     Args:
-      files: globs of text files; without any, the standard library of the running Python is used.
-      heldout_fraction: the run's `data.heldout_fraction`, so that held-out text is not used.
+      out: the file to write.
+      files: the globs of text files. If there are none, the standard library of the running Python
+        is used.
+      vocab_size: the number of tokens to learn.
+      heldout_fraction: the run's `data.heldout_fraction`. The held-out text is not used.
+      console: the console for the figures.
 
     Returns:
       The size of the vocabulary and the printed figures, by name.

@@ -1,1 +1,1 @@
-"""Ejection of a config: its training as one file of plain JAX, without jaxdist."""
+"""The ejection of a config, which writes its training as a file of plain JAX, without jaxdist."""

@@ -1,8 +1,9 @@
 """The assembly of an ejected file from pieces, each of which is a module in `pieces`.
 
-A line that ends with `#: NAME` is kept only for configs with that flag, `#: not NAME` only for the
-others; a compound statement is kept or dropped as a whole. Constants are set to the config's
-values. Imports of jaxdist, which make a piece a module that can be type-checked, are dropped.
+A line that ends with `#: NAME` is kept only for configs with the flag NAME. A line that ends with
+`#: not NAME` is kept only for configs without the flag. A mark on the first line of a compound
+statement applies to the entire statement. Constants are set to the config's values. Imports of
+jaxdist, which are in a piece only for the type checker, are dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
 class Name(str):
-    """A constant's value that is an expression of other constants, written without quotes."""
+    """The value of a constant that is an expression of other constants, written without quotes."""
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A module, divided into the parts that an ejected file needs.
+    """A piece of an ejected file, with the lines that a config selects.
 
     Attributes:
-      title: title of the piece's section in the ejected file.
-      imports: import statements of the piece, one for each name.
-      constants: assignments of the config's values to constants, one for each constant.
+      title: the title of the piece's section in the ejected file.
+      imports: the import statements of the piece, one for each name.
+      constants: the assignments of the config's values to constants, one for each constant.
       body: the rest of the code.
     """
 
@@ -52,9 +53,10 @@ def assemble_file(
     """Return the text of an ejected file.
 
     Args:
-      names: names of the pieces, in order.
-      flags: flags of the config, which select marked lines.
-      values: values of constants by name; values of constants that no piece has are ignored.
+      docstring: the docstring of the file.
+      names: the names of the pieces, in order.
+      flags: the flags of the config, which select marked lines.
+      values: the values of constants by name. Constants that no piece has are ignored.
     """
     pieces = [piece(name, flags, values) for name in names]
     constants = dict.fromkeys(line for piece in pieces for line in piece.constants)
@@ -73,12 +75,18 @@ def assemble_file(
 
 
 def comment(text: str) -> str:
-    """Return a text as comment lines."""
+    """Return a text as comment lines, without empty lines."""
     return "\n".join(f"# {line}" for line in text.splitlines() if line)
 
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FilePiece:
-    """Return the piece of a module, with the lines that the flags select."""
+    """Return the piece of a module.
+
+    Args:
+      name: the path of the module in `pieces`, without suffix.
+      flags: the flags of the config, which select marked lines.
+      values: the values of constants by name.
+    """
     text = selected_lines((FOLDER / f"{name}.py").read_text(), flags)
     lines, tree = text.splitlines(), ast.parse(text)
     imports: list[str] = []
@@ -100,12 +108,12 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FileP
 
 
 def selected_lines(text: str, flags: Collection[str]) -> str:
-    """Return the text without marks, and without the lines and statements of other configs.
+    """Return the text without marks, and without lines and statements that the flags do not select.
 
     >>> print(selected_lines("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
     a = 1
     """
-    # Reversed, so that the outermost of the statements that begin on a line determines its end.
+    # The order is reversed, so that the end of the outermost statement on a line is kept.
     ends = {
         node.lineno: node.end_lineno or node.lineno
         for node in reversed([*ast.walk(ast.parse(text))])
@@ -137,7 +145,12 @@ def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
 
 
 def literal(value: Any, indent: int = 0) -> str:
-    """Return a value as source code; a long mapping or list has a line for each entry."""
+    """Return a value as source code, in which a long mapping or list has a line for each entry.
+
+    Args:
+      value: the value.
+      indent: the number of spaces before the code.
+    """
     if isinstance(value, Name):
         return str(value)
     if isinstance(value, PartitionSpec):
@@ -169,7 +182,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def sorted_imports(lines: Collection[str], code: str) -> str:
-    """Return the import statements that the code uses: standard library first, sorted."""
+    """Return the sorted import statements that the code uses, with the standard library first."""
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     groups: list[list[tuple[bool, str, str]]] = [[], []]
     for line in lines:
@@ -182,7 +195,10 @@ def sorted_imports(lines: Collection[str], code: str) -> str:
 
 
 def _merged(group: list[tuple[bool, str, str]]) -> list[str]:
-    """Merge the imports of one module into one statement, except those with an alias."""
+    """Return import statements in which the imports from the same module are merged.
+
+    Imports with an alias remain separate.
+    """
     merged: dict[str, str] = {}
     for is_from, module, line in group:
         key = f"{module}" if is_from and " as " not in line else line

@@ -1,4 +1,4 @@
-"""`jaxdist eject`: a config's training as one readable file of plain JAX."""
+"""`jaxdist eject`: the training of a config as a readable file of plain JAX."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxdist.experiment import build, load
 
 
 class Keep(StrEnum):
-    """The parts of an ejected file that may call jaxdist."""
+    """The parts of an ejected file that jaxdist may provide."""
 
     DATA = "data"
 
 
 MOST_LINES = 300
-"""Most lines of a file. A longer file leaves the evaluation out; if it is still too long when blank
-lines are not counted, it is refused."""
+"""The largest number of lines of a file. A longer file is written without the evaluation. A file
+that is still longer, not counting blank lines, is refused."""
 
 
 def eject(
@@ -32,12 +32,14 @@ def eject(
     """Return the text of a file that trains to the same losses as `jaxdist train`.
 
     Args:
-      keep: the part that may call jaxdist, or None for no part.
-      out: file to write the text to.
+      path: the configuration file, to which `overrides` are applied.
+      keep: the part that the file imports from jaxdist, or None for no part.
+      out: a file to which the text is written, or None.
 
     Raises:
-      ConfigError: a setting is not supported, and one message lists all of them; the file would be
-        too long; or `out` exists or cannot be written. Errors of `load` and `build` are passed on.
+      ConfigError: settings are not supported, which the message lists; the file would be too long;
+        or `out` exists or cannot be written.
+      JaxdistError: the config cannot be read or built.
     """
     document, config = load(path, overrides)
     check_ejectable(config, keeps_data=keep is Keep.DATA)

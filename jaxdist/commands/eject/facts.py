@@ -1,4 +1,4 @@
-"""The contents of an ejected file for a built experiment: pieces, flags and constants."""
+"""The contents of the ejected file of an experiment: pieces, flags and constants."""
 
 from __future__ import annotations
 
@@ -27,21 +27,28 @@ from jaxdist.types import PyTree
 
 @dataclass
 class FileContents:
-    """Names of pieces, flags of marked lines, and values of constants by name."""
+    """The contents of an ejected file.
+
+    Attributes:
+      pieces: the names of the pieces, in order.
+      flags: the flags of the lines to keep.
+      values: the values of constants by name.
+    """
 
     pieces: list[str] = field(default_factory=list)
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
 
     def flag(self, **given: object) -> None:
-        """Add the flags whose argument is true."""
+        """Add the names of the arguments that are true to the flags."""
         self.flags |= {name for name, value in given.items() if value}
 
 
 def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> FileContents:
-    """Return the contents of the file for a config whose settings are all supported.
+    """Return the contents of the file for an experiment, all of whose settings are supported.
 
     Args:
+      experiment: the experiment.
       held: whether the file evaluates the held-out examples after the last step.
       keeps_data: whether jaxdist reads the examples.
     """
@@ -239,7 +246,7 @@ def _pipeline(facts: FileContents, experiment: Experiment) -> None:
 
 
 def own_tree(tree: PyTree) -> PyTree:
-    """Convert a parameter tree to the file's form, in which layers of one kind are a list."""
+    """Return a parameter tree in the form of the ejected file, in which layers are a list."""
 
     def listed(layers: PyTree) -> list[PyTree]:
         return [layers[str(i)] for i in range(len(layers))]
@@ -253,14 +260,17 @@ def own_tree(tree: PyTree) -> PyTree:
 
 
 def _specs(shardings: PyTree, *, each: bool = False) -> PyTree:
-    """Return partition specs by parameter; unless `each`, a single spec if all are equal."""
+    """Return the partition specs of shardings.
+
+    If all specs are equal, the result is a single spec, unless `each` is true.
+    """
     specs = jax.tree.map(lambda sharding: shortened(sharding.spec), own_tree(shardings))
     found = {*jax.tree.leaves(specs)}
     return found.pop() if len(found) == 1 and not each else specs
 
 
 def shortened(spec: P) -> P:
-    """Return the spec without unsharded dims at its end."""
+    """Return a partition spec without the unsharded dims at its end."""
     entries = [*spec]
     while entries and entries[-1] is None:
         entries.pop()

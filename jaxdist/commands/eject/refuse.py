@@ -1,4 +1,4 @@
-"""The settings that an ejected file supports, and an error that lists all others."""
+"""The settings that an ejected file supports, and the errors for all other settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ WRITTEN = (
     "parallel.zero.stage", "parallel.zero.whole_below",
     "eval.batches",
 )  # fmt: skip
-"""Supported settings; `*` matches any text."""
+"""The patterns of supported settings, in which `*` matches any text."""
 BESIDE = (
     "eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch", "optim.max_skipped",
 )  # fmt: skip
-"""Settings without effect on the training's numbers; the ejected file ignores them."""
+"""The patterns of settings that do not change the numbers of training. An ejected file ignores
+these settings."""
 NOT_BESIDE = ("checkpoint.begin_with*",)
-"""Exceptions from `BESIDE`: these settings change the initial parameters."""
+"""The exceptions from `BESIDE`, which change the initial parameters."""
 CHOICES: dict[str, tuple[object, ...]] = {
     "model.type": ("mlp", "cnn", "gpt"),
     "model.attention": ("plain",),
@@ -46,17 +47,18 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "parallel.reduce.type": ("ring",),
     "parallel.pipeline.schedule.type": ("1f1b", "gpipe"),
 }
-"""Supported values of settings that choose an alternative, in addition to the defaults."""
+"""The supported values of settings that select an alternative, in addition to the defaults."""
 
 
 def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
-    """Refuse a config with unsupported settings.
+    """Check that an ejected file supports all settings of a config.
 
     Args:
+      config: the config.
       keeps_data: whether jaxdist reads the examples.
 
     Raises:
-      ConfigError: there are unsupported settings; the message lists all, with the remedy.
+      ConfigError: settings are not supported. The message lists all of them, with the remedy.
     """
     given = [
         (path, value)
@@ -82,12 +84,15 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
 
 
 def _kept(path: str) -> bool:
-    """Return whether a setting affects only the data; transforms also affect the model's input."""
+    """Return whether a setting affects only the reading of data.
+
+    A transform does not: it also changes the model's input.
+    """
     return path.startswith("data.") and not path.startswith("data.transform")
 
 
 def _together(config: ExperimentConfig) -> Iterator[str]:
-    """Yield the combinations of supported settings that are not supported together."""
+    """Yield a text for each combination of supported settings that is not supported."""
     parallel, mesh, optim = config.parallel, config.mesh.sizes(), config.optim
     reduced, stages = parallel.reduce is not None, mesh.get("stage", 1) != 1
     zero, tensor = parallel.zero.stage > 0, mesh.get("tensor", 1) != 1
@@ -112,10 +117,10 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
 
 
 def check_built(experiment: Experiment) -> None:
-    """Refuse settings whose support depends on the built experiment.
+    """Check the settings whose support depends on the built experiment.
 
     Raises:
-      ConfigError: a setting is not supported; the message has the remedy.
+      ConfigError: a setting is not supported. The message has the remedy.
     """
     config, zero = experiment.config, experiment.program.exchange.zero
     stages = mesh_axis_size(experiment.layout.mesh, "stage")
@@ -151,6 +156,10 @@ def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]
     """Yield the dotted path and value of each setting that differs from its default.
 
     The `type` of an alternative is always included.
+
+    Args:
+      config: the config, or a section of the config.
+      path: the dotted path of the section, which is empty for the config.
 
     >>> from jaxdist.mesh import MeshConfig
     >>> dict(changed_settings(MeshConfig(data=2), "mesh"))

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as a timeline of its stages, in lockstep."""
+"""The timeline of a pipeline schedule, in which all stages begin a tick together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ IDLE = ".."
 
 
 def timeline(schedule: Schedule) -> list[list[str]]:
-    """Return the timeline of each stage: `F3` or `B3`, a pass of microbatch 3, or `..` while idle.
+    """Return the timeline of each stage, with an entry for each tick.
 
-    Each stage runs its tasks in order. A task runs in the first tick after all tasks that it
-    depends on.
+    An entry is `F3` or `B3` for the forward or backward pass of microbatch 3, or `..` for an idle
+    stage. Each stage runs its tasks in order. A task runs in the first tick after all tasks on
+    which it depends.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
     >>> for row in timeline(OneFOneB().build(2, 2)):
@@ -37,16 +38,20 @@ def timeline(schedule: Schedule) -> list[list[str]]:
 
 
 def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
-    # In these schedules a backward pass is a single task, so that its INPUT half is never done
-    # alone.
+    # In the supported schedules a backward pass is a single task, so that its INPUT half is never a
+    # separate task.
     return all(n in done for n in needs(task, schedule.chunks) if n.kind is not TaskKind.INPUT)
 
 
 def slots_of(rows: Sequence[Sequence[str]]) -> int:
     """Return the smallest number of slots with which a stage's stored microbatches never collide.
 
-    A stage stores a microbatch from the forward pass on the previous stage until its own backward
-    pass; the first stage stores it from its own forward pass.
+    Microbatch m is in slot m modulo the number of slots. A stage stores a microbatch from the
+    forward pass on the previous stage until the backward pass on the stage. The first stage stores
+    a microbatch from its forward pass on this stage.
+
+    Args:
+      rows: the timeline of each stage.
 
     >>> slots_of([["F0", "F1", "..", "B0", "..", "B1"], ["..", "F0", "B0", "F1", "B1", ".."]])
     2
