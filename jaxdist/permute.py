@@ -23,8 +23,8 @@ def spread(x_ND: jax.Array, index_R: jax.Array, places_NJ: jax.Array) -> jax.Arr
     Args:
       x_ND: the rows to read.
       index_R: the row of `x_ND` to read for each row of the result.
-      places_NJ: for each row of `x_ND`, the rows of the result in which it is. The backward pass
-        needs them. Unused entries are R.
+      places_NJ: for each row of `x_ND`, the indices of its copies in the result. Only the backward
+        pass reads this array. Unused entries are R.
 
     >>> x = jax.numpy.array([[1.0], [2.0]])
     >>> index, places = jax.numpy.array([1, 0, 1, 2]), jax.numpy.array([[1, 4], [0, 2]])
@@ -53,8 +53,8 @@ def collected(y_RD: jax.Array, places_NJ: jax.Array, index_R: jax.Array) -> jax.
       y_RD: the rows to add up.
       places_NJ: for each row of the result, the rows of `y_RD` that are added up. Unused entries
         are R.
-      index_R: the row of the result to which each row of `y_RD` is added. The backward pass needs
-        them.
+      index_R: the row of the result to which each row of `y_RD` is added. Only the backward pass
+        reads this array.
     """
     return _rows(y_RD, places_NJ).sum(1)
 

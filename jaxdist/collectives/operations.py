@@ -177,9 +177,9 @@ def all_to_all(
     Args:
       x: this device's array, of any shape and dtype.
       axis, algorithm: the arguments of `all_reduce`.
-      split_dim: the dim to split. Its length must be a multiple of the number N of devices.
-      concat_dim: the dim along which to concatenate, in the order of the axis. It becomes N times
-        longer.
+      split_dim: the dim to split, whose length must be a multiple of the number N of devices.
+      concat_dim: the dim along which to concatenate, in the order of the axis, which becomes N
+        times longer.
     """
     x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
     split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")

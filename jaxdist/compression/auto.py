@@ -38,9 +38,9 @@ have equal times, the earlier candidate is chosen."""
 class AutoCodec(Config):
     """The automatic choice of the codec with the least predicted time.
 
-    The choice is made before a program is traced. It depends only on the shapes of the gradients,
-    and on the sizes and links of the axes. Nothing is measured, so all processes make the same
-    choice. `explain_candidates` shows the times.
+    The choice is made before a program is traced. The choice depends only on the shapes of the
+    gradients, and on the sizes and links of the axes. Nothing is measured, so all processes make
+    the same choice. `explain_candidates` shows the times.
     """
 
     type: Literal["auto"] = "auto"

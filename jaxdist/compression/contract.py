@@ -45,8 +45,8 @@ class Round(NamedTuple):
     Attributes:
       step: the number of earlier rounds, an int32 scalar.
       key: a random key, the same on all devices.
-      rank: the rank of the device that encodes a message, an int32 scalar. `decode` does not read
-        it.
+      rank: the rank of the device that encodes a message, an int32 scalar, which `decode` does not
+        read.
     """
 
     step: jax.Array
@@ -221,8 +221,8 @@ def in_lockstep(
 
     Args:
       generators: the generators that `LinearCodec.factors` returns, one for each tensor.
-      total: the function from this device's summands to the sums over all devices. It is called
-        once for the first sums of all generators, once for the second sums, and so on.
+      total: the function from this device's summands to the sums over all devices. The function is
+        called once for the first sums of all generators, once for the second sums, and so on.
     """
     found: dict[int, Factored] = {}
     sent: dict[int, jax.Array | None] = dict.fromkeys(range(len(generators)))

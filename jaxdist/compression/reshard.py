@@ -2,9 +2,9 @@
 
 Each kind of state is converted by another rule:
 
-- The residuals of all senders are errors of the same sum. They are added up, and each new sender
-  gets an equal part of this sum. EF21's estimates are converted by the same rule, because their sum
-  is the view of the receivers.
+- The residuals of all senders are errors of the same sum. The residuals are added up, and each new
+  sender gets an equal part of the total. EF21's estimates are converted by the same rule, because
+  the sum of all estimates is the view of the receivers.
 - The state for the shards of a sum is concatenated, and divided into the new number of shards.
 - State that is equal on all devices is copied to the new devices.
 """

@@ -29,8 +29,8 @@ LANES = 2
 """The number of 32-bit words in a digest."""
 _LISTED = 3
 _GOLDEN = 0x9E3779B9
-"""The integer nearest to 2^32 over the golden ratio. Its multiples modulo 2^32 are far apart, so
-neighbouring elements of an array get very different summands."""
+"""The integer nearest to 2^32 over the golden ratio. The multiples of this integer modulo 2^32 are
+far apart, so neighboring elements of an array get very different summands."""
 
 
 class ReplicaDifference(NamedTuple):

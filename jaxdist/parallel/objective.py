@@ -67,10 +67,10 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
-        """Return the further arguments of the loss.
+        """Return the further arguments of the loss, a tuple with the base model or ().
 
-        These are the model without its adapters if the loss takes the base model as a reference
-        (`takes_base`) and the model has adapters, otherwise none.
+        The base model is the model without its adapters. It is an argument if the loss takes it as
+        a reference (`takes_base`) and the model has adapters.
         """
         if not (self.model.adapters and getattr(self.loss, "takes_base", False)):
             return ()

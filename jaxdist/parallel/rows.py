@@ -251,8 +251,8 @@ def check_rows(
 ) -> tuple[str, ...]:
     """Check whether a plan changes the results of a model that ties rows together.
 
-    The BatchNorm layers of flax average over all devices, so they are accepted. They are not
-    accepted in strict mode, which computes each logical shard separately.
+    The BatchNorm layers of flax average over all devices, so they are accepted. In strict mode they
+    are not accepted, because strict mode computes each logical shard separately.
 
     Args:
       objective: the model and its loss.

@@ -38,8 +38,8 @@ class ShardedParameter(Deferred):
 
     Attributes:
       shard: this device's shard.
-      dim: the negative index of the split dim, which counts from the last dim. It is the same in a
-        slice of a stack of layers.
+      dim: the negative index of the split dim, which counts from the last dim. A stack of layers
+        and a slice of the stack therefore have the same `dim`.
       wire: the collectives.
       spec: the partition spec over auto axes, with an entry for each dim, including a dim of
         layers.

@@ -60,9 +60,10 @@ class Timeline:
         """The time of a step if a stage may begin the next step before other stages end this step.
 
         The period is the maximum over stages of the time from the start of the stage's first task
-        to the end of its last task. It equals the makespan if the first stage starts first and ends
-        last (GPipe, 1F1B, interleaved). Zero-bubble schedules minimize the period. To reach it, the
-        optimizer step of a stage must not wait for other stages (arXiv 2401.10241 section 4).
+        to the end of its last task. The period equals the makespan if the first stage starts first
+        and ends last (GPipe, 1F1B, interleaved). Zero-bubble schedules minimize the period. A run
+        reaches this period only if the optimizer step of a stage does not wait for other stages
+        (arXiv 2401.10241 section 4).
         """
         return max((row[-1].end - row[0].start for row in self.spans if row), default=0)
 

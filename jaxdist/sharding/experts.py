@@ -1,9 +1,9 @@
 """The exchange of tokens between devices that have different experts.
 
-Each exchange is a function of this device's tokens, of the experts of each token, and of their
-weights. It returns, for each token, the weighted sum of the experts' results. It runs inside a
-`jax.shard_map` that is manual on the axis of the experts. `Padded` and `Ragged` send a token once
-to each device that has at least one of the token's experts.
+An exchange is a function of this device's tokens, of the experts of each token, and of the weights
+of these experts. An exchange returns, for each token, the weighted sum of the experts' results, and
+runs inside a `jax.shard_map` that is manual on the axis of the experts. `Padded` and `Ragged` send
+a token once to each device that has at least one of the token's experts.
 
 Dims: X devices along the axis, T tokens of a device, D embed, k experts of a token. M is the
 maximum number of tokens that a device sends to another device.
@@ -24,9 +24,9 @@ from jaxdist.permute import collected, spread
 ExchangeName = Literal["auto", "padded", "ring", "ragged"]
 """The name of an exchange of tokens, or `auto`."""
 Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""A function that computes the experts of this device. It takes tokens `[T, D]`, the indices of
-their experts `[T, k]` and weights `[T, k]`, and returns the weighted sums `[T, D]`. The experts of
-this device have the indices from 0. A larger index is for an expert on another device, which adds
+"""A function that computes the experts of this device, from tokens `[T, D]`, the indices of the
+tokens' experts `[T, k]` and weights `[T, k]` to the weighted sums `[T, D]`. The experts of this
+device are counted from 0. A larger index than these is for an expert on another device, which adds
 nothing to the sum."""
 
 

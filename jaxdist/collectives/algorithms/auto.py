@@ -73,9 +73,10 @@ class Candidate:
 class Auto(Algorithm):
     """The algorithm that `cost.predict_seconds` predicts to be fastest, chosen for each call.
 
-    The choice is made when a program is traced. It depends only on the operation, the number of
-    bytes, and the sizes and links of the axes. Nothing is measured, so all processes make the same
-    choice. `explain` shows the predictions. The chosen algorithm determines the order of summation.
+    The choice is made when a program is traced. The choice depends only on the operation, the
+    number of bytes, and the sizes and links of the axes. Nothing is measured, so all processes make
+    the same choice. `explain` shows the predictions. The chosen algorithm determines the order of
+    summation.
     """
 
     type: Literal["auto"] = "auto"

@@ -1,8 +1,8 @@
 """The base class of error feedback, with a memory of each sender and a view of each receiver.
 
-In each round a sender computes an array `x` from its gradient and its memory (`correct`). It
-encodes `x`, decodes the message, and computes its next memory (`settle`). A receiver computes the
-value that replaces the gradient from the decoded message and its view (`receive`).
+In each round a sender computes an array `x` from its gradient and its memory (`correct`). The
+sender encodes `x`, decodes the message, and computes its next memory (`settle`). A receiver
+computes the value that replaces the gradient from the decoded message and its view (`receive`).
 
 If messages have something other than gradients, such as momentum, all devices keep a common state.
 `carried` computes the value to send from this state and a gradient. `conclude` computes the value

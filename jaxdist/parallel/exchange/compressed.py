@@ -53,8 +53,8 @@ class Compressed(Explicit):
         Args:
           zero: the split of tensors, and the axes to sum over.
           grads: a device's gradients.
-          scatter: whether to reduce-scatter the tensors that `zero` splits. It is false if `grads`
-            already has the device's shards of the sums of these tensors.
+          scatter: whether to reduce-scatter the tensors that `zero` splits. The argument must be
+            false if `grads` already has the device's shards of the sums of these tensors.
 
         Returns:
           The device's shard of each sum whose tensor `zero` splits, and the whole sum of each

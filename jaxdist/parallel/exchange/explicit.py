@@ -189,8 +189,8 @@ class Explicit(Base):
     def chunk_bytes(self, leaves: Layers) -> int:
         """Return the bytes of stacked layers that are sent in one message.
 
-        This is the algorithm's `bucket_bytes` if it is a number, otherwise a small part of the
-        bytes of all leaves.
+        The result is the algorithm's `bucket_bytes` if that setting is a number, otherwise a small
+        part of the bytes of all leaves.
         """
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):

@@ -98,11 +98,11 @@ class Messages:
           grads: the gradients of each device, with a leading dim over the axes on which they are
             still to be summed.
           specs: the partition specs of `grads`.
-          weight: the weight of the whole batch. Gradients are divided by it before they are
+          weight: the weight of the whole batch. Gradients are divided by the weight before they are
             compressed, so residuals are residuals of the mean.
           state: the state after the previous step.
-          before: the function from a device's gradients to the blocks that it sends. It runs inside
-            a `jax.shard_map` that is manual on all axes, as does `after`.
+          before: the function from a device's gradients to the blocks that it sends. Both `before`
+            and `after` run inside a `jax.shard_map` that is manual on all axes.
           after: the function from the summed blocks to the mean gradients.
           out_specs: the partition specs of the results of `after`.
         """

@@ -1,12 +1,12 @@
 """The exchange whose gradients have the same bits on any number of devices.
 
-`parallel.deterministic` selects it. A batch is divided by index into V logical shards, where the
-config fixes V. The gradients, sums and buffers of a logical shard are computed by the same program
-with the same shapes on any device, with a random key that depends on the shard's index. The results
-are added up in the order of `jaxdist.parallel.strict.tree`: each device adds the results of its
-shards, and `Reduction` adds the sums of all devices. The update is the same program on any number
-of devices too. Without ZeRO it runs on whole parameters. With ZeRO each split parameter is divided
-into V parts, and each device updates its parts one after another.
+`parallel.deterministic` selects this exchange. A batch is divided by index into V logical shards,
+where the config fixes V. The gradients, sums and buffers of a logical shard are computed by the
+same program with the same shapes on any device, with a random key that depends on the shard's
+index. The results are added up in the order of `jaxdist.parallel.strict.tree`: each device adds the
+results of its shards, and `Reduction` adds the sums of all devices. The update is the same program
+on any number of devices too. Without ZeRO the update runs on whole parameters. With ZeRO each split
+parameter is divided into V parts, and each device updates its parts one after another.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from jaxdist.parallel.strict.tree import settled, turns
 from jaxdist.types import PyTree
 
 Places = Sequence[int | None]
-"""The dim along which each leaf is divided into pieces. It is None for a leaf that is not divided,
-which every iteration reads or writes as a whole."""
+"""The dim along which each leaf is divided into pieces, or None for a leaf that is not divided.
+Every iteration reads or writes all elements of an undivided leaf."""
 
 
 def in_pieces(

@@ -1,7 +1,8 @@
 """The insertion of WEIGHT tasks into rows of FORWARD and INPUT tasks.
 
-A WEIGHT task may run at any time after its INPUT task. It is inserted at a time when its stage
-would wait anyway, or when the memory that it frees is needed. The remaining WEIGHT tasks run last.
+A WEIGHT task may run at any time after its INPUT task. A WEIGHT task is inserted at a time when the
+stage would wait anyway, or when the memory that the task frees is needed. The remaining WEIGHT
+tasks run last.
 """
 
 from __future__ import annotations

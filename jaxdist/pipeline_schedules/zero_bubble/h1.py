@@ -71,8 +71,8 @@ def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
     """Return a schedule with early forward tasks and delayed WEIGHT tasks.
 
     Stage i begins with reach * (stages - 1 - i) + 1 forward tasks, and delays WEIGHT tasks by
-    reach * i microbatches. Both keep activations. The sum of the two numbers is the same on every
-    stage, and so is the memory.
+    reach * i microbatches. Early forward tasks and delayed WEIGHT tasks both keep activations. The
+    sum of the two numbers is the same on every stage, and so is the memory.
     """
     rows = []
     for stage in range(stages):

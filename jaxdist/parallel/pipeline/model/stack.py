@@ -2,8 +2,8 @@
 
 If a stage has several chunks, these chunks are not adjacent in the model. With layers in the
 model's order, most parameters and gradients would be sent between stages in each step. The layers
-are therefore stored in the order by stage: the layers of stage 0, then of stage 1, and so on. They
-are reordered when a checkpoint is written or another part of jaxdist reads them.
+are therefore stored in the order by stage: the layers of stage 0, then of stage 1, and so on. The
+layers are reordered when a checkpoint is written or another part of jaxdist reads them.
 """
 
 from __future__ import annotations

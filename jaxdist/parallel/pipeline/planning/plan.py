@@ -52,8 +52,8 @@ class PipelineConfig(Config):
     task gathers the parameters layer by layer. A stage then holds the parameters of one layer at a
     time, but sends 2 m times the bytes, where m is the number of microbatches."""
     ahead: bool = False
-    """Whether stages run forward passes earlier than the schedule orders. This reduces waiting, but
-    needs memory for up to twice the activations."""
+    """Whether stages run forward passes earlier than in the schedule. Early forward passes reduce
+    waiting, but need memory for up to twice the activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """The number of layers, or of parts, of each chunk. With null all chunks get the same number of
     layers if the number of chunks divides it, and otherwise numbers that balance estimated costs.
