@@ -1,7 +1,7 @@
-"""The command line: parse, call, print.
+"""The command line, which parses arguments, calls the functions of commands, and prints.
 
-Nothing here imports jax before the environment is prepared, so `--help` starts no backend, and fake
-devices can still be requested.
+No module of this package imports jax before the environment is prepared. `--help` therefore starts
+no backend, and a command can still request fake devices.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def _options(
         bool, typer.Option("--quiet", help="Print errors only, on standard error.")
     ] = False,
 ) -> None:
-    """Declare the options that precede a command; `main` acts on --quiet."""
+    """Declare the options that precede a command.
+
+    `--quiet` is only declared here, and `main` handles it before the command is parsed.
+    """
 
 
 app.command()(preparation.init)
@@ -133,9 +136,9 @@ _COMPUTING = (
 
 
 def main() -> None:
-    """Entry point of the `jaxdist` command."""
+    """Run the `jaxdist` command, and exit with its exit code."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    # Other commands would gain nothing from a restart, which takes time.
+    # A restart takes time, and would not make other commands faster.
     if command in _COMPUTING:
         from jaxdist.runtime.environment import restart_with_huge_pages
 

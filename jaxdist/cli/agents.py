@@ -1,4 +1,4 @@
-"""Commands that start the processes of a run, and restart lost processes."""
+"""The command that starts the processes of a run on several hosts, and restarts lost processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def agent(
     ] = JOIN_SECONDS,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train CONFIG on all hosts that run this command, which may join and leave."""
+    """Train CONFIG on all hosts that run this command. Hosts may join and leave."""
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of

@@ -1,8 +1,9 @@
-"""The process that forks an agent's training processes: it imports everything in advance.
+"""The process that forks the training processes of an agent.
 
-Only `jaxdist.elastic.agent` starts `python -m jaxdist.cli.fork_server`: the agent has prepared the
-environment, which JAX reads once. A forked process reads a JSON line on its standard input, which
-names its run.
+The process imports all modules of training in advance, so that forked processes start fast. Only
+`jaxdist.elastic.agent` starts `python -m jaxdist.cli.fork_server`, after it has prepared the
+environment, which JAX reads only once. A forked process reads a line of JSON with the arguments of
+its run from its standard input.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import time
 
 
 def main() -> None:
-    """Serve forks; a forked process trains, and exits with the run's exit code."""
+    """Fork processes until the agent needs no more, then return.
+
+    In a forked process, this function trains, and exits with the run's exit code.
+    """
     from jaxdist.runtime.forks import await_fork, hold_signals
 
     hold_signals()
-    # If a process is stuck, the agent asks all processes for their stacks by SIGUSR2.
+    # If a process is stuck, the agent sends SIGUSR2 to all processes, which print their stacks.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     from jaxdist.cli import output, runs, shared
     from jaxdist.runtime import children
@@ -45,7 +49,10 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """Save and stop once the agent is gone, because nothing would restart this process."""
+    """Wait until the agent has ended, and then save and stop this process.
+
+    Without an agent, nothing would restart the process after a failure.
+    """
     from jaxdist.runtime.children import wait_for_input_end
 
     wait_for_input_end()

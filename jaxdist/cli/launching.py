@@ -1,4 +1,4 @@
-"""Commands that start jobs on clusters, and query them."""
+"""The commands that start, query and end jobs on clusters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of the launch.")]
 
 
 class ConfigOrQuestion(ConfigOrCommand):
-    """A group whose default command launches a config; its other commands query a launch."""
+    """A group whose default command launches a config. The other commands are about a launch."""
 
     default = "job"
 
@@ -46,7 +46,7 @@ def job(
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train CONFIG on a cluster, with the same `jaxdist train --resume` in every process."""
+    """Train CONFIG on a cluster. Every process runs the same `jaxdist train --resume`."""
     from jaxdist import cli
     from jaxdist.config import read, validate
     from jaxdist.experiment import ExperimentConfig
@@ -78,7 +78,7 @@ def job(
 
 
 def explain(*, json_file: shared.JsonFile = None) -> None:
-    """Print the schedulers and engines detected here, and the variables that reveal them."""
+    """Print the detected schedulers and engines, and the environment variables that show them."""
     from jaxdist.launch.explain import as_json
     from jaxdist.launch.explain import explain_launch as lines
 
@@ -106,12 +106,12 @@ def _ask(what: str, folder: Path, json_file: Path | None) -> None:
 
 
 def status(folder: Folder, *, json_file: shared.JsonFile = None) -> None:
-    """Query the engine for the status of a job."""
+    """Print the status of a job, as the engine reports it."""
     _ask("status", folder, json_file)
 
 
 def logs(folder: Folder, *, json_file: shared.JsonFile = None) -> None:
-    """Print the end of the output of a job's processes."""
+    """Print the last lines of the output of a job's processes."""
     _ask("logs", folder, json_file)
 
 

@@ -1,4 +1,4 @@
-"""Commands that measure: benchmarks, studies and simulations."""
+"""The commands that measure and compare: benchmarks, studies and simulations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ class ConfigOrCommand(TyperGroup):
 
     default = "compare"
 
-    # typer's own class of contexts has no public name, and its public class is narrower.
+    # The class of contexts that typer passes has no public name, and its public class is narrower.
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the arguments, preceded by the default command if they name no command."""
+        """Parse the arguments, and insert the default command if they do not begin with a command.
+
+        The result is the arguments that the base class leaves.
+        """
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 
 class ConfigOrFleet(ConfigOrCommand):
-    """The group of simulations, whose default is a config with a parameter server."""
+    """The group of simulations, whose default command simulates parameter servers."""
 
     default = "servers"
 
@@ -89,10 +92,10 @@ def bench(
         Path | None, typer.Option(help="Append the ratios to DIR/NAME.jsonl.")
     ] = None,
 ) -> None:
-    """Measure jaxdist and a reference in turn; missed goals are reported, but are not errors."""
+    """Measure jaxdist and a reference in turn. Missed goals are reported, but are not errors."""
     from jaxdist.runtime import environment
 
-    # The bench of a GPU is the only one that needs the accelerator: others count and compare.
+    # Only the bench of a GPU needs the accelerator. The other benches count and compare.
     environment.prepare(fake_devices=None if name == "gpu" else devices)
     shared.find_benchmarks()
     from benchmarks import run
@@ -133,8 +136,8 @@ def compare(
     """Train variants of CONFIG on the same batches, and compare their held-out loss.
 
     The first variant is CONFIG itself, without compression if --of compression is given. For each
-    seed, the other variants take as many steps from the same parameters. An interrupted study
-    resumes where it was.
+    seed, all variants begin with the same parameters and take the same number of steps. If the
+    study is interrupted, the same command continues it.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.study.compare import compare_variants as run
@@ -166,13 +169,13 @@ def batch_scaling(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
-    """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
+    """Compare optimizers at growing batch sizes, with learning rates from a rule and tuned rates.
 
-    Trains on all devices along the axis data, whatever the mesh of CONFIG. An interrupted study
-    resumes where it was.
+    The command trains on all devices along axis data, and ignores the mesh of CONFIG. If the study
+    is interrupted, the same command continues it.
     """
-    # The new mesh comes first: it drops the fake devices of the config's mesh, but an override
-    # can still request some.
+    # The new mesh comes first. It drops the fake devices of the config's mesh, but an override can
+    # still request fake devices.
     extra = shared.prepare_devices(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy
@@ -199,9 +202,9 @@ def run_study(
     plot: Annotated[Path | None, typer.Option(help="Draw the study into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
-    """Run a study of your own: a config, the variants or batch sizes, and the seeds, as YAML.
+    """Run a study that a YAML file defines: a config, variants or batch sizes, and seeds.
 
-    An interrupted study resumes where it was.
+    If the study is interrupted, the same command continues it.
     """
     from jaxdist.study.definition import BatchScalingStudy, read_study
     from jaxdist.study.variants import overrides_of
@@ -233,8 +236,10 @@ def review(
 ) -> None:
     """Compare architectures and optimizers on one page, as survey articles do.
 
-    Efficiency over the number of devices is from the simulator and the cost model, communication
-    and memory from compiled programs, and optimizers from a recorded study.
+    The efficiency over the number of devices is from the simulator and the cost model.
+    Communication and memory are from compiled programs, and the comparison of optimizers is from a
+    recorded study.
+
     Keys: devices, parameter_bytes, step_seconds, gbits, latency_seconds, servers, microbatches,
     layers, message_bytes, measured, program, patterns, scaling.
     """
@@ -265,10 +270,11 @@ def servers(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
-    """Train CONFIG's parameter server in virtual time: real gradients, scripted speeds and faults.
+    """Train CONFIG with parameter servers in virtual time.
 
-    CONFIG's strategy.simulation describes workers, network and faults. The same command gives the
-    same bits.
+    Gradients are computed, but speeds and faults are simulated. CONFIG's strategy.simulation
+    describes the workers, the network and the faults. A repetition of the command gives the same
+    bits.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.simulation.command import run_simulation
@@ -298,10 +304,11 @@ def fleet(
         Path | None, typer.Option(help="Draw goodput over the interval into this directory.")
     ] = None,
 ) -> None:
-    """Simulate a fleet of devices that fail: goodput over the interval between saves.
+    """Simulate the goodput of a fleet of devices that fail, over the interval between saves.
 
-    Compares checkpoints on disk alone with snapshots in memory as well. The default is the fleet
-    of Llama 3: 16,384 devices, 466 failures in 54 days.
+    The command compares checkpoints on disk with checkpoints and snapshots in memory. The default
+    is the fleet of Llama 3: 16,384 devices with 466 failures in 54 days.
+
     Keys: devices, failures_per_1000_device_days, days, detect_seconds,
     restart_seconds, restore_seconds, memory_restore_seconds,
     checkpoint_seconds, snapshot_seconds, both_copies_lost,
@@ -322,7 +329,8 @@ def choice(
 ) -> None:
     """Compare step times of parameter servers and an all-reduce, by link, straggler and sparsity.
 
-    Uses the simulator and the cost model of collectives, for a model of any size.
+    The times are from the simulator and the cost model of collectives, for a model of any size.
+
     Keys: parameter_bytes, touched, step_seconds, gbits, latency_seconds,
     workers, servers, slower, noise.
     """

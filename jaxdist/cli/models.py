@@ -1,4 +1,4 @@
-"""Commands that read and write models of other frameworks."""
+"""The commands that read and write models of other frameworks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def import_model(
     ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Turn a downloaded model into a run directory, for train, eval, generate and export."""
+    """Convert a downloaded model to a run directory, for train, eval, generate and export."""
     from jaxdist.runtime import environment
 
     environment.prepare()
@@ -101,7 +101,8 @@ def adopt(
 ) -> None:
     """Write the config of the fastest plan that trains a downloaded model on a slice.
 
-    Only the model's config is read now; a run of the written config loads the model's weights.
+    This command reads only the model's config. A run of the written config loads the weights of the
+    model.
     """
     from jaxdist.runtime import environment
 

@@ -1,7 +1,7 @@
-"""Standard output and error that may fail: a closed pipe, a full disk.
+"""Standard output and error that may fail because of a closed pipe or a full disk.
 
-A run of days does not end because the pipe that shows it has closed. Output that can no longer be
-written is dropped, with a single message on standard error if that still works.
+A long run does not end because the pipe for its output is closed. Output that can no longer be
+written is dropped, and a single message on standard error reports that if possible.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TextIO
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let writes to standard output or error inside the block never raise.
+    """Prevent errors of writes to standard output or standard error inside the block.
 
-    A reader that has gone (`| head -1`, a closed terminal) needs no more output. If output is lost
-    for any other reason, a command that would succeed exits with code 1.
+    If the reader has ended (`| head -1`, or a closed terminal), the lost output does not matter. If
+    output is lost for any other reason, a command that would succeed exits with code 1.
     """
     streams = _Lasting(1), _Lasting(2)
     before = sys.stdout, sys.stderr
@@ -40,7 +40,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Discard standard output, of this process and of processes that it starts from now on."""
+    """Discard the standard output of this process, and of processes that it starts later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
@@ -55,14 +55,17 @@ class _Lasting(io.FileIO):
         self._terminal = self.isatty()
 
     def write(self, data: Any, /) -> int | None:
-        """Write bytes, and return their number, as `io.RawIOBase.write` does."""
+        """Write bytes, and return the number of written bytes, as `io.RawIOBase.write` does.
+
+        The number of lost bytes counts as written.
+        """
         try:
             return super().write(data)
         except OSError as error:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            # A closed terminal raises EIO, where a closed pipe raises BrokenPipeError.
+            # A closed terminal raises EIO, and a closed pipe raises BrokenPipeError.
             closed = self._terminal and error.errno == errno.EIO
             self.lost = not (closed or isinstance(error, BrokenPipeError))
             if self.fileno() == 1:
@@ -72,7 +75,10 @@ class _Lasting(io.FileIO):
 
 
 def _opened(descriptor: int) -> int:
-    """Return the descriptor, opened on /dev/null if it was closed, so that no file takes it."""
+    """Return a file descriptor that is certainly open.
+
+    A closed descriptor is opened on /dev/null, so that no file that is opened later gets it.
+    """
     try:
         os.fstat(descriptor)
     except OSError:
@@ -85,7 +91,7 @@ def _opened(descriptor: int) -> int:
 
 def _text(raw: _Lasting, old: TextIO | None) -> TextIO:
     if old is not None:
-        # Text that the old stream has buffered must come before that of the new stream.
+        # Text that the old stream has buffered must precede the text of the new stream.
         old.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

@@ -1,4 +1,4 @@
-"""Commands for pipeline schedules, which need neither a device nor jax."""
+"""The commands for pipeline schedules, which need neither a device nor jax."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show(
     ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
+    """Draw SCHEDULE, and print its bubble, activations and messages. Nothing is run."""
     from jaxdist.commands.pipelines import schedule_json
     from jaxdist.commands.pipelines import show_schedule as look
 
@@ -65,7 +65,7 @@ def compare(
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Print bubble, activations and messages of every schedule, given costs of a whole stage."""
+    """Print bubble, activations and messages of every schedule, given the times of a stage."""
     from jaxdist.commands.compare_schedules import compare_schedules as judge
 
     given = {"stages": stages, "microbatches": microbatches, "json_file": json_file}
@@ -77,7 +77,10 @@ def check(
     *,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check a schedule of your own; print the first violation of a rule, and exit with code 2."""
+    """Check a schedule in a CSV file.
+
+    If it breaks a rule, the first violation is printed, and the exit code is 2.
+    """
     from jaxdist.commands.pipelines import check_csv as judge
     from jaxdist.commands.pipelines import schedule_json
 

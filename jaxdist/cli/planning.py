@@ -60,9 +60,9 @@ def plan(
 ) -> None:
     """Search for the mesh, ZeRO, remat, microbatches and schedule that train CONFIG fastest.
 
-    The search uses formulas of memory and time: it needs no device, and runs nothing. CONFIG's
-    mesh, sharding, parallel, model.remat and train.microbatches are searched; all other settings
-    are kept.
+    The search uses formulas for memory and time, so that it needs no device and runs nothing. Plans
+    replace CONFIG's mesh, sharding, parallel, model.remat and train.microbatches. All other
+    settings are kept.
     """
     from jaxdist.runtime import environment
 

@@ -1,4 +1,4 @@
-"""Commands before a run: its configuration, its data, its machine."""
+"""The commands that precede a run, for its configuration, its data and its machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def show(
     *,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Print the resolved tree, with the origin of each value, and derived values."""
+    """Print all settings of the resolved config with their origins, and the derived values."""
     shared.prepare_devices(config, overrides, None)
     from jaxdist.config import dotted, provenance, render_rows
     from jaxdist.experiment import explain_config, load
@@ -48,7 +48,7 @@ def init(
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Write the shipped configurations, to run and to change."""
+    """Write copies of the shipped configurations, which can be run and changed."""
     from jaxdist.commands.init import init as write
 
     files = write(name, to, console=shared.console())
@@ -71,8 +71,8 @@ def eject(
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
-    The file has the model, loss, optimizer, shardings and communication of this
-    config alone, to read and to change. It trains to the same losses.
+    The file has only the model, loss, optimizer, shardings and communication of
+    CONFIG, to read and to change. It trains to the same losses.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.commands.eject.eject import Keep
@@ -134,7 +134,7 @@ def doctor(
     devices: shared.Devices = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check the requirements of a run: versions, devices, memory, caches."""
+    """Check the requirements of a run: versions, devices, memory and caches."""
     from jaxdist.doctor import main as examine
 
     raise typer.Exit(examine(devices=devices, as_json=as_json))

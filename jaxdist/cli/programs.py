@@ -1,4 +1,4 @@
-"""Commands that examine compiled programs."""
+"""The commands that examine compiled programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inspect(
         Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
     ] = None,
 ) -> None:
-    """Print the cost of a train step: bytes, FLOPs, memory, time on TPUs. Nothing is run."""
+    """Print the bytes, FLOPs, memory, and time on TPUs of a train step. Nothing is run."""
     extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])
@@ -73,7 +73,7 @@ def audit(
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check that each setting of CONFIG changes the train step; exit code 1 if any does not."""
+    """Check that each setting of CONFIG changes the train step. If not, the exit code is 1."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
     if options:
@@ -122,14 +122,14 @@ def parity(
         typer.Option(help="Make only the draws whose mesh has this axis; may be repeated."),
     ] = None,
 ) -> None:
-    """Check that plans train CONFIG's model like a single device; exit code 1 if any differs.
+    """Check that plans train CONFIG's model like a single device. If not, the exit code is 1.
 
     The plans vary meshes, ZeRO stages, reductions, microbatches, remat, a split sequence, pipeline
-    schedules and activations, on 8 fake CPU devices, in float32, with AdamW; CONFIG's own values
-    are ignored.
+    schedules and activations, on 8 fake CPU devices, in float32, with AdamW. The values of these
+    settings in CONFIG are ignored.
 
     With --draw, random models, meshes, plans, batches and optimizers are compared with a single
-    device, and each checkpoint is loaded by another plan. Failures are printed with their config.
+    device, and another plan loads each checkpoint. The config of each failure is printed.
     """
     from jaxdist.runtime import environment
 
@@ -183,11 +183,11 @@ def prove(
     ] = 0,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Show for each parameter that CONFIG's plan computes what one device would.
+    """Prove for each parameter that CONFIG's plan computes what a single device would.
 
-    The command checks types, numbers at a reduced size, and the bytes of the
-    compiled step, and writes the certificate that `jaxdist train --proved` needs.
-    The exit code is 1 if anything is wrong, or undecided.
+    The command checks the types of values, numbers of a smaller model, and the
+    bytes of the compiled step. It writes the certificate that `jaxdist train
+    --proved` needs. The exit code is 1 if anything is wrong or undecided.
     """
     extra = shared.compile_for(devices, None, overrides or [])
     shared.set_environment((config, extra), devices=8)

@@ -1,4 +1,4 @@
-"""Commands that train, and that use trained models."""
+"""The commands that train, and that use trained models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATE_MODULES = (
     "tensorboardX.proto.event_pb2",
     "tensorboardX.record_writer",
 )
-"""Modules of other packages that most runs import only later, on first use."""
+"""The modules of other packages that most runs import only when they first use them."""
 
 
 def train(
@@ -141,8 +141,9 @@ def drill(
 ) -> None:
     """Train CONFIG under an agent, and kill and stop its processes on purpose.
 
-    Prints each recovery, and the fraction of time kept, next to the predicted fraction; exits with
-    code 3 if the fraction kept is less than nine tenths of the predicted fraction.
+    The command prints each recovery, and the fraction of time that was used for steps, with the
+    predicted fraction. The exit code is 3 if the fraction is less than nine tenths of the
+    prediction.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
@@ -161,13 +162,13 @@ def drill(
 
 
 def import_all() -> None:
-    """Import the modules of training, which takes longer than the rest of a start.
+    """Import all modules that training needs, including `LATE_MODULES`.
 
-    `LATE_MODULES` are imported, too, which read data, save, and write metrics.
+    The imports take most of the time in which a run starts.
     """
     for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
-    # A run that needs a missing module reports that itself.
+    # A missing module is ignored here, since a run that needs it reports the error.
     for module in LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -189,16 +190,27 @@ def train_process(
     json_file: str | None = None,
     proved: bool = False,
 ) -> int:
-    """Train in this process of a run, whose environment is prepared; return its exit code.
+    """Train in this process of a run, and return the exit code.
+
+    The environment must be prepared.
 
     Args:
-      run: identity of the run, from `jaxdist.checkpoint.identity.Identity.plain`.
-      begun: see `jaxdist.run.train.train`.
-      json_file: file that process 0 writes when the run has ended without an error.
+      config: the path of the configuration file.
+      extra: the settings that override the file.
+      resume: whether to resume from the newest complete checkpoint.
+      run: the identity of the run, as `jaxdist.checkpoint.identity.Identity.plain` returns it, or
+        None for a new identity.
+      profile: the steps to trace, as the option `--profile` states them, or None.
+      coordinator, num_processes, process_id: the address of process 0, the number of processes and
+        the number of this process, or None to find them.
+      distributed: whether to find the other processes by the scheduler.
+      join_timeout: the time to wait for the other processes, in seconds.
+      begun: the start time of the process (see `jaxdist.run.train.train`).
+      json_file: a file for the result, which is written if the run ends without an error, or None.
       proved: whether the config must have a current certificate.
 
     Raises:
-      JaxdistError: any error that the user can fix.
+      JaxdistError: the config is invalid, there is no current certificate, or the run fails.
     """
     from jaxdist.checkpoint.identity import Identity
     from jaxdist.run.train import train as trained
@@ -243,7 +255,7 @@ def evaluate(
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Evaluate a run's checkpoint on the whole held-out split."""
+    """Evaluate a run's checkpoint on the complete held-out split."""
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.evaluate import evaluate_run
 
@@ -255,7 +267,8 @@ def replay(
 ) -> None:
     """Repeat a run with parameter servers, in the order in which its servers received messages.
 
-    Prints whether the servers' last saved state is reproduced to the bit.
+    The command prints whether the servers' last saved state is reproduced to the bit. If not, the
+    exit code is 1.
     """
     shared.prepare_run(run, [], devices)
     from jaxdist.commands.replay import replay as again
@@ -286,7 +299,7 @@ def report(
         ),
     ] = True,
 ) -> None:
-    """Print the time of a run by activity: every second of it, over all its restarts."""
+    """Print the time of a run by activity, over all its restarts."""
     from jaxdist.errors import ConfigError
 
     if html is None:
@@ -316,10 +329,10 @@ def report(
 
 
 def _inspected(config: Path) -> JsonObject:
-    """Compile the step of a run's config for fake CPU devices.
+    """Compile the step of a run's config for fake CPU devices, and return its cost as JSON values.
 
     Raises:
-      JaxdistError: the config imports the user's code, which a report never runs; its mesh does not
+      JaxdistError: the config imports the user's code, which a report never runs; the mesh does not
         determine the number of devices; or the step cannot be compiled here.
     """
     from jaxdist.config import read
@@ -373,7 +386,7 @@ def generate(
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Continue prompts with a run's language model, which keeps its keys and values."""
+    """Continue prompts with a run's language model."""
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.evaluate import generate_from_run
     from jaxdist.train.sampling import Sampling

@@ -1,4 +1,4 @@
-"""The common part of commands: options, the environment, and the reporting of errors."""
+"""The common parts of commands: options, the environment, and the output of errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JsonFile = Annotated[
 
 SHOWN_RUNS = 5
 WIRE = ("grpc", "google_crc32c")
-"""Packages that only parameter servers need; `jaxdist replay` imports them too."""
+"""The packages that only parameter servers and `jaxdist replay` need."""
 
 
 def console() -> Console:
@@ -59,7 +59,13 @@ def console() -> Console:
 
 
 def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """Return the overrides with `devices`; set the environment for the fake devices."""
+    """Set the environment for a config, and return the overrides with `devices` added.
+
+    Args:
+      path: the configuration file.
+      overrides: the settings that override the file.
+      devices: the number of fake devices, or None for the number in the config.
+    """
     extra = list(overrides or [])
     if devices is not None:
         extra.append(f"mesh.fake_devices={devices}")
@@ -68,10 +74,12 @@ def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None
 
 
 def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """Prepare for the run in a directory as `prepare_devices` does for a config.
+    """Set the environment for the run in a directory, and return the overrides with `devices`.
+
+    The arguments are those of `prepare_devices`, with the run directory instead of the file.
 
     Raises:
-      RunError: there is no run in the directory; the message names runs in it or next to it.
+      RunError: there is no run in the directory. The message names runs in or next to it.
     """
     from jaxdist.errors import RunError
 
@@ -91,10 +99,14 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
 def set_environment(
     *programs: tuple[Path, list[str]], topology: str | None = None, devices: int = 0
 ) -> None:
-    """Request as many fake devices as any of these configs needs, before jax is imported.
+    """Prepare the environment, with enough fake devices for all given configs.
+
+    jax must not be imported before.
 
     Args:
-      devices: number of fake devices that the command itself needs.
+      programs: pairs of a configuration file and the settings that override it.
+      topology: the TPUs to compile for, or None. With a topology, a single fake device is enough.
+      devices: the number of fake devices that the command itself needs.
     """
     from jaxdist.runtime import environment
 
@@ -103,7 +115,12 @@ def set_environment(
 
 
 def compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
-    """Return the overrides, with the number of devices to compile for.
+    """Return the overrides with the number of devices to compile for.
+
+    Args:
+      devices: the number of fake CPU devices, or None for the number in the config.
+      topology: the TPUs to compile for, or None.
+      overrides: the settings that override the config.
 
     Raises:
       MeshError: both devices and a topology are given.
@@ -118,10 +135,12 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
 
 
 def write_result(path: Path | None, what: str, **values: Json) -> None:
-    """Write the result of a command to the file of --json, if it is set.
+    """Write the result of a command to the file of --json.
 
     Args:
-      what: the result's name in an error.
+      path: the file, or None to write nothing.
+      what: the name of the result in an error message.
+      values: the result.
 
     Raises:
       RunError: the file cannot be written.
@@ -133,7 +152,11 @@ def write_result(path: Path | None, what: str, **values: Json) -> None:
 
 
 def alone(option: str, **others: object) -> None:
-    """Refuse other options that have no effect together with `option`.
+    """Check that no option is set that has no effect together with `option`.
+
+    Args:
+      option: the name of the option that is set.
+      others: the values of the other options by name.
 
     Raises:
       ConfigError: another option is set.
@@ -146,7 +169,7 @@ def alone(option: str, **others: object) -> None:
 
 
 def _fake_devices(path: Path, overrides: list[str]) -> int:
-    """Return the number of fake devices that a config requests, or 0."""
+    """Return the number of fake devices that a config requests, or 0 if it requests none."""
     from jaxdist.config import read
 
     mesh = read(path, overrides).values.get("mesh")
@@ -155,7 +178,10 @@ def _fake_devices(path: Path, overrides: list[str]) -> int:
 
 
 def devices_of(run: Path) -> int | None:
-    """Return the number of devices of a run's mesh, or None if its config does not determine it."""
+    """Return the number of devices of a run's mesh.
+
+    The result is None if the run's config cannot be read or does not determine the number.
+    """
     from jaxdist.config import read
     from jaxdist.errors import JaxdistError
 
@@ -171,7 +197,10 @@ def devices_of(run: Path) -> int | None:
 
 
 def print_error(error: BaseException) -> int:
-    """Print an error, as a message if the user can fix it; return the exit code."""
+    """Print an error on standard error, and return the exit code.
+
+    An error that the user can fix is printed as a message, and any other error with its traceback.
+    """
     from jaxdist.errors import JaxdistError
 
     if isinstance(error, JaxdistError):
@@ -188,7 +217,7 @@ def print_error(error: BaseException) -> int:
 
 
 def find_benchmarks() -> None:
-    """Make `benchmarks` importable, the folder next to this package in a checkout.
+    """Add the checkout of jaxdist to `sys.path`, so that its package `benchmarks` is found.
 
     Raises:
       ConfigError: jaxdist was installed from a wheel, which has no benchmarks.
