@@ -82,8 +82,8 @@ def extremum(operation: str, forward: Function) -> Function:
       forward: the function that computes the max or the min.
 
     Raises:
-      CollectiveError: the returned function is differentiated. The call of `extremum` does not
-        raise it.
+      CollectiveError: the returned function is differentiated. The call of `extremum` itself raises
+        no error.
     """
 
     def refuse(x: jax.Array) -> tuple[jax.Array, None]:

@@ -143,7 +143,8 @@ def reduce(
 
     Args:
       x, axis, op, algorithm: the arguments of `all_reduce`.
-      root: the index of this device along the axis, which must be known at trace time.
+      root: the index, along the axis, of the device that gets the result. The index must be known
+        at trace time.
 
     Returns:
       The result on the device `root`, and zeros on the other devices.
@@ -178,8 +179,8 @@ def all_to_all(
       x: this device's array, of any shape and dtype.
       axis, algorithm: the arguments of `all_reduce`.
       split_dim: the dim to split, whose length must be a multiple of the number N of devices.
-      concat_dim: the dim along which to concatenate, in the order of the axis, which becomes N
-        times longer.
+      concat_dim: the dim along which to concatenate, in the order of the axis. In the result, this
+        dim is N times longer.
     """
     x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
     split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")

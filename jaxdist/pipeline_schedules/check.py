@@ -1,4 +1,4 @@
-"""The check that a schedule can run, and the microbatches whose activations it keeps.
+"""The check that a schedule can run, and the microbatches whose activations a schedule keeps.
 
 The error message of the check names the task, its stage and its place, which is the index of the
 task in the stage's row.

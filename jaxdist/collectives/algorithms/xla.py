@@ -50,9 +50,9 @@ def _of_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """Broadcast floats by a sum of their bits, which keeps the sign of -0.0.
+    """Broadcast floats by a sum of integers with the same bits, to keep the sign of -0.0.
 
-    Other devices add zeros. As floats, -0.0 + 0.0 would be 0.0.
+    All devices except the root add zeros. As floats, -0.0 + 0.0 would be 0.0.
     """
     return _float(_of_root(_bits(x), axis, root), x.dtype)
 

@@ -100,8 +100,8 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
     Args:
       tree: the tree.
       flat: whether to flatten arrays at the barrier. XLA then cannot propagate a memory layout
-        across the barrier, which could change an order of summation. Arrays that auto axes split
-        must not be flattened, because flattening would gather them.
+        across the barrier. Such a layout could change an order of summation. Arrays that auto axes
+        split must not be flattened, because flattening would gather them.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [x.reshape(-1) for x in leaves] if flat else leaves

@@ -18,8 +18,8 @@ from jaxdist.pipeline_schedules.schedule import Task, TaskKind
 _SLACK = 1e-9
 """The relative tolerance for rounding errors in sums of activations and of times."""
 _UNKNOWN = float("inf")
-"""The assumed arrival of a message whose task has not begun. Any WEIGHT task then fits before it.
-"""
+"""The assumed arrival of a message whose task has not begun. Before this time there is a gap for
+any WEIGHT task."""
 
 
 class Fill:

@@ -77,7 +77,7 @@ class _Block(NamedTuple):
     Attributes:
       hops: for each of these four passes, the time from a stage to the next.
       turns: for each of the first three passes, the time from its last task to the first task of
-        the next pass, which is on the same stage.
+        the next pass. Both tasks are on the same stage.
     """
 
     hops: tuple[int, int, int, int]

@@ -56,8 +56,8 @@ class PipelineConfig(Config):
     waiting, but need memory for up to twice the activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """The number of layers, or of parts, of each chunk. With null all chunks get the same number of
-    layers if the number of chunks divides it, and otherwise numbers that balance estimated costs.
-    """
+    layers if the number of chunks divides the number of layers. Otherwise, and for a model of
+    parts, the numbers balance estimated costs."""
 
 
 @dataclass(frozen=True)

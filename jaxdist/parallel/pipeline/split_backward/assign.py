@@ -27,8 +27,8 @@ class SplitScan:
       body: the scan's body, with calls inlined.
       assignment: the assignment of the body's equations to the two scans.
       in_b: for each result of the scan (carries first), whether the scan in B computes it.
-      names: a key for each entry of `assignment.kept`. The array with this key has the values of
-        the entry in all iterations, which B keeps for W.
+      names: a key for each entry of `assignment.kept`. B keeps an array with this key for W: the
+        values of the entry in all iterations.
     """
 
     equation: JaxprEqn
