@@ -1,7 +1,7 @@
-"""Train a model and a loss of your own, written in flax linen, by a config of jaxdist.
+"""Train a model and a loss of your own, written in flax linen, with a config of jaxdist.
 
     python examples/own_model.py                          # on all devices
-    python examples/own_model.py parallel.zero.stage=3    # with any setting, by any plan
+    python examples/own_model.py parallel.zero.stage=3    # with any setting of a config
 
 The program prints the progress of `jaxdist train`, then the held-out accuracy, about 0.97.
 Checkpoints and metrics are in runs/own_model. For a model of equinox, use `jaxdist.from_equinox`

@@ -1,4 +1,4 @@
-"""Train a vision transformer, data and a loss of your own, by any plan.
+"""Train a vision transformer on data and with a loss of your own, on any mesh.
 
     python examples/own_vit.py parallel.zero.stage=3                # on 8 fake devices
     python examples/own_vit.py 'mesh={data: 2, tensor: 4}'
