@@ -96,7 +96,7 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
 
 
 def knob_neighbours(value: Json) -> tuple[Json, ...]:
-    """Return other values near a setting's value, with which a step shows whether it is read.
+    """Return other values near a setting's value, which show whether a step reads the setting.
 
     The tuple is empty for text, lists and null.
 

@@ -75,7 +75,7 @@ class AuditedStep:
     def lowered(self) -> str:
         """The StableHLO of the step for all batch sizes of the run.
 
-        A run with a ramp of the batch size has several.
+        A run with a ramp of the batch size has several batch sizes.
         """
         stages = {stage.batch_size: stage.program for stage in self.subject.experiment.stages}
         programs = {self.config.train.batch_size: self.subject.experiment.program} | stages

@@ -155,7 +155,7 @@ class _Walk:
     ) -> bool:
         """Return whether a collective begins at this instruction.
 
-        If not, an earlier instruction began it: a TPU fusion may only continue or end a collective.
+        If not, an earlier instruction began the collective, and a TPU fusion continues or ends it.
         """
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True

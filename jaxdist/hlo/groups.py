@@ -158,7 +158,7 @@ class MeshLayout:
     axes: Mapping[str, int]
     """The size of each axis, in mesh order."""
     order: tuple[int, ...]
-    """The index among the mesh's flattened devices of each device in the assignment."""
+    """For each device in the assignment, the index among the mesh's flattened devices."""
 
     @cached_property
     def _coordinates(self) -> np.ndarray:

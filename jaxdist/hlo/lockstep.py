@@ -3,8 +3,8 @@
 All devices run the same program, and a transfer in each tick synchronizes the devices. The program
 contains a table of the branches that each group takes in each tick. `ConditionalDecision` contains
 the same table, so that a simulation takes the same branches. A conditional that depends on the tick
-is in a named scope that begins with `SCOPE`. The name of a conditional consists of the remaining
-names of all enclosing scopes: "backward/last".
+is in a named scope that begins with `SCOPE`. The name of the conditional, such as "backward/last",
+joins the names of all such scopes around it, without `SCOPE`.
 """
 
 from __future__ import annotations

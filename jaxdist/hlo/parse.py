@@ -151,7 +151,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use the result of an instruction, by the name of the latter."""
+        """For the name of each instruction, the instructions that use its result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             # An instruction that uses an operand twice is listed once, because of `dict.fromkeys`.

@@ -129,8 +129,8 @@ def done_of(
 
     Returns:
       The name of the instruction that waits. If the computation returns the operation in flight,
-      the result is the index of the operation in the returned tuple. If there is neither, the
-      result is None.
+      the result is the index of the operation in the returned tuple. If no instruction waits and
+      the operation is not returned, the result is None.
     """
     carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]

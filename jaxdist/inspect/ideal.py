@@ -28,7 +28,7 @@ def masked_flops(experiment: Experiment) -> float:
 
 
 def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
-    """Return the mesh axes that share the batch, and the least bytes that a device sends on them.
+    """Return the mesh axes that share the batch, and the least bytes that a device must send.
 
     The bytes are for an all-reduce of the gradients. In an all-reduce of S bytes over N devices,
     each device sends at least 2(N-1)/N S bytes, with any algorithm. S is the size of the gradients

@@ -21,13 +21,13 @@ from typing import Any
 from jaxdist.runtime.children import how_ended
 
 LIMIT_SECONDS = 600.0
-"""The CPU time after which a child without an answer is killed, and also the elapsed time after
-which an idle child is killed."""
+"""The CPU time after which a child without an answer is killed, in seconds. An idle child is killed
+after the same elapsed time."""
 BUSY_SHARE = 0.01
 """The fraction of a CPU below which a child counts as idle. A working child gets more, even on a
 busy machine."""
 LOOK_SECONDS = 0.5
-"""The time between two readings of a child's CPU time."""
+"""The time between two readings of a child's CPU time, in seconds."""
 # Children are spawned: a fork would copy the locks of jax's device threads without the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)

@@ -44,8 +44,8 @@ COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""The options with which XLA compiles. XLA partitions a program as without them, but optimizes its
-loops less, which saves time: each program only runs for `STEPS` steps."""
+"""The options with which XLA compiles. They do not change how XLA partitions a program, but XLA
+optimizes its loops less. This saves time, since each program only runs for `STEPS` steps."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class Differences:
     update: float
 
     def within(self, limit: Differences) -> bool:
-        """Return whether all differences are within the given limits, which NaN never is."""
+        """Return whether all differences are within the given limits.
+
+        NaN is not within any limit.
+        """
         pairs = zip(astuple(self), astuple(limit), strict=True)
         return all(found <= bound for found, bound in pairs)
 

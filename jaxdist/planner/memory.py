@@ -276,7 +276,8 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
 def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
     """Return the bytes of all gradients on a device.
 
-    With several microbatches this is the gradients of one microbatch and the sum over all.
+    With several microbatches, the device has the gradients of a microbatch and the sum over all
+    microbatches.
 
     Args:
       model: the model.

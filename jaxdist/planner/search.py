@@ -102,9 +102,9 @@ class SearchResults:
 
 
 def search(model: Model, target: Target) -> SearchResults:
-    """Return all plans for a model on a target, with their memory and time, in order.
+    """Return all valid plans for a model on a target, sorted, with their memory and time.
 
-    The result has only the number of invalid plans, for each reason.
+    The result also has the number of refused plans for each reason.
     """
     formulas = formulas_of(model)
     valid: list[Judged] = []

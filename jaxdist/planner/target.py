@@ -112,7 +112,7 @@ class Target:
         return rate if far else CHIPLET_LINKS * rate
 
     def far(self, dims: Dims) -> Dims:
-        """Return those of the given dims along which devices are on different chips."""
+        """Return the dims among `dims` along which devices are on different chips."""
         return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 

@@ -106,9 +106,10 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """The verdict: "wrong" for any difference, else "undecided", or "proved" if all is decided.
+        """The verdict, which is "wrong", "undecided" or "proved".
 
-        A doubted finding of types also makes the verdict "undecided".
+        It is "wrong" if any part of the proof found a difference. Otherwise it is "undecided" if
+        the proof makes no statement about anything, or if a finding of types is doubted.
         """
         open_ = bool(self.undecided) or (self.types is not None and bool(self.types.findings))
         return "wrong" if self.wrong else "undecided" if open_ else "proved"
@@ -160,7 +161,7 @@ def identity(text: str, mesh: JsonObject) -> JsonObject:
 
 
 def identity_of(config: ExperimentConfig, devices: int) -> JsonObject:
-    """Return the facts for which a certificate of a config is valid, on `devices` devices.
+    """Return the facts for which the certificate of a config on `devices` devices is valid.
 
     The digest leaves out the sections in `ELSEWHERE`, which do not change what a step computes.
     """

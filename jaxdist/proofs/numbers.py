@@ -64,7 +64,7 @@ class Compared:
     Attributes:
       plan: a name for the plan.
       quantities: for each value, the largest difference over all steps.
-      undecided: the reason why the plan was not compared, or an empty string for a plan that was.
+      undecided: the reason why the plan was not compared, or an empty string if it was compared.
       steps: the names of the compared steps.
     """
 

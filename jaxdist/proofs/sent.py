@@ -88,7 +88,7 @@ class Sent:
 
 
 ALIKE = 0.5
-"""The least fraction of the asked bytes that a right program sends. XLA may replace an all-reduce
+"""The least fraction of the asked bytes that a correct program sends. XLA may replace an all-reduce
 with a reduce-scatter, which sends half as many bytes."""
 
 
@@ -184,7 +184,7 @@ def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...],
 
     Args:
       jaxpr: the program.
-      times: the number of executions of `jaxpr` itself.
+      times: the number of executions of `jaxpr`.
     """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

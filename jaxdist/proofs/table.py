@@ -63,8 +63,8 @@ def _typed(proof: Proof, leaf: str) -> str:
 def _worst(compared: Sequence[Compared], kind: str, name: str) -> str:
     """Return the largest difference of a value over all comparisons; `!` marks a wrong value.
 
-    The result is "undecided" for a value that was not compared. For a gradient it is "-" if the
-    step was written by the user, since such a step does not return gradients.
+    The result is "undecided" for a value that was not compared. For a gradient the result is "-" if
+    the user has written the step, since such a step does not return gradients.
     """
     found = [q for one in compared for q in one.quantities if (q.kind, q.name) == (kind, name)]
     if not found:

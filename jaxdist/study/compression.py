@@ -42,7 +42,7 @@ def compression_variants(experiment: Experiment) -> VariantSet:
       experiment: the experiment of the config without compression.
 
     Raises:
-      ConfigError: no gradient is sent, because a single device has the whole batch.
+      ConfigError: no gradient is sent, because a single device has the complete batch.
     """
     check_sent(experiment)
     optim, found = experiment.config.optim, variant_set("compression")

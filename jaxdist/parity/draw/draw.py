@@ -43,7 +43,7 @@ STAGES = 4
 """The largest number of stages. A program with more stages takes longer to compile, and tests
 nothing new."""
 WIDEST = 8
-"""The largest least common multiple of the sizes of axis tensor in the two plans of a draw."""
+"""The bound on the least common multiple of the sizes of axis tensor in the two plans of a draw."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 LOSSLESS: tuple[Sections, ...] = (
     {"type": "whole"},
@@ -263,8 +263,8 @@ def _plan(random: Random, kind: str) -> TrainingPlan:
 def _weight(data: int, stage: int, tensor: int) -> float:
     """Return the weight of a mesh in a random choice.
 
-    Meshes with several axes have a large weight, since they are few. Meshes with axis data have
-    twice the weight of others, since most settings need axis data.
+    A mesh with several axes has a large weight, since few meshes have several axes. A mesh with
+    axis data has twice the weight of other meshes, since most settings need axis data.
     """
     axes = sum(size > 1 for size in (data, stage, tensor))
     return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)

@@ -36,8 +36,8 @@ class ModelNeeds:
     """The requirements of a draw's two plans on their model.
 
     Attributes:
-      tensor: the least common multiple of the sizes of axis tensor in both plans. The model's split
-        dims must be multiples of it.
+      tensor: the least common multiple of the sizes of axis tensor in both plans. The sizes of the
+        model's split dims must be multiples of this number.
       chunks: the least number of layers, which is the number of chunks of a pipeline.
       whole: whether both plans compute all rows of a batch together, so that batch statistics are
         exact.

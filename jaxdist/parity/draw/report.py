@@ -131,7 +131,10 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
 
 
 def draw_verdict(outcomes: Sequence[DrawOutcome]) -> str:
-    """Return two lines: the number of draws by verdict, and of loaded checkpoints by result."""
+    """Return a line with the number of draws for each verdict, and a line about checkpoints.
+
+    The second line has the number of checkpoints for each result of loading.
+    """
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
     loaded = Counter(outcome.checkpoint for outcome in outcomes)

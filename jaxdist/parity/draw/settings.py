@@ -123,7 +123,10 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip each step with a larger gradient than the step before, which about half of all have."""
+    """Skip each step with a larger gradient than the previous step.
+
+    About half of all steps are skipped.
+    """
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
     return {"optim": {**optim, "skip_spikes": spikes}}

@@ -16,7 +16,7 @@ from jaxdist.proofs.types.jaxprs import manual_axes, regions_of
 from jaxdist.proofs.types.walk import Pass
 
 INSIDE = "values inside the step"
-"""The name under which undecided values are reported that do not reach an output."""
+"""The name that reports give to undecided values that do not reach an output."""
 
 
 @dataclass(frozen=True)

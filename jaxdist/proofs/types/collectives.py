@@ -184,8 +184,9 @@ def marked(op: Op) -> Found:
     """Return the kinds of the results of jax's primitive `name`, which may mark a value.
 
     The marks of `jaxdist.hlo.source.marks` enclose code of jaxdist that no rule can follow. Between
-    the marks a value is a message. At the last mark it is the sum of the value that began, or the
-    shard that entered. Any other name leaves the kinds of the operands.
+    the marks a value is a message. At the last mark the value is the sum over devices of the value
+    at the first mark, or the shard that entered. For any other name, the results have the kinds of
+    the operands.
     """
     mark, _, rest = str(op.params["name"]).partition(":")
     if mark not in (BEGINS, ENDS, ENTERS, LEAVES):
@@ -223,8 +224,8 @@ def named(name: str, op: Op, *, spans: bool) -> k.Value | None:
     """Return the result of one of jaxdist's collectives, or None if no rule applies.
 
     No rule applies to other functions, and then the caller follows the function's program. No rule
-    can follow the algorithms of jaxdist's collectives, since a device's index decides which blocks
-    it sends. `tests/collectives` tests that the algorithms sum and gather. The operands of the
+    can follow the algorithms of jaxdist's collectives, since the blocks that a device sends depend
+    on its index. `tests/collectives` tests that the algorithms sum and gather. The operands of the
     collectives are flat arrays, or blocks [N, c].
 
     Args:

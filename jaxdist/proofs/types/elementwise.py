@@ -14,7 +14,7 @@ _LINEAR = (
     "sharding_constraint"
 )
 LINEAR = frozenset(_LINEAR.split())
-"""Elementwise operations whose result is a partial sum if one operand is a partial sum and the
+"""The elementwise operations whose result is a partial sum if an operand is a partial sum and the
 other operands allow it."""
 _OTHERS = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos "
@@ -29,7 +29,7 @@ ELEMENTWISE = LINEAR | frozenset(_OTHERS.split())
 _MOVING = "reshape broadcast_in_dim transpose squeeze expand_dims slice split concatenate"
 MOVING = frozenset(_MOVING.split())
 KEEPING = ELEMENTWISE | MOVING
-"""Operations that a program may apply to a sum before the division that makes the sum a mean."""
+"""The operations that a program may apply to a sum before the division that makes it a mean."""
 
 
 def elementwise(op: Op) -> Found:

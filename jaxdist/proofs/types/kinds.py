@@ -139,7 +139,7 @@ class Multiple(Kind):
     """A whole value that was summed over the devices, and must be divided by the number of devices.
 
     Attributes:
-      where: file and line of the sum.
+      where: the file and line of the sum.
     """
 
     where: str
@@ -187,7 +187,7 @@ class Wrong(Kind):
 
 
 class Placed(Whole):
-    """An array outside of every `shard_map` that depends on no `shard_map`; XLA places it."""
+    """An array outside of `shard_map` whose value does not depend on any `shard_map`."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,12 @@ class Stacked(Kind):
 ZERO, WHOLE, COUNT, OWED, OWN = Zero(), Whole(), Count(), Owed(), Own()
 PLACED = Placed()
 SAME, APART = Whole | Zero | Count, Own | Rank
-"""`SAME` has the kinds that are equal on every device, and `APART` those that may differ."""
+"""`SAME` is the union of the kinds that are equal on every device, and `APART` is the union of the
+kinds that may differ between devices."""
 PART, TALLY, MESSAGE = Part(), Part("tally"), Part("message")
 DOUBTFUL = Owed(sure=False)
-"""The kind of a value that may be a partial sum, which the program does not show."""
+"""The kind of a sum of which the program does not show whether it was over the sharded dim. The sum
+is a partial sum only if it was."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,8 @@ def doubted(kind: Kind) -> Kind:
 def spoiled(kinds: Iterable[Kind]) -> Kind | None:
     """Return `Wrong` if any kind is wrong, else `Unknown` if any is unknown, else None.
 
-    The result has the findings or reasons of all kinds. It is None if any kind is `Joined`.
+    The result has the findings or reasons of all kinds. If any kind is `Joined`, the result is
+    None, since rules for joined arrays consider each part separately.
     """
     kinds = list(kinds)
     # Rules for joined arrays look at each part by itself.
@@ -333,7 +336,7 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def joined(first: Value, second: Value, reason: str) -> Value:
-    """Return a value that covers two values, one of which a branch or a loop returns.
+    """Return the value of a branch or a loop, which may be either of two values.
 
     Args:
       first, second: the values from the two branches or iterations.

@@ -52,7 +52,7 @@ class Op:
 
     @property
     def every(self) -> frozenset[int]:
-        """The numbers of all dims of the first result."""
+        """The indices of all dims of the first result."""
         return frozenset(range(self.out.ndim))
 
     @property
@@ -69,7 +69,7 @@ class Op:
         return all(isinstance(one, kind) for one in self.kinds)
 
     def of(self, values: Sequence[k.Value]) -> Op:
-        """Return the operation with the given operands instead."""
+        """Return the same operation on the given operands."""
         return replace(self, values=values)
 
     def wrong(self, message: str) -> k.Kind:

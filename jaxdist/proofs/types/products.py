@@ -162,7 +162,7 @@ def _windows(op: Op) -> dict[int, int]:
 
 
 def scatter(op: Op) -> Found:
-    """Return the kind of a table after rows of it were replaced.
+    """Return the kind of a table after some of its rows were replaced.
 
     The result is undecided if the indices differ between devices.
     """
@@ -175,7 +175,7 @@ def scatter(op: Op) -> Found:
 def convolution(op: Op) -> Found:
     """Return the kind of a convolution.
 
-    The rule is the rule for the matrix product of `[batch, in]` and `[in, out]`, where `in` and
+    The rule equals the rule for the matrix product of `[batch, in]` and `[in, out]`, where `in` and
     `out` are the features.
     """
     plain = _plain(op)

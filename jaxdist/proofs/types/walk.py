@@ -32,7 +32,7 @@ OVERWRITING = "overwrite_chunk"
 """The name of a function in `jaxdist.parallel.layer_chunks`. The function is the body of a loop
 that overwrites all elements of arrays chunk by chunk."""
 KEPT = ("name", "optimization_barrier", "copy", "copy_p", "reduce_precision")
-"""Operations whose results have the kinds of their operands even outside of `shard_map`."""
+"""The operations whose results have the kinds of their operands even outside of `shard_map`."""
 
 
 class Pass:
