@@ -108,7 +108,7 @@ class Torus:
 
     @property
     def _inside(self) -> frozenset[int]:
-        """The dim that counts a chip's devices, as a set that is empty for one device a chip."""
+        """The set of the dim that counts a chip's devices, or an empty set without such a dim."""
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:

@@ -36,7 +36,7 @@ class AugmentConfig(Scaled):
     crop: Count | None = None
     """Side of the square that is cut out at random, in pixels; null keeps the image's size."""
     pad: NonNegativeInt = 0
-    """Width of a border of zeros that is put around a training image before it is cut."""
+    """Width of the border of zeros that is added to a training image before the crop."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
     cutout: NonNegativeInt = 0

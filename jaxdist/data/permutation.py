@@ -1,4 +1,4 @@
-"""A random permutation of any length that is computed instead of stored: position -> index."""
+"""A random permutation of any length, from position to index, that is computed and not stored."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class SyntheticConfig(Config):
     type: Literal["synthetic"] = "synthetic"
     """Selects synthetic data."""
     kind: Literal["tokens", "labelled_tokens", "images"]
-    """Tokens of a random bigram chain, such tokens with a class that the first of them decides, or
-    images made of their class's picture plus noise."""
+    """tokens: tokens of a random bigram chain; labelled_tokens: such tokens, of which the first
+    determines the class; images: the picture of the image's class plus noise."""
     examples: int = Field(default=65_536, ge=1, le=LARGEST)
     """Number of training examples; they are generated, not stored."""
     heldout_examples: int = Field(default=1_024, ge=0, le=LARGEST)
@@ -46,7 +46,8 @@ class SyntheticConfig(Config):
     vocab_size: int = Field(default=257, ge=2, le=LARGEST)
     """Tokens: size of the vocabulary."""
     window: int = Field(default=256, ge=1, le=LARGEST)
-    """Tokens: number of tokens that an example predicts, or that have a class."""
+    """Tokens: number of tokens that an example predicts; labelled tokens: number of tokens of an
+    example."""
     masking: MaskingConfig | None = None
     """Tokens: the tokens that are hidden from an encoder (bert), which predicts them; null hides
     nothing."""

@@ -68,7 +68,7 @@ data, data.unchecked: [label] turns this check off
             )
 
     def _check_ids(self, ids: np.ndarray, examples: np.ndarray, split: str) -> None:
-        """Refuse the first id that has no row in the table of its column."""
+        """Refuse ids that have no row in the table of their column; the error names the first."""
         wrong = (ids < 0) | (ids >= np.array([*self.tables.values()])[None, :])
         if not wrong.any():
             return

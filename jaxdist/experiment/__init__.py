@@ -1,6 +1,7 @@
 """A complete configuration: how it is read, checked, and built into an experiment.
 
-Packages below this package never receive the whole config, but only their own sections.
+The packages that this package imports receive only their sections of the config, and never the
+whole config.
 """
 
 from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, Source, load

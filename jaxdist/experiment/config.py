@@ -77,7 +77,7 @@ class RunConfig(Config):
     hooks: tuple[HookConfig, ...] = ()
     """Hooks that the run calls, in this order."""
     preemption: PreemptionConfig = PreemptionConfig()
-    """Sources of a preemption notice, besides signals."""
+    """Sources of a preemption notice, in addition to signals."""
 
 
 class ExperimentConfig(Config):
@@ -88,7 +88,7 @@ class ExperimentConfig(Config):
     data: DataConfig
     """The data, by type."""
     loss: LossConfig | None = None
-    """The loss to minimise; null is the model's own (required for an imported model)."""
+    """The loss to minimise; null is the model's default loss (an imported model has none)."""
     optim: AnyOptimConfig
     """The optimizer, by type."""
     train: TrainConfig

@@ -12,7 +12,7 @@ from jaxdist.train.strategy.contract import RunSettings
 
 
 def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, ...]:
-    """Return a sentence about each setting that has no effect, or an unexpected effect.
+    """Return a sentence on each setting that has no effect, or that has an unexpected effect.
 
     Raises:
       ConfigError: settings do not fit together; the error has their paths in the whole config.

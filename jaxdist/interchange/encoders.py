@@ -196,7 +196,7 @@ def _resnet_rows(config: Mapping[str, Any]) -> Mapping[str, Row]:
 
 
 def _convolved(convolution: str, norm: str, tensor: str) -> dict[str, Row]:
-    """Return the rows of a convolution and of the batch norm that follows it."""
+    """Return the rows of a convolution and of the batch norm after it."""
     norms = {"scale": "weight", "bias": "bias"}
     kept = {"mean": "running_mean", "var": "running_var"}
     return {

@@ -64,7 +64,7 @@ class Source:
         """Every tensor by name, from the headers of all files.
 
         Raises:
-          DataError: files are missing, damaged, or pickled.
+          DataError: a file is missing or damaged, or it is a pickle.
         """
         if self.is_gguf:
             return gguf_files.read(self.path).tensors

@@ -29,7 +29,7 @@ Apply = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """The arguments of a call that a module needs besides its inputs.
+    """The arguments of a call that a module needs in addition to its inputs.
 
     Attributes:
       training: whether the model is in training mode, in which random layers (dropout) are active
@@ -67,7 +67,7 @@ class _Plain(nnx.Module):
         self.statistics_over: tuple[str, ...] = ()
 
     def train(self, **attributes: Any) -> None:
-        """Enter training mode, in which random layers draw and norms use the batch's statistics."""
+        """Enter training mode, in which random layers are active and norms use batch statistics."""
         self.training = True
         super().train(**attributes)
 

@@ -1,8 +1,9 @@
 """A scan over layers that fetches each layer's parameters while the layer before it computes.
 
 `jax.lax.scan` could do this in the forward pass, but its gradient would keep every fetched layer
-for the backward pass. Here both passes are written out: only the layers' inputs are kept, as with
-full remat, and the backward pass fetches each layer again, while the layer after it computes.
+for the backward pass. This module therefore implements both passes. Only the layers' inputs are
+kept, as with full remat, and the backward pass fetches each layer again while the layer after it
+computes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _backward(
     count = _count(layers)
 
     def pulled(at: jax.Array | int, params: Params, x: jax.Array, found: PyTree) -> PyTree:
-        """Run the backward pass of layer `at`; add its arguments' cotangents to `found`."""
+        """Run the backward pass of layer `at`; add the cotangents of its arguments to `found`."""
         filled, more, cotangent = found
         of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
         (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)

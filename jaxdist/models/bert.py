@@ -61,9 +61,10 @@ class BertConfig(PartConfig):
     mlp: Count | None = None
     """Hidden width of the MLP; null is 4 times embed."""
     positions: Count = 512
-    """Number of learned positions: the longest sequence."""
+    """Number of learned positions, which is the length of the longest possible sequence."""
     token_types: Count = 2
-    """Number of kinds of tokens (first and second sentence); data without kinds use the first."""
+    """Number of kinds of tokens (first and second sentence); all tokens of data without kinds have
+    the first kind."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
     """Epsilon that norms add to a variance."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -46,7 +46,7 @@ class GptConfig(PartConfig):
     embed: Count
     """Width of the residual stream."""
     heads: Count
-    """Number of query heads; must divide embed into even head sizes unless head_size is set."""
+    """Number of query heads; unless head_size is set, embed / heads must be an even number."""
     head_size: Count | None = None
     """Width of a head, an even number; null is embed / heads."""
     kv_heads: Count | None = None
@@ -55,21 +55,22 @@ class GptConfig(PartConfig):
     """Hidden width of the MLP; null is 8/3 of embed, rounded up to a multiple of 64."""
     vocab_multiple: Count = 64
     """The embedding table is padded to a multiple of this number, so that it divides over a mesh.
-    Padding is zero, gets no probability and is not trained: losses do not depend on it."""
+    Padding is zero, has probability 0 and is not trained, so losses do not depend on it."""
     tied_head: bool = True
     """Use the embedding table as the output head."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
     """Base wavelength of the rotary positions."""
     rope_scaling: RopeScaling | None = None
-    """Change of the rotary frequencies for longer sequences, selected by `type`; null is none."""
+    """Change of the rotary frequencies for longer sequences, selected by `type`; null changes
+    nothing."""
     positions: Count | None = None
-    """Number of learned positions, in place of rotary positions; null is rotary."""
+    """Number of learned positions, which replace rotary positions; null keeps rotary positions."""
     norm: Norm = "rms"
     """Norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Epsilon that norms add to a variance."""
     mlp_type: Mlp = "swiglu"
-    """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (that form without a gate), or
+    """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (the tanh form without a gate), or
     gelu_erf (the exact form without a gate)."""
     biases: Biases = "none"
     """Products with a bias: none, qkv (query, key and value), attention (also attention's output),
@@ -79,15 +80,16 @@ class GptConfig(PartConfig):
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of their width."""
     experts: ExpertsConfig | None = None
-    """A mixture of experts in place of the MLP of some or all blocks; null is none."""
+    """A mixture of experts, which replaces the MLP of some or all blocks; null has no experts."""
     isolate_documents: bool = False
-    """Block attention across the documents packed in one window."""
+    """Block attention between the documents that are packed in a window."""
     attention: KernelName = "auto"
-    """Kernel: plain (XLA's, whose memory grows with the square of the sequence), blockwise (in
-    blocks, linear, on any device), splash (fused, TPU) or cudnn (fused, GPU, bfloat16); auto is a
-    fused kernel where one runs, else blockwise from 2048 positions, else plain."""
+    """Kernel of attention: plain (XLA's, whose memory grows with the square of the sequence),
+    blockwise (in blocks, whose memory grows linearly, on any device), splash (fused, TPU) or cudnn
+    (fused, GPU, bfloat16). auto selects a fused kernel if it runs, otherwise blockwise from 2048
+    positions on, otherwise plain."""
     attention_window: Count | None = None
-    """Number of positions before itself that each position attends to; null is all."""
+    """Number of earlier positions that each position attends to; null is all."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"

@@ -351,7 +351,7 @@ class Stacked(nnx.Module):
     unroll: int = 1
 
     def operands(self, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, ...]:
-        """Return the arguments of every block besides x, computed from the model's inputs."""
+        """Return the arguments of every block after x, computed from the model's inputs."""
         del inputs, named
         return ()
 

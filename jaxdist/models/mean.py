@@ -27,7 +27,8 @@ class Mean(NamedTuple):
 class OpaqueMean(Mean):
     """A mean that a loss returned as a scalar; its weight is the weight of all rows of the batch.
 
-    Only the loss knows its divisor, so the mean must never be added to the mean of other rows.
+    Only the loss knows the divisor of the mean, so the mean must never be added to the mean of
+    other rows.
     """
 
     __slots__ = ()

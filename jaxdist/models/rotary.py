@@ -34,16 +34,18 @@ class LinearScaling(Config):
 
 
 class Llama3Scaling(Config):
-    """A scaling that slows long waves by a factor, keeps short waves, and interpolates between."""
+    """A scaling that slows long waves, keeps short waves, and interpolates between the two."""
 
     type: Literal["llama3"]
     """Selects this scaling."""
     factor: PositiveFloat
     """Number by which the frequencies of long waves are divided."""
     low_freq_factor: PositiveFloat
-    """Waves longer than original_length / low_freq_factor have their frequency divided."""
+    """Limit of long waves: the frequencies of waves longer than original_length / low_freq_factor
+    are divided."""
     high_freq_factor: PositiveFloat
-    """Waves shorter than original_length / high_freq_factor keep their frequency."""
+    """Limit of short waves: waves shorter than original_length / high_freq_factor keep their
+    frequencies."""
     original_length: Count
     """Length of the sequences that the model was first trained on."""
 

@@ -41,9 +41,9 @@ class ScaleFromConfig(Config):
     learning_rate: PositiveFloat
     """Peak learning rate that works at scale_from.batch_size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"
-    """linear and sqrt scale the learning rate with the batch size or its square root, and keep the
-    epochs of warm-up; lamb scales the learning rate as sqrt does, and the epochs of warm-up with
-    the batch size."""
+    """Rule of scaling. linear and sqrt scale the learning rate with the batch size or its square
+    root, and keep the epochs of warm-up. lamb scales the learning rate as sqrt does, and scales the
+    epochs of warm-up with the batch size."""
     warmup_epochs: PositiveFloat | None = None
     """Epochs of warm-up at scale_from.batch_size; null if warmup_fraction sets the warm-up."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -186,7 +186,7 @@ class BatchRampConfig(Config):
     increment: Count
     """Examples added by each stage; the growth must be a whole number of increments."""
     ramp_examples: Count
-    """Examples seen before the full batch size is reached."""
+    """Examples that are trained on before the full batch size is reached."""
 
 
 def ramp_stages(

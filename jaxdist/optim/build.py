@@ -122,8 +122,8 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """Keyword arguments for the function."""
     eval_params: str | None = None
     """Import path of a function of (the optimizer's state, the trained parameters) that returns the
-    parameters to evaluate; null evaluates the trained parameters, except for
-    `optax.contrib.schedule_free`, whose average is known."""
+    parameters to evaluate. Null evaluates the trained parameters, or the average of
+    `optax.contrib.schedule_free`."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the user's transformation, in which each layer of a stack is a separate tensor."""
@@ -191,7 +191,7 @@ OptimConfig = Annotated[
 
 
 MAX_SKIPPED = 20
-"""Number of consecutive steps that may be skipped before a run ends, unless the config sets it."""
+"""The default number of consecutive steps that may be skipped before a run ends."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
 
 
 def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.GradientTransformation:
-    """Scale the updates of each parameter by its factor, which scales its learning rate."""
+    """Scale the updates of each parameter by its factor on the learning rate."""
     if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
         return inner
     inner = optax.with_extra_args_support(inner)

@@ -49,8 +49,8 @@ class OptimizerConfig(Config):
     """Also skip steps whose gradients are much larger than recent gradients; null skips no step
     for the size of its gradients."""
     max_skipped: Count | None = None
-    """Number of consecutive steps that may be skipped before the run ends; null is 20 where steps
-    may be skipped."""
+    """Number of consecutive steps that may be skipped before the run ends; null is 20 if steps may
+    be skipped."""
     bf16_moments: bool = False
     """Keep the optimizer's moments in bfloat16, with stochastic rounding after each step."""
     master_weights: Literal["bfloat16", "float16"] | None = None
@@ -105,7 +105,7 @@ class OptimizerConfig(Config):
 def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
     """Return a tree that is True for each tensor with two or more dims other than "layers".
 
-    Matrices therefore decay, while biases and norm scales do not, even where the parameters of all
+    Matrices therefore decay, while biases and norm scales do not, even if the parameters of all
     layers are stacked for a scan.
     """
     flags = [
@@ -161,16 +161,16 @@ class NamedParams:
 
 
 class LayerwiseConfig(OptimizerConfig):
-    """The settings that LAMB and LARS share, besides those of every optimizer."""
+    """The settings that LAMB and LARS share, in addition to the settings of every optimizer."""
 
     layer_dims: tuple[str, ...] = ("layers",)
-    """Names of dims along which each index has a norm of its own, in the parameters that have them;
-    add heads or expert for a norm of each head or expert."""
+    """Names of dims along which each index has a separate norm; add heads or expert for a norm of
+    each head or expert."""
     exclude_vectors: bool | None = None
     """Exclude biases and norm scales from weight decay and from the trust ratio; null leaves both
     to the variant."""
     adapt_undecayed: bool | None = None
-    """Also scale parameters without weight decay by the trust ratio; null leaves it to the
+    """Scale also parameters without weight decay by the trust ratio; null leaves this to the
     variant."""
     nesterov: bool | None = None
     """Use Nesterov's momentum, which looks one step ahead; null leaves it to the variant."""

@@ -252,7 +252,7 @@ def _ratios(
 
 
 class LambConfig(LayerwiseConfig):
-    """LAMB (You et al., arXiv 1904.00962): Adam scaled layer by layer, for large batch sizes."""
+    """LAMB (You et al., arXiv 1904.00962): Adam with a trust ratio per layer, for large batches."""
 
     type: Literal["lamb"]
     """Selects this optimizer."""
@@ -265,8 +265,7 @@ class LambConfig(LayerwiseConfig):
     eps: PositiveFloat = 1e-6
     """Small number added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
-    """Weight decay, which decay_in_ratio puts inside or outside of the direction that the ratio
-    scales."""
+    """Weight decay; decay_in_ratio determines whether the trust ratio scales it too."""
     bias_correction: bool | None = None
     """Divide the moments by 1 - b^t in step t, since they start at zero; null leaves it to the
     variant."""

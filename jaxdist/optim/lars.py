@@ -164,7 +164,7 @@ class _Tensors(NamedTuple):
         return wide + decay * self.p if self.decay else wide
 
     def pair(self, rule: LarsRule) -> tuple[jax.Array, jax.Array]:
-        """Return the two tensors whose norms the trust ratio compares."""
+        """Return the two tensors whose norms the trust ratio compares: the weights come first."""
         return self.p, self.direction(self.decay) if rule.norm_of_sum else self.g
 
 
@@ -206,7 +206,8 @@ class LarsConfig(LayerwiseConfig):
     weight_decay: NonNegativeFloat = 1e-4
     """L2 decay that is added to the gradient."""
     trust_coefficient: PositiveFloat = 0.001
-    """Distance that a layer moves at a learning rate of 1, as a fraction of its norm."""
+    """Distance that a layer moves at a learning rate of 1, as a fraction of the norm of its
+    weights."""
     eps: NonNegativeFloat = 0.0
     """Small number added to the denominator of the trust ratio."""
     norm_of_sum: bool | None = None
@@ -216,7 +217,8 @@ class LarsConfig(LayerwiseConfig):
     """Multiply by the learning rate before the momentum; false multiplies after it, null leaves it
     to the variant."""
     clip_to_rate: bool | None = None
-    """Never step farther than plain momentum would (LARC); null leaves it to the variant."""
+    """Never make a larger step than plain momentum would make (LARC); null leaves this to the
+    variant."""
     decay_zero_grads: bool | None = None
     """Apply weight decay also to layers whose trust ratio is undefined; null leaves it to the
     variant."""

@@ -62,7 +62,7 @@ def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | 
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor on the loss that keeps float16 gradients from vanishing, adjusted by trial.
+    """A factor on the loss, found by trial, that keeps float16 gradients from vanishing.
 
     The factor grows after `growth_steps` finite steps and shrinks at each overflow. A power of two
     scales without rounding. A step is:
@@ -74,7 +74,8 @@ class DynamicLossScale:
         scale_state = scaling.update(scale_state, finite)
 
     Raises:
-      ConfigError: unless min <= init <= max, growth > 1, 0 < backoff < 1 and growth_steps >= 1.
+      ConfigError: min <= init <= max, growth > 1, 0 < backoff < 1 or growth_steps >= 1 does not
+        hold.
     """
 
     init_scale: float = 2.0**15

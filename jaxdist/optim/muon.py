@@ -164,7 +164,7 @@ class MuonConfig(OptimizerConfig):
     ns_steps: Count = 5
     """Number of Newton-Schulz steps, which bring the singular values near 1."""
     eps: PositiveFloat = 1e-8
-    """Small number added to the norm by which Newton-Schulz first divides a matrix."""
+    """Small number added to the norm of a matrix, by which Newton-Schulz first divides it."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
     scale: Scale = "match_rms"
@@ -173,7 +173,7 @@ class MuonConfig(OptimizerConfig):
     sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set
     adamw.rate)."""
     split_heads: bool = False
-    """Treat each head of the query, key and value projections as a matrix of its own."""
+    """Treat each head of the query, key and value projections as a separate matrix."""
     adamw: MuonAdamW = MuonAdamW()
     """The settings of AdamW, which updates vectors, embeddings and output heads."""
 
@@ -182,7 +182,7 @@ class MuonConfig(OptimizerConfig):
         return True
 
     def matrices(self, tree: NamedParams) -> dict[str, Matrices]:
-        """Return the matrices of each parameter that Muon updates, by name."""
+        """Return the matrices in each parameter that Muon updates, by the parameter's name."""
         found: dict[str, Matrices] = {}
         for name, leaf in flatten_with_names(tree.params):
             dims = tree.dims[name]

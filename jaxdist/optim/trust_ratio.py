@@ -215,7 +215,7 @@ def check_betas(**values: object) -> None:
 
 
 def check_bounds(**values: Bounds) -> None:
-    """Refuse bounds other than 0 <= lower <= upper; an upper bound of infinity has no effect.
+    """Refuse bounds unless 0 <= lower <= upper; the upper bound may be infinity.
 
     Raises:
       ConfigError: the bounds are invalid.

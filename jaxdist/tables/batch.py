@@ -135,7 +135,7 @@ class TableRows:
 
 
 class RowsLoader:
-    """A loader of held-out batches with the rows of their ids."""
+    """A loader of held-out batches, to which it adds the values of their rows."""
 
     def __init__(self, loader: Any, rows: TableRows):
         self._loader, self._rows = loader, rows

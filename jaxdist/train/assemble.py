@@ -1,4 +1,4 @@
-"""The assembly of a program from its parts: the choice of an implementation for each contract."""
+"""The assembly of a program, which chooses an implementation for each contract."""
 
 from __future__ import annotations
 

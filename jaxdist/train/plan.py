@@ -33,7 +33,7 @@ class TrainConfig(Config):
     steps: Count | None = None
     """Optimizer steps; give either steps or epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training split, rounded to the nearest whole step, half a step upwards."""
+    """Passes over the training split; the number of steps is rounded, and halves are rounded up."""
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
     rescaled_from: Count | None = None
@@ -44,7 +44,7 @@ class TrainConfig(Config):
     batch_ramp: BatchRampConfig | None = None
     """Begin with smaller batches; each size is compiled separately. Null always uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
-    """Parts of the run with their own batch size and learning rate; evaluation uses batch_size."""
+    """Parts of the run, each with a batch size and a learning rate; evaluation uses batch_size."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2

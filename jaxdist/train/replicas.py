@@ -1,4 +1,4 @@
-"""The settings of the comparison of replicas, and notices about differences that it cannot find."""
+"""The settings for comparing replicas, and notices about differences that no comparison finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESTORES = 3
 
 
 class ReplicaCheckConfig(Config):
-    """Detection of faulty devices, by comparing replicas of the state."""
+    """The detection of faulty devices by a comparison of replicas of the state."""
 
     every: Count
     """Steps between two comparisons; replicas are also compared before each evaluation and

@@ -91,7 +91,7 @@ class Program:
 
     @cached_property
     def state_shapes(self) -> TrainState:
-        """The stored form of the training state: `jax.ShapeDtypeStruct`s with their shardings."""
+        """The shapes, dtypes and shardings of the training state in its stored form."""
         shapes = jax.eval_shape(self.home.stored, self.own_shapes)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),

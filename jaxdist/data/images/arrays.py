@@ -46,8 +46,8 @@ _FIELDS = {"image": ("x_{}", "{}_images", "{}_image"), "label": ("y_{}", "{}_lab
 def cifar(folder: Path, name: str) -> tuple[Labelled, Labelled]:
     """Read the training and the test images of CIFAR-10 or CIFAR-100, "binary version".
 
-    An example is a byte for each label, then 3072 bytes: 32 rows of 32 red values, then green, then
-    blue (https://www.cs.toronto.edu/~kriz/cifar.html).
+    An example has a byte for each label, and then 3072 bytes: 32 rows of 32 red values, and then
+    the same of green and of blue (https://www.cs.toronto.edu/~kriz/cifar.html).
 
     Raises:
       DataError: a file is missing or damaged, or has labels out of range; the message names it.

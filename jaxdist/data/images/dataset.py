@@ -34,9 +34,10 @@ class ImagesConfig(Config):
     source: Literal[
         "fashion-mnist", "digits", "idx", "cifar10", "cifar100", "npz", "folder", "tars"
     ]
-    """Fashion-MNIST (70,000, 28 x 28) or handwritten digits (1,797, 8 x 8), without a directory;
-    IDX files; the binary files of CIFAR; an npz archive (x_train, y_train, x_test, y_test); JPEG
-    and PNG files in a folder for each class (train/CLASS/*.jpg, val/CLASS/*.jpg); or tars of the
+    """Fashion-MNIST (70,000 images, 28 x 28) or handwritten digits (1,797 images, 8 x 8), neither
+    of which needs a directory; IDX files; the binary files of CIFAR; an npz archive (x_train,
+    y_train, x_test, y_test); JPEG and PNG files in a folder for each class (train/CLASS/*.jpg,
+    val/CLASS/*.jpg); or tars of the
     webdataset format (train-*.tar, val-*.tar, with NAME.jpg and NAME.cls)."""
     directory: str | None = None
     """Folder of the files; for npz, the path of the archive."""
@@ -47,7 +48,7 @@ class ImagesConfig(Config):
     """Leave out image files that cannot be decoded (each file is decoded once at the start); false
     ends the run at the first broken file."""
     transform: TransformConfig | None = None
-    """Transform of each image; null keeps uint8, 0 to 255 (our own loss divides by 255)."""
+    """Transform of each image; null keeps uint8, 0 to 255 (jaxdist's loss divides by 255)."""
 
     @model_validator(mode="after")
     def _check_directory(self) -> ImagesConfig:

@@ -32,7 +32,7 @@ class ClicksConfig(Config):
     skew: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Exponent of the power law."""
     examples: Count = 65_536
-    """Number of training examples; they are computed when read."""
+    """Number of training examples, which are computed when they are read."""
     heldout_examples: Annotated[int, Field(ge=0, le=LARGEST)] = 4_096
     """Number of held-out examples, none of which is a training example."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -1,4 +1,4 @@
-"""A reader of text files as columns of values, whose errors name the file and the line."""
+"""The reader of columns of values from text files; its errors name the file and the line."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class ChatConfig(Config):
     files: tuple[str, ...] = Field(min_length=1)
     """Glob patterns of .jsonl files, relative to the current directory."""
     tokenizer: BpeTokenizerConfig
-    """The model's tokenizer, in whose folder is its chat template."""
+    """The model's tokenizer; its folder must have the chat template."""
     window: int = Field(default=512, ge=2, le=LARGEST)
-    """Tokens in an example; a conversation is never spread over two examples, but cut to fit."""
+    """Tokens in an example; a longer conversation is cut, and none is spread over two examples."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of conversations held out for evaluation, chosen by content; 0 holds out none."""
 

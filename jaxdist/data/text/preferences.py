@@ -42,7 +42,7 @@ class PreferencesConfig(Config):
     files: tuple[str, ...] = Field(min_length=1)
     """Glob patterns of .jsonl files, relative to the current directory."""
     tokenizer: BpeTokenizerConfig
-    """The model's tokenizer, in whose folder is its chat template."""
+    """The model's tokenizer; its folder must have the chat template."""
     window: int = Field(default=512, ge=2, le=LARGEST)
     """Tokens of each conversation of a pair; longer conversations are cut."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)

@@ -172,7 +172,8 @@ class BpeTokenizerConfig(Config):
     end_of_document: str | None = None
     """A token of the file that ends a document, such as <|endoftext|>; null adds a token."""
     vocab_size: Count | None = None
-    """Number of tokens of the model, if it has more than the file; null is the file's number."""
+    """Number of tokens of the model, if the model has more tokens than the file; null is the number
+    in the file."""
 
     def build(self) -> BpeTokenizer:
         file = Path(self.file).expanduser()

@@ -1,4 +1,4 @@
-"""A stream of tokens as windows of fixed length, with the document of each position."""
+"""The division of a stream of tokens into windows of fixed length, with document numbers."""
 
 from __future__ import annotations
 

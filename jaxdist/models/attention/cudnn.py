@@ -1,4 +1,4 @@
-"""NVIDIA's fused attention, which takes segments only as an L x L mask for all heads."""
+"""NVIDIA's fused attention, for which segments become an L x L mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
 MOST_FEATURES = 128
-"""The largest head size that the kernel supports on every GPU that has it."""
+"""The largest head size that the kernel supports on all GPUs on which it runs."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Cudnn:
     platform: str | None = field(default="gpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Refuse devices other than GPUs, and dtypes and head sizes that cuDNN does not support."""
+        """Return why cuDNN does not support a request, or None if it does."""
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, but the mesh has {ask.platform} devices"
         if ask.dtype != "bfloat16":

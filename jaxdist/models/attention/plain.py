@@ -1,4 +1,4 @@
-"""Attention by XLA alone: all scores at once, in memory quadratic in the sequence."""
+"""Attention by XLA, which computes all scores at once, in memory quadratic in the sequence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Splash:
     platform: str | None = field(default="tpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Refuse requests that the TPU kernel does not support.
+        """Return why the TPU kernel does not support a request, or None if it does.
 
         The kernel needs TPUs, a sequence length that its blocks divide, and a split of the heads
         that keeps query heads together with their key heads.

@@ -26,7 +26,8 @@ class ExpertsConfig(Config):
     shared: Annotated[int, Field(ge=0)] = 0
     """Number of further experts that every token is sent to, without the router."""
     every: Count = 1
-    """Experts are in every n-th block; the other blocks have the model's MLP."""
+    """The distance n between blocks with experts: every n-th block has experts, and the other
+    blocks have the model's MLP."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, of which the largest are selected: a softmax over all experts, or a
     sigmoid for each expert."""
@@ -38,7 +39,7 @@ class ExpertsConfig(Config):
     """Weight of the auxiliary loss that balances the load of each sequence, as in the Switch
     Transformer; null is 0.01, or 0 with bias_rate."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the square of the logarithm of the sum of the exponentials of router logits."""
+    """Weight of the auxiliary z-loss, the square of the logsumexp of router logits."""
     bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Change per step of a bias that only selects experts: it rises for experts with less than the
     mean load, and falls for others (arXiv 2408.15664). No gradient reaches it."""
@@ -46,9 +47,10 @@ class ExpertsConfig(Config):
     """Limit on the tokens of a sequence that an expert takes, as a multiple of an even load
     (rounded up). An expert drops the later tokens of the sequence; null drops none."""
     product: ProductName = "auto"
-    """The product of rows with the kernels of their experts: loop (over blocks of rows),
+    """Method to multiply rows by the kernels of their experts: loop (over blocks of rows),
     ragged_dot (XLA's, which on CPU computes every expert for every row) or megablox (a Pallas
-    kernel, TPU); auto is loop on CPU, megablox on TPU where its tiles fit, and else ragged_dot."""
+    kernel for TPU). auto is loop on CPU, megablox on TPU if its tiles fit, and otherwise
+    ragged_dot."""
 
     @model_validator(mode="after")
     def _check(self) -> ExpertsConfig:

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, their metrics, and the biases that balance the load.
+"""The auxiliary losses and the metrics of routers, and the biases that balance the load.
 
 Dims: B batch, L sequence, S statistics, N layers with experts, E experts.
 """

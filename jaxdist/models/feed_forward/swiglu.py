@@ -19,7 +19,7 @@ from jaxdist.models.remat import named
 
 Mlp = Literal["swiglu", "geglu", "gelu", "gelu_erf"]
 GATED = ("swiglu", "geglu")
-"""MLPs whose hidden values are the product of a gate and an up projection."""
+"""The types of MLP whose hidden values are the product of a gate and an up projection."""
 ACTIVATIONS: Mapping[Mlp, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,

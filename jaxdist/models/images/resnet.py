@@ -41,13 +41,14 @@ class ResnetConfig(PartConfig):
     width: Count = 64
     """Channels of the first stage; each later stage has twice as many as the previous stage."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers: a 7x7 convolution with stride 2 and a max pooling, which quarter the image, or
-    a 3x3 convolution that keeps its size, for images of about 32 pixels."""
+    """First layers: imagenet, a 7x7 convolution with stride 2 and a max pooling, which divide the
+    sides of the image by 4; or cifar, a 3x3 convolution that keeps the size, for images of about 32
+    pixels."""
     norm: Literal["batch", "group"] = "batch"
-    """Batch norm, with statistics of the whole batch (or, with `parallel.batch_norm: local`, of a
-    device's rows), or group norm, which has no state and also runs in pipelines."""
+    """Norm: batch, with statistics of the whole batch (with `parallel.batch_norm: local`, of a
+    device's rows); or group, which has no state and also runs in pipelines."""
     groups: Annotated[int, Field(ge=1)] = 32
-    """Groups of channels of the group norm; they must divide width."""
+    """Number of groups of channels of the group norm; must divide width."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and convolutions; parameters and statistics are float32."""
 

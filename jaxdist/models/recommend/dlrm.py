@@ -28,8 +28,8 @@ class DlrmConfig(RecommenderConfig):
     type: Literal["dlrm"]
     """Selects this model."""
     bottom: Widths = (64,)
-    """Width of each hidden layer of the MLP on dense features, which ends with `width` values; not
-    used by data without dense features."""
+    """Width of each hidden layer of the MLP on dense features, whose output has `width` values; it
+    has no effect on data without dense features."""
     top: Widths = (64, 32)
     """Width of each hidden layer of the MLP on the dot products."""
 

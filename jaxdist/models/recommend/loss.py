@@ -25,19 +25,19 @@ class SquaredErrorConfig(Config):
     """Selects this loss."""
 
     def build(self) -> Callable[..., PyTree]:
-        """Build the loss of a module called as `module(ids, dense, pulled)`."""
+        """Return the loss function, which calls the module as `module(ids, dense, pulled)`."""
         return squared_error
 
 
 class ClickConfig(Config):
-    """Cross-entropy of a click, in nats, of a score that is a logit; evaluation adds the AUC."""
+    """Cross-entropy of a click, in nats, from a logit; evaluation also measures the AUC."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]] = _NEEDS
     type: Literal["click"]
     """Selects this loss."""
 
     def build(self) -> Callable[..., PyTree]:
-        """Build the loss of a module called as `module(ids, dense, pulled)`."""
+        """Return the loss function, which calls the module as `module(ids, dense, pulled)`."""
         return click
 
 

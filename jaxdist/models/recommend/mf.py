@@ -56,7 +56,7 @@ class MfConfig(RecommenderConfig):
 
 
 class Mf(nnx.Module):
-    """Matrix factorisation with a global bias; each row has factors, and the bias of its id."""
+    """Matrix factorisation with a global bias; each row of a table has factors and a bias."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from jaxdist.models.tuning.part import LoraConfig
 from jaxdist.types import Dims, Leaf
 
 PREFIX = "lora"
-"""The key of the adapters among the parameters."""
+"""The key of the adapters in the tree of parameters."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Adapter:
         return (*more, *of_a), (*more, *of_b)
 
     def init(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draw A uniformly, as torch does for a linear layer; B is 0, so that A B starts at 0."""
+        """Return the initial A and B.
+
+        A is drawn uniformly, as torch draws a linear layer. B is 0, so that A B is 0 at first.
+        """
         of_a, of_b = self.shapes
         bound = math.prod(self.shape[: self.inputs]) ** -0.5
         return jax.random.uniform(key, of_a, jnp.float32, -bound, bound), jnp.zeros(of_b)

@@ -14,7 +14,7 @@ Pattern = Annotated[str, Field(min_length=1)]
 
 
 class LoraConfig(Config):
-    """Low-rank adapters, which are trained in place of the model's own parameters."""
+    """Low-rank adapters, which are trained instead of the model's parameters."""
 
     rank: Count
     """Rank of an adapter."""

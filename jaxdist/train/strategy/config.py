@@ -1,4 +1,4 @@
-"""The configs of the strategies, of which an experiment selects one by `type`.
+"""The configs of the strategies; an experiment selects a strategy by `type`.
 
 `jaxdist.experiment.strategies` checks a strategy against the rest of the config, and
 `jaxdist.run.strategies` runs it.
@@ -66,7 +66,8 @@ class Hybrid(Config):
     optimizer: RowOptimizerConfig = RowAdagrad()
     """Optimizer of rows, by type; optim is the optimizer of all other parameters."""
     consistency: RowConsistency = BSP()
-    """Consistency model of rows, by type: bsp reads every earlier push of every process."""
+    """Consistency model of rows, by type; with bsp, a pull includes all earlier pushes of all
+    processes."""
     processes: ProcessesConfig = ProcessesConfig()
     """Settings of the server processes, which process 0 starts on its machine."""
 

@@ -1,8 +1,8 @@
 """The contract of a strategy, and the arguments with which it runs.
 
-A strategy determines the processes of a run: which of them take steps, on which devices, and the
-exchange between steps. A new strategy is a new config in `config.py`, its checks in
-`jaxdist.experiment.strategies`, and its runner in `jaxdist.run.strategies`.
+A strategy determines which processes of a run take steps, on which devices, and the exchange
+between steps. A new strategy needs a config in `config.py`, checks in
+`jaxdist.experiment.strategies`, and a runner in `jaxdist.run.strategies`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Lookahead(Config):
     steps: Count = 5
     """Number of steps from one update of the slow weights to the next."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.5
-    """Learning rate of the slow weights: 0.5 keeps half of the change over the steps, 1 without
-    momentum all of it."""
+    """Learning rate of the slow weights: without momentum, 0.5 keeps half of the change over the
+    steps, and 1 keeps the whole change."""
     momentum: Beta = 0.0
     """Momentum of the SGD of the slow weights; 0 uses no momentum."""
     nesterov: bool = False
