@@ -62,7 +62,7 @@ def import_adapters(
         raise RunError(f"--base {base} is not a run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
     rows = _rows(config.model, base)
-    # A deep copy, since the document of the base run must not change.
+    # The values are copied, since the document of the base run must not change.
     values: Any = json.loads(json.dumps(document.values))
     values["model"] |= {"lora": settings_of(files, rows)}
     section = {**(values.get("checkpoint") or {}), "begin_with": {"run": str(directory.path)}}

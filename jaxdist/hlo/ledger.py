@@ -61,7 +61,7 @@ def compile_with_text(
       LedgerError: the compiler dumps no text, and XLA cannot print the program (`program_text`).
     """
     with TemporaryDirectory() as directory:
-        # `Any`, since values may be numbers although jax's types allow only text.
+        # The values may be numbers although the types of jax allow only text, hence `Any`.
         told: dict[str, Any] = {
             **(options or {}),
             "xla_dump_to": directory,

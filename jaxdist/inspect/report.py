@@ -75,7 +75,7 @@ def inspect(
         _print(result, plot, console)
         report = inspection_json(result)
     else:
-        # The second config is checked before the first is compiled, which may take minutes.
+        # The second config is checked first, since the compilation of the first may take minutes.
         second = open_subject(other or path, [*overrides, *changes], devices)
         result = difference(inspect_step(first), inspect_step(second))
         print_difference(result, console)

@@ -168,7 +168,7 @@ def _cpu_seconds(pid: int) -> float:
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     try:
-        # The clock of another process, in the encoding of glibc's clock_getcpuclockid.
+        # The argument is the clock of the process, in the encoding of glibc's clock_getcpuclockid.
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:  # the process has ended, which the reader of the pipe finds out
         return 0.0

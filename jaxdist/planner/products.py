@@ -31,7 +31,7 @@ def block_seconds(
     for one in model.tensors:
         if not one.stacked or len(one.shape) < 2:
             continue
-        # The dims of heads and of a head's numbers are a single dim of the matrix product.
+        # In the matrix product, the dims heads and head size are a single dim.
         rows, columns = _as_matrix(one, plan.tensor)
         both = [(rows, columns), (columns, rows)]
         share_of_peak = mean_share(target, both, otherwise, scoped=model.scoped)
@@ -49,7 +49,7 @@ def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut
     rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
-    # Attention's output projection contracts heads and the numbers of a head, two dims.
+    # Attention's output projection contracts two dims, heads and head size.
     if one.name == "out":
         return first * one.shape[1], one.shape[2]
     return first, rest

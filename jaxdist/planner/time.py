@@ -172,9 +172,9 @@ def seconds(
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     rows = rows_of(model, plan)
-    tokens = rows * model.window // plan.context  # tokens of a microbatch on a replica
+    tokens = rows * model.window // plan.context  # the tokens of a microbatch on a replica
     count, layers = plan.microbatches, model.layers // plan.stage
-    split = tokens / plan.tensor  # tokens for which each device of a replica computes
+    split = tokens / plan.tensor  # the tokens for which each device of a replica computes
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
@@ -188,7 +188,7 @@ def seconds(
         again += forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
-    # A third of the bytes of all passes, since `element` is later multiplied by 3 passes.
+    # Only a third of the bytes is added, since `element` is later multiplied by 3 passes.
     element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
     logits = [(model.embed, model.vocab // plan.tensor)]
     head_share = mean_share(target, logits, rates.product, scoped=model.scoped)
@@ -372,7 +372,8 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
         product *= HIDDEN_IN_TICKS
     in_, out = (max(0.0, wire - 2 * count * product) for count in (2, 1))
     again = in_ if not {"mlp_gate", "mlp_up"} <= set(plan.kept) else 0.0
-    # Forward rings, the recomputed ring of gate and up, and the two rings of the backward pass.
+    # The terms are the forward rings, the recomputed ring of gate and up, and the two rings of the
+    # backward pass.
     return size // 2 * (in_ + out + again + max(0.0, 2 * wire - 8 * product) + in_)
 
 

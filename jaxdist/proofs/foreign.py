@@ -198,7 +198,7 @@ class _Runner:
                 raise RunError(
                     f"prove: the batch has no {self.weight!r}; choose weight from {sorted(named)}"
                 )
-            # The rows of a batch need not divide over all devices of the mesh.
+            # The devices of the mesh need not divide the number of rows.
             shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
             unequal = scenes(rows, shards, weighted=True, skips=False, seed=self.seed)
             taken = [*taken[:1], *unequal]

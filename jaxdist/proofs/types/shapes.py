@@ -90,7 +90,7 @@ def _reshaped(
             continue
         wide = [dim for dim in olds if before[dim] != 1]
         kept = len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:])
-        # The number of elements from one row of the sharded part to the next.
+        # `within` is the number of elements from a row of the sharded part to the next row.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
         if (kept and kind.inner == 1) or within == 1:
             # A new dim of size 1 may be the sharded dim too, as when a device's two rows are split
