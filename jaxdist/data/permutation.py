@@ -21,7 +21,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", section 4 and 5 (2002).
 
     Args:
-      positions: int64 [N], each >= 0.
+      positions: the positions, int64 [N], each >= 0.
       length: the number of examples in an epoch, 1 to 2**62.
       seed: the seed of the order, any integer >= 0.
 

@@ -33,7 +33,7 @@ class Allowed:
         """Refuse a batch with a value that is not allowed.
 
         Args:
-          batch: arrays [N, ...] by field.
+          batch: the arrays [N, ...] by field.
           examples: the indices of these examples in their split, int64 [N].
           split: the name of the split in messages.
 

@@ -130,7 +130,7 @@ def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exper
 
     Args:
       source: a file, the plain values of such a file, or a validated config.
-      overrides: texts `section.key=value`, which override the source.
+      overrides: the texts `section.key=value`, which override the source.
 
     Raises:
       ConfigError: the file or an override has problems, all of which the message lists.

@@ -47,8 +47,8 @@ class _Plain(nnx.Module):
     """An NNX module that holds parameters and buffers, and calls a pure function of them.
 
     Args:
-      params: nested dicts of arrays.
-      buffers: nested dicts of the other state, which each call may replace.
+      params: the parameters, nested dicts of arrays.
+      buffers: the other state, nested dicts of arrays, which each call may replace.
       apply: a function from (params, buffers, inputs, call) to (outputs, new buffers).
     """
 

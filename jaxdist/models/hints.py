@@ -107,7 +107,7 @@ class Hint(Protocol):
           compute: a function of tokens `[T, D]`, the numbers and weights of their experts, `[T, k]`
             each, and the kernels of the device's experts. The function counts these experts from 0,
             and skips every number that is too large.
-          kernels: pairs of dims and a kernel with these dims; the first dim counts experts.
+          kernels: the pairs of dims and a kernel with these dims; the first dim counts experts.
           capacity: the most tokens of a sequence that an expert takes, or None without a limit.
         """
         ...

@@ -209,7 +209,7 @@ def check_names(
     block without a gate has no `mlp_gate`. The block is traced only if the policy has names.
 
     Args:
-      args: example arguments of the block.
+      args: the arguments of the block, or examples of them.
 
     Raises:
       ConfigError: no activation of the block has one of the names.

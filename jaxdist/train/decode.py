@@ -33,8 +33,9 @@ class Cache(NamedTuple):
     """The keys and values of all positions so far, in the compute dtype.
 
     Attributes:
-      keys: `[N, B, K, W, d]`.
-      values: `[N, B, K, d, W]`, with positions last, because products sum over positions.
+      keys: the keys, `[N, B, K, W, d]`.
+      values: the values, `[N, B, K, d, W]`, with positions last, because products sum over
+        positions.
     """
 
     keys: jax.Array

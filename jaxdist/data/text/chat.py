@@ -97,7 +97,7 @@ def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
     """Yield the location FILE:LINE, for error messages, and the messages of each conversation.
 
     Args:
-      files: glob patterns.
+      files: the glob patterns of files.
 
     Raises:
       DataError: a file cannot be read, or a line is not JSON, not a conversation, or without an

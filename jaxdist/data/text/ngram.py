@@ -164,7 +164,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
     Args:
       bucket: the bucket of each token's context, or -1.
-      own: count / c of each token.
+      own: the quotient count / c of each token.
       lower: the probability of each token by the lower order.
     """
     known = bucket >= 0

@@ -89,11 +89,11 @@ class Kernel(Protocol):
         """Compute the attended values `[B, L, H, d]`, in q's dtype.
 
         Args:
-          q_BLHd, k_BLKd, v_BLKd: queries, keys and values of the same dtype; query head h reads key
-            head h // (H / K).
+          q_BLHd, k_BLKd, v_BLKd: the queries, keys and values, of the same dtype; query head h
+            reads key head h // (H / K).
           segments_BL: the document number of each position, int32, or None if each sequence is a
             single document.
-          window, causal: see `AttentionRequest`.
+          window, causal: as in `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """
         ...

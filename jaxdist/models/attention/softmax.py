@@ -25,9 +25,9 @@ class RunningSoftmax(NamedTuple):
     """The running softmax of each query over the keys so far, in float32.
 
     Attributes:
-      out: `[N, B, K, G S, d]`, the weighted sum of values.
-      top: `[N, B, K, G S]`, the largest score.
-      total: `[N, B, K, G S]`, the sum of weights.
+      out: the weighted sum of values, `[N, B, K, G S, d]`.
+      top: the largest score, `[N, B, K, G S]`.
+      total: the sum of weights, `[N, B, K, G S]`.
     """
 
     out: jax.Array
@@ -48,7 +48,7 @@ class RunningSoftmax(NamedTuple):
 
         Args:
           i: the index of the block of queries.
-          scores: `[B, K, G S, S]`, as `scores` of the blocks returns it.
+          scores: the scores of the queries with the keys, `[B, K, G S, S]`.
           v: the values of the keys, `[B, K, S, d]`.
         """
         own = RunningSoftmax(*(x[i] for x in self))

@@ -51,7 +51,7 @@ class Experts:
           ids_Tk: the number of each token's experts. A number of E or more means no expert of
             this device: another device has the expert, or the copy was dropped.
           weights_Tk: the weight of each result.
-          kernels: gate (if any) and up `[E, D, F]`, and down `[E, F, D]`.
+          kernels: the kernels gate (if any) and up, `[E, D, F]`, and down, `[E, F, D]`.
         """
         *into, down_EFD = kernels
         index_R, places_Tk, counts_E, block = self._sorted(ids_Tk, len(down_EFD))

@@ -36,8 +36,8 @@ class Statistics(NamedTuple):
     """The measurements of routers, summed over the tokens of each sequence, float32.
 
     Attributes:
-      sums: `[B, S]`, a column for each name in `SUMS`, added up over layers.
-      load: `[N, B, E]`, the number of copies that each expert has, divided by k; the last layer
+      sums: a column for each name in `SUMS`, `[B, S]`, added up over layers.
+      load: the weight of the copies that each expert has, divided by k, `[N, B, E]`; the last layer
         comes last.
     """
 
