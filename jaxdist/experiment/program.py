@@ -16,6 +16,7 @@ from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.experiment.facts import model_facts
 from jaxdist.experiment.part import trained_part
+from jaxdist.experiment.rows import check_rows
 from jaxdist.experiment.strategies import check_strategy
 from jaxdist.models.build import choose_loss, make_model, model_notices
 from jaxdist.models.functional import Functional, functional
@@ -31,7 +32,6 @@ from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import plan_exchange
-from jaxdist.parallel.rows import check_rows
 from jaxdist.parallel.strict.check import check_update
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble

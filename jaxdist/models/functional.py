@@ -259,7 +259,7 @@ class Functional:
 def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
     """Let the batch norms of a module average their statistics over mesh axes.
 
-    Only batch norms of flax NNX and of jaxdist's adapters do. `jaxdist.parallel.rows` detects and
+    Only batch norms of flax NNX and of jaxdist's adapters do. `jaxdist.experiment.rows` detects and
     refuses other kinds.
     """
     for _, node in nnx.iter_modules(module):

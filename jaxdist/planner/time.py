@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxdist.cost.kernels import LANES, SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
-from jaxdist.planner.context import context_seconds, piecewise
+from jaxdist.planner.formulas.context import context_seconds, piecewise
 from jaxdist.planner.memory import optimizer_bytes, rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan

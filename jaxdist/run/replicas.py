@@ -12,9 +12,9 @@ from jaxdist.checkpoint.agree import any_process, gather_json
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.writer import REPLICAS, Records
-from jaxdist.parallel.digest import ReplicaDifference, Replicas
 from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 from jaxdist.run.suspect import SuspectStateError
+from jaxdist.train.digest import ReplicaDifference, Replicas
 from jaxdist.train.replicas import ReplicaCheckConfig
 
 _LISTED = 3

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.parallel.digest import Replicas
+from jaxdist.train.digest import Replicas
 from jaxdist.train.step import Program
 
 _RESTORES = 3

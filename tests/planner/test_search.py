@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.planner.cases import PUBLISHED, drawn
 from benchmarks.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
-from jaxdist.planner.context import context_refusal
 from jaxdist.planner.explain import remedies
+from jaxdist.planner.formulas.context import context_refusal
 from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import share
 from jaxdist.planner.model import Decoder

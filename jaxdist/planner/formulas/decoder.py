@@ -14,7 +14,7 @@ from jaxdist.pipeline_schedules.derived import eager
 from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
-from jaxdist.planner.context import LONG, context_refusal
+from jaxdist.planner.formulas.context import LONG, context_refusal
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import PlanMemory, plan_memory
 from jaxdist.planner.model import Decoder

@@ -25,8 +25,8 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.experiment.flops import on_one_device, step_flops
 from jaxdist.models.gpt import GptConfig
 from jaxdist.parallel.compute import Unstaged
-from jaxdist.planner.experts import PlannedExperts
 from jaxdist.planner.formulas.contract import counts_of, invalid
+from jaxdist.planner.formulas.experts import PlannedExperts
 from jaxdist.planner.memory import PlanMemory, elements_of
 from jaxdist.planner.model import PlannedParameter
 from jaxdist.planner.plan import Plan

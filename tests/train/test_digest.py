@@ -10,7 +10,7 @@ from flips import bits_of, with_bit_flipped
 from jax.sharding import NamedSharding, PartitionSpec
 from sharded import mesh_of
 
-from jaxdist.parallel.digest import Replicas, digest
+from jaxdist.train.digest import Replicas, digest
 
 SPECS = {
     "kernel": PartitionSpec(None, "tensor"),
