@@ -9,7 +9,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from runs import Jaxdist, assert_same_run, finish, kill_at_step, metrics, steps, wait_for_step
+from runs import (
+    QUICK,
+    Jaxdist,
+    assert_same_run,
+    finish,
+    kill_at_step,
+    metrics,
+    steps,
+    wait_for_step,
+)
 
 STEPS = 240
 
@@ -50,10 +59,13 @@ def write_config(jaxdist: Jaxdist) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Path:
-    """A run that nothing disturbed, of a process that has imported all by itself."""
+    """A run that nothing disturbed, of a process that has imported all by itself.
+
+    It compiles as the processes do that are compared with it: other options round differently.
+    """
     jaxdist = Jaxdist(tmp_path_factory.mktemp("whole"), compiled)
     write_config(jaxdist)
-    done = jaxdist.train(fresh=True)
+    done = jaxdist.train(fresh=True, xla_flags=QUICK)
     assert done.code == 0, done
     return jaxdist.run
 
