@@ -33,7 +33,7 @@ def main(path: str, given: str, out: str) -> None:
     np.savez(out, loss=loss.item(), logits=logits.detach().numpy(), **found)
 
 
-def opened(path):
+def opened(path, attention="eager"):
     """Return the model of a directory, or of a GGUF file, in float32."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -43,7 +43,7 @@ def opened(path):
         return transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = json.loads((Path(path) / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
-    more = {} if config["model_type"] == "resnet" else {"attn_implementation": "eager"}
+    more = {} if config["model_type"] == "resnet" else {"attn_implementation": attention}
     return kind.from_pretrained(path, dtype=torch.float32, **more)
 
 

@@ -1,8 +1,9 @@
-"""The bench of imported models: a comparison with transformers, and the cost of loading."""
+"""The bench of imported models: transformers in comparison, loading, generation, and Muon."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from benchmarks import muon
 from benchmarks.core.report import Figure, Report
 from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_drawn
 from jaxdist.commands.export_model import export_model
@@ -44,6 +46,8 @@ def bench(torch: str | None = None, weights: Path | None = None) -> Report:
             figures += compared(weights.name, weights, python)
             figures.append(returned(weights.name, weights))
         figures += loaded(real)
+        figures += generated(real, python)
+    figures += muon.figures()
     return Report("models", figures)
 
 
@@ -87,6 +91,25 @@ def small(path: Path) -> list[str]:
     """Return settings that make the data of an imported run small."""
     data = {**synthetic_data(open_source(path)), "examples": 16, "heldout_examples": 8}
     return [f"data={json.dumps(data | ({'window': 16} if 'window' in data else {}))}"]
+
+
+def generated(path: Path, python: str) -> Iterator[Figure]:
+    """Compare tokens for each second of all cores with those of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        import_model(path, Path(folder) / "run", small(path), console=QUIET)
+        command = [sys.executable, "-P", "-m", "benchmarks.models.generated"]
+        command += [str(Path(folder) / "run"), python, str(path)]
+        env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        yield Figure.skipped("generation", why[0][:200])
+        return
+    for rows, pairs in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        ours, reference = (int(rows) / float(np.median(side)) for side in zip(*pairs, strict=True))
+        note = "greedy, float32, without compilation and prompt; processes take turns"
+        given = ours, reference
+        yield Figure(f"generation, batch {rows}", *given, goal=">= 1", unit="tokens/s", note=note)
 
 
 def loaded(path: Path) -> Iterator[Figure]:

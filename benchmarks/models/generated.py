@@ -1,0 +1,66 @@
+"""Generation by jaxdist and by transformers, in two processes that take turns.
+
+`python -m benchmarks.models.generated RUN PYTHON MODEL` prints the seconds of all cores for each
+token, as JSON: a list of pairs for each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxdist.commands.evaluate import open_run
+from jaxdist.train.generate import generate
+from jaxdist.train.sampling import Sampling
+
+ROWS = (1, 8)
+PROMPT, SHORT, LONG = 65, 1, 63
+"""Tokens of a prompt and of two continuations, whose caches have one size; the time of a token is
+the difference, which has neither the compilation nor the prompt in it."""
+REPEATS = 3
+
+
+def main(run: Path, python: str, model: str) -> None:
+    peer = Path(__file__).with_name("peer_generate.py")
+    command = [python, str(peer), model, str(PROMPT), str(SHORT), str(LONG)]
+    experiment, restored = open_run(run, [], step=None, console=Console(quiet=True))
+    program, state = experiment.program, restored.state
+    vocab = experiment.dataset.vocab_size or 0
+    params = program.evaluated(state)
+
+    def ours(prompts: list[list[int]], count: int) -> float:
+        begun = time.process_time()
+        generate(
+            program, params, state.buffers, prompts=prompts, window=LONG + PROMPT,
+            vocab_size=vocab, count=count, sampling=Sampling(),
+        )  # fmt: skip
+        return time.process_time() - begun
+
+    found: dict[int, list[tuple[float, float]]] = {}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-3, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for rows in ROWS:
+            rng = np.random.default_rng(rows)
+            prompts = rng.integers(3, vocab, (rows, PROMPT)).tolist()
+            for _ in range(REPEATS):
+                mine = ours(prompts, LONG) - ours(prompts, SHORT)
+                child.stdin.write(json.dumps(prompts) + "\n")
+                child.stdin.flush()
+                answer = child.stdout.readline()
+                steps = LONG - SHORT
+                found.setdefault(rows, []).append((mine / steps, float(answer) / steps))
+        child.stdin.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 1, "XLA_FLAGS divides the cores"
+    main(Path(sys.argv[1]), *sys.argv[2:])
