@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import resource
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from benchmarks.core.report import Figure, Report, Sheet
 from benchmarks.prove.draws import Outcome, outcomes
+from benchmarks.prove.known import Known, reports, trainers
 from benchmarks.prove.mutations import Planted, mutations
+from benchmarks.prove.pieces import kept
 from jaxdist.experiment import build, load
 from jaxdist.proofs.types.check import check_types
 from jaxdist.trees import flatten_with_names
@@ -21,21 +27,29 @@ DRAWS = 500
 SEED = 0
 CONFIG = "configs/gpt/70b.yaml"
 PLAN = ("mesh.data=8", "parallel.reduce.type=ring", "parallel.zero.stage=3")
+PROOFS = {"the quickstart": ("configs/gpt/quickstart.yaml", 60.0), "70B": (CONFIG, 180.0)}
+"""The configs whose proofs are timed, with the limit in seconds, by name."""
+TIMES = 3
+"""The number of times that each of `PROOFS` is timed."""
 
 
 def bench(programs: int = DRAWS, faults: int = FAULTS) -> Report:
-    """Plant faults, draw correct plans, and check the types of 80 layers; an hour on two cores.
+    """Prove steps with known mistakes, plant faults, draw correct plans, and time proofs.
+
+    This takes an hour on two cores. A bench that was stopped resumes after the last step, plan,
+    fault or timed proof.
 
     Args:
       programs: the number of correct plans, which take seconds each.
-      faults: the number of faults, which take ten seconds each. A bench that was stopped resumes
-        after the last plan and the last fault.
+      faults: the number of faults, which take ten seconds each.
     """
+    known = [*reports()], [*trainers()]
     found = [_said(one) for one in mutations(faults, SEED)]
     drawn = (one for one in outcomes(itertools.count(SEED)) if not one.refused)
     draws = [*itertools.islice(drawn, programs)]
-    figures = [types_figure(), alarms_figure(draws), *faults_figures(found)]
-    return Report("prove", figures, [faults_listing(found)])
+    figures = [types_figure(), *time_figures(), *known_figures(*known)]
+    figures += [alarms_figure(draws), *faults_figures(found)]
+    return Report("prove", figures, [known_listing([*known[0], *known[1]]), faults_listing(found)])
 
 
 def _said(one: Planted) -> Planted:
@@ -59,6 +73,44 @@ def types_figure() -> Figure:
     return Figure("types, 80 layers", spent, 2.0, "<= 1", "s", proved)
 
 
+def time_figures() -> Iterator[Figure]:
+    """Time `jaxdist prove` with whole configs, in seconds of CPU time of the process.
+
+    CPU seconds are at least the time that the command takes on an idle machine with one core, and
+    do not depend on what else the machine computes.
+    """
+    for name, (config, limit) in PROOFS.items():
+        runs = [*kept("times", [(config, index) for index in range(TIMES)], _timed)]
+        spent = statistics.median(run["cpu_seconds"] for run in runs)
+        clock = ", ".join(f"{run['seconds']:.0f}" for run in runs)
+        note = f"CPU time; {clock} s on the clock"
+        yield Figure(f"proof of {name}, CPU time", spent, limit, "<= 1", "s", note)
+
+
+def _timed(case: tuple[str, int]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxdist", "prove", case[0], "--devices", "8"]
+        begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, f"run.directory={folder}/run"], check=True, capture_output=True)
+        seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_seconds": spent}
+
+
+def known_figures(reported: Sequence[Known], trained: Sequence[Known]) -> list[Figure]:
+    """Count the public reports and the trainers' faults that are found.
+
+    A trainer without a fault is right if it is proved.
+    """
+    right, planted = ([one for one in trained if bool(one.fault) == has] for has in (False, True))
+    named = {
+        "public reports found": ([one.verdict == "wrong" for one in reported]),
+        "faults in two trainers found": ([one.verdict == "wrong" for one in planted]),
+        "trainers without a fault proved": ([one.verdict == "proved" for one in right]),
+    }
+    return [Figure(name, sum(f), len(f), ">= 1", "") for name, f in named.items()]
+
+
 def alarms_figure(draws: Sequence[Outcome]) -> Figure:
     """Count the correct plans for which an error is reported."""
     alarms = [one.seed for one in draws if one.alarms]
@@ -80,6 +132,17 @@ def faults_figures(found: Sequence[Planted]) -> list[Figure]:
     ]
 
 
+known_listing = Sheet[Known](
+    "Public reports and trainers",
+    {
+        "of": "of",
+        "fault": "fault",
+        "verdict": "verdict",
+        "types": lambda one: " ".join(one.types),
+        "numbers": lambda one: ", ".join(one.numbers),
+    },
+)
+"""The listing of the lines that types named and of the values that differ."""
 faults_listing = Sheet[Planted](
     "Planted faults",
     {

@@ -48,22 +48,21 @@ class Proof:
     """The results of a proof's three parts.
 
     Attributes:
-      types: the types of the step at its full size, or None if the step could not be traced.
+      types: the types of the step at its full size. If the step could not be traced, all parameters
+        are undecided.
       numbers: the comparisons of the plan with a single device.
       near: the comparisons of the plan's neighbours (see `neighbours`) with a single device.
-      sent: the bytes of the compiled step, or None if the step could not be compiled or read.
-      others: the undecided parts that neither `types` nor `numbers` states.
+      sent: the bytes of the compiled step, which are empty if `numbers` has no compiled step.
       seed: the seed of the examples' weights and of the choice of neighbours.
       notes: sentences on the settings that the reduced config leaves out or changes.
       reduced: the sections of the reduced config, for which numbers are compared.
       leaves: the names of the parameters.
     """
 
-    types: Typed | None
+    types: Typed
     numbers: tuple[Compared, ...]
     near: tuple[Compared, ...] = ()
-    sent: Sent | None = None
-    others: tuple[Undecided, ...] = ()
+    sent: Sent = field(default_factory=Sent)
     seed: int = 0
     notes: tuple[str, ...] = ()
     reduced: JsonObject = field(default_factory=dict)
@@ -75,12 +74,10 @@ class Proof:
     @property
     def undecided(self) -> tuple[Undecided, ...]:
         """All parameters and comparisons about which the proof makes no statement."""
-        typed = self.types.undecided if self.types else {}
-        return (
-            *(Undecided("types", leaf, "; ".join(why)) for leaf, why in typed.items()),
-            *(Undecided("numbers", n.plan, n.undecided) for n in self.numbers if n.undecided),
-            *self.others,
-        )
+        typed = [("types", leaf, "; ".join(why)) for leaf, why in self.types.undecided.items()]
+        numbers = [("numbers", one.plan, one.undecided) for one in self.numbers]
+        found = (*typed, *numbers, ("bytes", "the step", self.sent.undecided))
+        return tuple(Undecided(*one) for one in found if one[-1])
 
     @property
     def doubted(self) -> bool:
@@ -99,20 +96,16 @@ class Proof:
         return any(one.wrong for one in (*self.numbers, *self.near))
 
     @property
-    def wrong(self) -> bool:
-        """Whether any part of the proof found a difference from a single device."""
-        found = self.types is not None and bool(self.types.findings) and not self.doubted
-        return found or self.differs or (self.sent is not None and bool(self.sent.missing))
-
-    @property
     def verdict(self) -> str:
         """The verdict, which is "wrong", "undecided" or "proved".
 
         It is "wrong" if any part of the proof found a difference. Otherwise it is "undecided" if
         the proof makes no statement about anything, or if a finding of types is doubted.
         """
-        open_ = bool(self.undecided) or (self.types is not None and bool(self.types.findings))
-        return "wrong" if self.wrong else "undecided" if open_ else "proved"
+        found = self.types.findings
+        if self.differs or self.sent.missing or (found and not self.doubted):
+            return "wrong"
+        return "undecided" if found or self.undecided else "proved"
 
 
 def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
@@ -123,12 +116,11 @@ def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
       identity: the facts for which the certificate is valid, as `identity` returns them.
       name: the name of the config, or of the proved function.
     """
-    typed, sent = proof.types, proof.sent
     return {
         "verdict": proof.verdict,
         "config": name,
         **identity,
-        "types": typed and {**asdict(typed), "proved": typed.proved},
+        "types": {**asdict(proof.types), "proved": proof.types.proved},
         "numbers": {
             "seed": proof.seed,
             "reduced": proof.reduced,
@@ -136,7 +128,7 @@ def to_json(proof: Proof, identity: JsonObject, name: str) -> JsonObject:
             "plans": [_compared(one) for one in proof.numbers],
             "neighbours": [_compared(one) for one in proof.near],
         },
-        "bytes": sent and asdict(sent),
+        "bytes": asdict(proof.sent),
         "undecided": [asdict(one) for one in proof.undecided],
     }
 
@@ -230,18 +222,18 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunError(f"--proved: there is no certificate {path}; run `{command}`") from None
+        why = f"there is no certificate {path}"
     except (OSError, ValueError) as error:
-        raise RunError(f"--proved: cannot read {path} ({error}); run `{command}`") from error
-    own: Mapping[str, Json] = identity_of(config, devices)
-    other = [name for name in own if not isinstance(found, dict) or found.get(name) != own[name]]
-    if other:
-        raise RunError(
-            f"--proved: {path} is the certificate of another {' and '.join(other)}; run `{command}`"
+        why = f"cannot read {path} ({error})"
+    else:
+        found = found if isinstance(found, dict) else {}
+        own: Mapping[str, Json] = identity_of(config, devices)
+        other = [name for name in own if found.get(name) != own[name]]
+        if not other and found.get("verdict") == "proved":
+            return Kept(path)
+        why = (
+            f"{path} is the certificate of another {' and '.join(other)}"
+            if other
+            else f"{path} says {found.get('verdict')!r}, not 'proved'"
         )
-    if found.get("verdict") != "proved":
-        raise RunError(
-            f"--proved: {path} says {found.get('verdict')!r}, not 'proved'; see what "
-            f"`{command}` names, or train without --proved"
-        )
-    return Kept(path)
+    raise RunError(f"--proved: {why}; run `{command}`, or train without --proved")

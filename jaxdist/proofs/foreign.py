@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdist.errors import JaxdistError, RunError
+from jaxdist.errors import RunError
 from jaxdist.metrics.report import write_json
-from jaxdist.parity.draw.run import replicas_apart
 from jaxdist.parity.trace import FULL, NUDGES, Trace, limit_of, nudged_tree
-from jaxdist.proofs.certificate import Proof, Undecided, identity, to_json
-from jaxdist.proofs.numbers import Compared, Scene, scenes, worst_of
-from jaxdist.proofs.sent import Sent, compare
+from jaxdist.proofs.certificate import Proof, identity, to_json
+from jaxdist.proofs.numbers import Compared, Scenes, apart, scenes, worst_of
+from jaxdist.proofs.sent import compare
 from jaxdist.proofs.types.check import check_types
 from jaxdist.proofs.types.jaxprs import regions_of
 from jaxdist.trees import flatten_with_names
@@ -68,28 +67,26 @@ def prove(
         not fit the step; or the certificate cannot be written.
     """
     closed, names = _traced(step, mesh, state, batch)
-    typed = check_types(closed, names)
-    jitted, whole = _jitted(step), one_device and _jitted(one_device)
-    found = _Runner(mesh, state, batch, weight, seed).compare(jitted, whole)
-    others: list[Undecided] = []
-    if not found.undecided and one_device is None:
-        others.append(Undecided("numbers", "the scale", UNKNOWN_SCALE))
-    sent: Sent | None = None
-    try:
-        sent = compare(closed, jitted.lower(state, batch).compile(), mesh, state)
-    except JaxdistError as error:
-        others.append(Undecided("bytes", "the step", str(error)))
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    alone: Any = one_device and (
+        one_device if hasattr(one_device, "lower") else jax.jit(one_device)
+    )
+    found = _Runner(mesh, state, batch, weight, seed).compare(jitted, alone)
+    unknown = [Compared("the scale", undecided=UNKNOWN_SCALE)]
+    numbers = (found, *(unknown if alone is None and not found.undecided else ()))
+    sent = compare(closed, jitted.lower(state, batch).compile(), mesh, state)
     leaves = tuple(name for name, _ in flatten_with_names(state))
-    proof = Proof(typed, (found,), (), sent, tuple(others), seed, leaves=leaves)
+    proof = Proof(check_types(closed, names), numbers, (), sent, seed, leaves=leaves)
     if json_file is not None:
-        name = str(getattr(step, "__name__", step))
         valid = identity(str(closed), dict(mesh.shape))
-        write_json(Path(json_file), to_json(proof, valid, name), what="certificate")
+        certificate = to_json(proof, valid, str(getattr(step, "__name__", step)))
+        write_json(Path(json_file), certificate, what="certificate")
     return proof
 
 
-def _jitted(step: Step) -> Any:
-    return step if hasattr(step, "lower") else jax.jit(step)
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise RunError(f"prove: {otherwise}")
 
 
 def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, Sequence[str]]:
@@ -100,8 +97,8 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
         mesh; or an argument is not an array, or is not on the devices of the mesh.
     """
     for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
-            raise RunError(f"prove: {name} is {type(leaf).__name__}, not an array: {MUTABLE}")
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float)
+        _require(is_array, f"{name} is {type(leaf).__name__}, not an array: {MUTABLE}")
     try:
         closed, out = jax.make_jaxpr(step, return_shape=True)(state, batch)
     except Exception as error:
@@ -110,32 +107,30 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
             f"prove: the step cannot be traced ({type(error).__name__}: {first}): call it as "
             f"step(state, batch) with these arguments first; {INPUTS}"
         ) from error
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise RunError(f"prove: the step returns {type(out).__name__}, not two values: {MUTABLE}")
-    if jax.tree.structure(out[0]) != jax.tree.structure(state):
-        raise RunError(
-            f"prove: the step returns a tree of another structure than the state: {MUTABLE}"
-        )
-    for (name, old), new in zip(flatten_with_names(state), jax.tree.leaves(out[0]), strict=True):
-        if np.shape(old) != new.shape:
-            raise RunError(f"prove: {name} is {np.shape(old)}, but the step returns {new.shape}")
+    pair = isinstance(out, tuple) and len(out) == 2
+    _require(pair, f"the step returns {type(out).__name__}, not two values: {MUTABLE}")
+    same = jax.tree.structure(out[0]) == jax.tree.structure(state)
+    _require(same, f"the step returns a tree of another structure than the state: {MUTABLE}")
+    news = flatten_with_names(out[0])
+    for old, (name, new) in zip(jax.tree.leaves(state), news, strict=True):
+        same = np.shape(old) == new.shape
+        _require(same, f"{name} is {np.shape(old)}, but the step returns {new.shape}")
     used = [dict(region.params["mesh"].shape) for region in regions_of(closed.jaxpr)]
-    devices = {*mesh.devices.flat}
     given = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
-    if not used and mesh.size > 1 and all(one.sharding.device_set != devices for one in given):
-        raise RunError(
-            f"prove: neither state nor batch is on the {mesh.size} devices of the mesh, so that "
-            "the step would run on one: place them as training does (jax.device_put with a "
-            "NamedSharding)"
-        )
+    on_mesh = any(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in given)
+    _require(
+        bool(used) or mesh.size == 1 or on_mesh,
+        f"neither state nor batch is on the {mesh.size} devices of the mesh, so that the step "
+        "would run on one: place them as training does (jax.device_put with a NamedSharding)",
+    )
     for shape in used:
-        if shape != dict(mesh.shape):
-            raise RunError(
-                f"prove: the step's shard_map is for the mesh {shape}, but mesh is "
-                f"{dict(mesh.shape)}: give the mesh that the step is written for"
-            )
-    outputs = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
-    return closed, [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), *outputs]
+        _require(
+            shape == dict(mesh.shape),
+            f"the step's shard_map is for the mesh {shape}, but mesh is {dict(mesh.shape)}: give "
+            "the mesh that the step is written for",
+        )
+    names = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
+    return closed, [*(f"state/{name}" for name, _ in news), *names]
 
 
 @dataclass(frozen=True)
@@ -160,80 +155,78 @@ class _Runner:
         batches = self._batches()
         if isinstance(batches, str):
             return Compared("the given batch", undecided=batches)
-        whole, reference, theirs = one_device is not None, one_device or step, batches
+        whole, theirs = one_device is not None, batches
         if not whole:
             order = np.random.default_rng(self.seed).permutation(self._rows)
-            theirs = [(name, _ordered(host, order)) for name, host in batches]
+            theirs = {name: _ordered(host, order) for name, host in batches.items()}
         plan = "one device" if whole else "rows in another order"
         host = jax.tree.map(_host, self.state)
         try:
             found = self._run(step, host, batches, alone=False)
-            expected, *moved = (
-                self._run(reference, begun, theirs, alone=whole)
+            expected = [
+                self._run(one_device or step, begun, theirs, alone=whole)
                 for begun in (host, *(nudged_tree(host, FULL, seed) for seed in NUDGES))
-            )
+            ]
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
             return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
         cuts = ["over devices", *(axis for axis, size in self.mesh.shape.items() if size > 1)]
-        names = [name for name, _ in batches]
-        worst = worst_of(names, found, expected, moved, limit_of(cuts, self._rows))
-        return Compared(plan, worst, steps=tuple(names))
+        worst = worst_of((*batches,), found, *expected, limit=limit_of(cuts, self._rows))
+        return Compared(plan, worst, steps=(*batches,))
 
     @property
     def _rows(self) -> int:
         return min(np.shape(leaf)[0] for leaf in jax.tree.leaves(self.batch) if np.ndim(leaf))
 
-    def _batches(self) -> list[tuple[str, PyTree]] | str:
-        """Return pairs of a name and a batch, one pair for each step.
+    def _batches(self) -> dict[str, PyTree] | str:
+        """Return a batch for each step, by the step's name.
 
         If the arrays of the batch differ in their leading dim, the result is the reason as text.
+
+        Raises:
+          RunError: the batch has no leaf with the name of the weights.
         """
-        host = jax.tree.map(_host, self.batch)
-        named, rows = dict(flatten_with_names(host)), self._rows
-        if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in named.values()):
+        host, rows, weight = jax.tree.map(_host, self.batch), self._rows, self.weight
+        names = [name for name, _ in flatten_with_names(host)]
+        if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in jax.tree.leaves(host)):
             return "the arrays of the batch differ in their leading dim"
-        taken = [Scene(name) for name in ("first step", "second step", "third step")]
-        if self.weight is not None:
-            if self.weight not in named:
-                raise RunError(
-                    f"prove: the batch has no {self.weight!r}; choose weight from {sorted(named)}"
-                )
+        taken: Scenes = dict.fromkeys(("first step", "second step", "third step"))
+        if weight is not None:
+            _require(
+                weight in names, f"the batch has no {weight!r}; choose weight from {sorted(names)}"
+            )
             # The devices of the mesh need not divide the number of rows.
             shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
             unequal = scenes(rows, shards, weighted=True, skips=False, seed=self.seed)
-            taken = [*taken[:1], *unequal]
-        random = np.random.default_rng(self.seed)
-        found = []
-        for index, scene in enumerate(taken):
+            taken = {"first step": None, **unequal}
+        random, found = np.random.default_rng(self.seed), {}
+        for index, (name, weights) in enumerate(taken.items()):
             order = random.permutation(rows) if index else np.arange(rows)
             leaves, tree = jax.tree.flatten(_ordered(host, order))
-            if scene.weights is not None:
-                at = [*named].index(str(self.weight))
-                wide = scene.weights.reshape(-1, *(1,) * (leaves[at].ndim - 1))
+            if weights is not None:
+                at = names.index(str(weight))
+                wide = weights.reshape(-1, *(1,) * (leaves[at].ndim - 1))
                 leaves[at] = np.broadcast_to(wide, leaves[at].shape).astype(leaves[at].dtype)
-            found.append((scene.name, jax.tree.unflatten(tree, leaves)))
+            found[name] = jax.tree.unflatten(tree, leaves)
         return found
 
     def _run(
-        self, step: Step, begun: PyTree, batches: Sequence[tuple[str, PyTree]], *, alone: bool
+        self, step: Step, begun: PyTree, batches: Mapping[str, PyTree], *, alone: bool
     ) -> list[Trace]:
         """Take a step with each batch, and return the results of each step.
 
         Args:
           step: the step function.
           begun: the initial state on the host.
-          batches: pairs of a name and a batch.
+          batches: the batches by the names of the steps.
           alone: whether the step is for a single device, so that its arguments get no shardings.
         """
         state, before, traces = _like(begun, self.state, alone=alone), _numbers(begun), []
-        for _, batch in batches:
+        for batch in batches.values():
             state, outputs = step(state, _like(batch, self.batch, alone=alone))
             after, values = _numbers(state), _numbers(outputs)
             held = {n: x for n, x in flatten_with_names(state) if not (alone or _is_key(x))}
-            apart, leaf = replicas_apart(held)
-            extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
             updates = {name: after[name] - before[name] for name in after}
-            traces.append(Trace(begun, np.zeros(0), {}, updates, {**values, **extra}))
+            traces.append(Trace(begun, np.zeros(0), {}, updates, values | apart(held)))
             before = after
         return traces
 

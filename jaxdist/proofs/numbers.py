@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,21 +15,28 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment
 from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
-from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
-from jaxdist.parity.draw.run import built, reloaded, replicas_apart
+from jaxdist.parity.draw.run import built, plan_cuts, reloaded, replicas_apart
+from jaxdist.parity.draw.settings import data_size
 from jaxdist.parity.run import inexact
 from jaxdist.parity.trace import NUDGES, Differences, Trace
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.types import Json, JsonObject
+from jaxdist.types import Json, JsonObject, PyTree
 
-PLAIN = ("first step", "second step", "resumed step")
-"""The names of the steps of a comparison whose examples have no weights."""
-KINDS = {"loss_of_step": "values", "gradients": "gradient", "updates": "update"}
-"""The kind of a `Quantity` for each field of a `Trace`."""
+RESUMED = "resumed step"
+"""The name of the step before which the state is saved and loaded."""
+Scenes = Mapping[str, np.ndarray | None]
+"""The weights of the batch's examples, float32 `[B]`, in each step of a comparison, by the step's
+name. A batch with None has no weights."""
+KINDS = {
+    "loss_of_step": ("values", "loss"),
+    "gradients": ("gradient", "gradient"),
+    "updates": ("update", "update"),
+}
+"""The kind of a `Quantity` and the name of its limit, for each field of a `Trace`."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +86,7 @@ class Compared:
         return tuple(one for one in self.quantities if not one.equal)
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A step of a comparison.
-
-    Attributes:
-      name: a name for the step.
-      weights: the weights of the batch's examples, float32 `[B]`, or None for a batch without
-        weights.
-      reload: whether the state is saved and loaded before the step.
-    """
-
-    name: str
-    weights: np.ndarray | None = None
-    reload: bool = False
-
-
-def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> list[Scene]:
+def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> Scenes:
     """Return the steps to compare.
 
     Without weights these are two steps, and a step after the state was saved and loaded. With
@@ -110,7 +101,7 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
       seed: the seed of the weights.
     """
     if not weighted:
-        return [Scene(name, reload=name == PLAIN[-1]) for name in PLAIN]
+        return dict.fromkeys(("first step", "second step", RESUMED))
     random = np.random.default_rng(seed)
 
     def unequal() -> np.ndarray:
@@ -119,15 +110,15 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
 
     empty = unequal().reshape(shards, -1)
     empty[random.integers(shards)] = 0 if shards > 1 else 1
-    found = [
-        ("unequal weights", unequal(), False),
-        ("an empty shard", empty.reshape(-1), False),
-        ("resumed step", unequal(), True),
-        ("no weight", np.zeros(rows), False),
-        *([("not a number", np.full(rows, np.nan), False)] if skips else []),
-        ("after skipping", unequal(), False),
-    ]
-    return [Scene(name, weights.astype(np.float32), reload) for name, weights, reload in found]
+    found = {
+        "unequal weights": unequal(),
+        "an empty shard": empty.reshape(-1),
+        RESUMED: unequal(),
+        "no weight": np.zeros(rows),
+        **({"not a number": np.full(rows, np.nan)} if skips else {}),
+        "after skipping": unequal(),
+    }
+    return {name: weights.astype(np.float32) for name, weights in found.items()}
 
 
 @dataclass(frozen=True)
@@ -144,9 +135,8 @@ class Steps:
     def compiled(self) -> Any:
         """The compiled train step."""
         program = self.experiment.program
-        return program.train.lower(program.state_shapes, program.batch).compile(
-            trace.compile_options()
-        )
+        lowered = program.train.lower(program.state_shapes, program.batch)
+        return lowered.compile(trace.compile_options())
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
@@ -154,44 +144,49 @@ class Steps:
         loader = self.experiment.loader
         return [jax.device_get(loader.batch(step)) for step in range(8)]
 
-    def run(self, initial: TrainState, taken: Sequence[Scene], *, reload: bool) -> list[Trace]:
+    def run(self, initial: TrainState, taken: Scenes, *, reload: bool) -> list[Trace]:
         """Take a step for each scene, evaluate, and return the results of the steps and evaluation.
 
         Args:
           initial: the initial state on the host.
-          taken: the scenes, which are steps of a comparison.
-          reload: whether to save and load the state before each scene with `Scene.reload`. If
-            False, the state is never saved.
+          taken: the steps of the comparison, as `scenes` returns them.
+          reload: whether to save and load the state before the step `RESUMED`.
         """
-        program, traces = self.experiment.program, []
+        program, heldout, traces = self.experiment.program, self.experiment.heldout, []
         state, before = trace.place_state(program, initial), initial
-        outer = program.outer
-        for count, (scene, host) in enumerate(zip(taken, self.batches, strict=False), start=1):
-            if scene.reload and reload:
+        steps = enumerate(zip(taken.items(), self.batches, strict=False), start=1)
+        for count, ((name, weights), host) in steps:
+            if name == RESUMED and reload:
                 state = reloaded(program, state, program)
-            given = host if scene.weights is None else {**host, "weight": scene.weights}
+            given = host if weights is None else {**host, "weight": weights}
             batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in given.items()}
             state, metrics = self.compiled(state, batch)
-            if outer is not None and outer.due(count):
+            if program.outer is not None and program.outer.due(count):
                 state = program.between(state)
             used = jax.device_get(program.home.used(state))
-            values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
             # Gradients of NaN cannot be compared. The parameters show whether the step was skipped.
-            numbers = scene.weights is None or np.isfinite(scene.weights).all()
+            numbers = weights is None or np.isfinite(weights).all()
             gradients = trace.leaves_by_name(used.opt_state.gradients) if numbers else {}
             first, last = trace.moving(before), trace.moving(used)
             updates = {name: last[name] - first[name] for name in last}
-            traces.append(Trace(before, np.zeros(0), gradients, updates, values))
+            values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
+            traces.append(Trace(before, np.zeros(0), gradients, updates, values | apart(state)))
             before = used
-        apart, leaf = replicas_apart(state)
-        extra = {f"replicas of {leaf}": np.asarray(apart)} if apart else {}
-        traces[-1] = replace(traces[-1], evaluation={**traces[-1].evaluation, **extra})
         means: Mapping[str, Any] = {}
-        if self.experiment.heldout is not None:
-            with self.experiment.heldout.evaluation_batches() as batches:
+        if heldout is not None:
+            with heldout.evaluation_batches() as batches:
                 means = evaluate(program, program.evaluated(state), state.buffers, batches)
         evaluation = {f"evaluation {name}": np.asarray(value) for name, value in means.items()}
         return [*traces, Trace(initial, np.zeros(0), {}, {}, evaluation)]
+
+
+def apart(state: PyTree) -> dict[str, np.ndarray]:
+    """Return the largest difference between replicas, with its name as a value of a `Trace`.
+
+    The result is empty if all replicas are equal, as on a single device.
+    """
+    off, leaf = replicas_apart(state)
+    return {f"replicas of {leaf}": np.asarray(off)} if off else {}
 
 
 @dataclass
@@ -210,9 +205,7 @@ class Reference:
     sections: JsonObject
     weighted: bool
     seed: int = 0
-    _known: dict[tuple[int, int], tuple[list[Trace], list[list[Trace]]]] = field(
-        default_factory=dict
-    )
+    _known: dict[tuple[int, int], list[list[Trace]]] = field(default_factory=dict)
 
     @cached_property
     def steps(self) -> Steps:
@@ -226,18 +219,6 @@ class Reference:
 
     def _data(self, sections: JsonObject) -> JsonObject:
         return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections
-
-    def _expected(
-        self, rows: int, shards: int, taken: Sequence[Scene]
-    ) -> tuple[list[Trace], list[list[Trace]]]:
-        """Return a single device's results, and its results for each of several `nudged` states."""
-        if (rows, shards) not in self._known:
-            begins = [trace.nudged(self.initial, seed=seed) for seed in NUDGES]
-            plain, *moved = (
-                self.steps.run(one, taken, reload=False) for one in (self.initial, *begins)
-            )
-            self._known[rows, shards] = plain, moved
-        return self._known[rows, shards]
 
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
         """Compare a plan with a single device that has the same model, optimizer and batch.
@@ -257,27 +238,17 @@ class Reference:
             return Compared(plan, undecided=" ".join(str(error).split())), None
         if reason:
             return Compared(plan, undecided=reason), None
-        mesh, optim, rows = sections["mesh"], sections["optim"], sections["train"]["batch_size"]
-        sizes = {axis: _size(size) for axis, size in mesh.items()}
-        shards = sizes.get("data", 1) * sizes.get("expert", 1)
-        skips = bool(optim.get("skip_nonfinite") or optim.get("loss_scale"))
+        rows, shards = sections["train"]["batch_size"], data_size(sections)
+        skips = any(sections["optim"].get(name) for name in ("skip_nonfinite", "loss_scale"))
         taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
-        expected, moved = self._expected(rows, shards, taken)
+        if (rows, shards) not in self._known:
+            begins = self.initial, *(trace.nudged(self.initial, seed=seed) for seed in NUDGES)
+            self._known[rows, shards] = [self.steps.run(b, taken, reload=False) for b in begins]
         found = steps.run(self.initial, taken, reload=True)
-        names = [*(scene.name for scene in taken), "evaluation"]
-        split = "residual_seq" in sections["sharding"]["rules"] or sizes.get("context", 1) > 1
-        cuts = cuts_of(
-            tensor=max(sizes.get("tensor", 1), sizes.get("expert", 1)) > 1,
-            sequence=split,
-            microbatches=sections["train"]["microbatches"] > 1,
-        )
-        limit = trace.limit_of(cuts, steps.experiment.units_per_step)
-        worst = worst_of(names, found, expected, moved, limit)
-        return Compared(plan, worst, steps=tuple(names)), steps
-
-
-def _size(size: Json) -> int:
-    return math.prod(size.values()) if isinstance(size, dict) else size
+        names = (*taken, "evaluation")
+        limit = trace.limit_of(plan_cuts(sections), steps.experiment.units_per_step)
+        worst = worst_of(names, found, *self._known[rows, shards], limit=limit)
+        return Compared(plan, worst, steps=names), steps
 
 
 def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) -> str:
@@ -294,37 +265,28 @@ def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) ->
 
 
 def worst_of(
-    names: Sequence[str],
-    found: Sequence[Trace],
-    expected: Sequence[Trace],
-    moved: Sequence[Sequence[Trace]],
-    limit: Differences,
+    names: Sequence[str], found: Sequence[Trace], *expected: Sequence[Trace], limit: Differences
 ) -> tuple[Quantity, ...]:
     """Return the largest difference of each value over all steps.
 
     Args:
       names: the names of the steps.
       found: the plan's results of each step.
-      expected: the results of each step on a single device.
-      moved: further results on a single device, one sequence for each `nudged` initial state.
+      expected: the results of each step on a single device, then further results on a single
+        device, one sequence for each `nudged` initial state.
       limit: the limits on differences.
     """
-    limits = {"loss_of_step": limit.loss, "gradients": limit.gradient, "updates": limit.update}
     worst: dict[tuple[str, str], Quantity] = {}
-    for step, ours, theirs, *others in zip(names, found, expected, *moved, strict=True):
-        least = trace.norms_at_least(theirs, limit, *others)
-        for kind, offs in trace.trace_distances(ours, theirs, least).items():
-            for name, off in offs.items():
-                one = Quantity(KINDS[kind], name, step, _number(off), limits[kind])
-                known = worst.get((kind, name))
-                if known is None or one.off > known.off:
-                    worst[kind, name] = one
+    for step, ours, theirs, *moved in zip(names, found, *expected, strict=True):
+        least = trace.norms_at_least(theirs, limit, *moved)
+        distances = trace.trace_distances(ours, theirs, least)
         for name in ours.evaluation.keys() - theirs.evaluation.keys():
-            off = float(ours.evaluation[name])
-            worst["replicas", name] = Quantity("values", name, step, off, 0.0)
+            distances["loss_of_step"][name] = math.inf  # replicas must have equal bits
+        for of, offs in distances.items():
+            kind, which = KINDS[of]
+            for name, off in offs.items():
+                # NaN is not larger than any number.
+                off = math.inf if math.isnan(off) else off
+                if (kind, name) not in worst or off > worst[kind, name].off:
+                    worst[kind, name] = Quantity(kind, name, step, off, getattr(limit, which))
     return tuple(worst.values())
-
-
-def _number(off: float) -> float:
-    # `worst_of` would not keep a NaN as the largest difference, since NaN > x is false.
-    return math.inf if math.isnan(off) else off

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.experiment import Experiment
+from jaxdist.mesh import describe_mesh
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.parity.draw.axes import with_values
 from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
 from jaxdist.types import Json, JsonObject
 
@@ -23,6 +25,12 @@ STEPS = 8
 WHOLE_BELOW, BUCKET_BYTES = 64, 1024
 """The largest values of `zero.whole_below` and `reduce.bucket_bytes` in a reduced config. With
 larger values all of its small tensors would be kept whole, or be sent in a single bucket."""
+LEAST: Mapping[str, Mapping[str, int]] = {
+    "mlp": {"hidden": 8},
+    "cnn": {"channels": 4, "hidden": 8},
+    "gpt": {"mlp": 8},
+}
+"""The least sizes of the dims of each type of model whose dims are independent."""
 EPS = 1e-3
 """The least `eps` of an optimizer in a reduced config: see `jaxdist.parity.run`."""
 
@@ -62,39 +70,36 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
 
     All numbers are in float32, in which rounding is too small to hide a missing term.
     """
-    config = experiment.config
-    whole: JsonObject = config.model_dump(mode="json")
-    sizes = shrunk(experiment.layout.mesh.shape)
+    whole: JsonObject = experiment.config.model_dump(mode="json")
+    full = dict(experiment.layout.mesh.shape)
+    sizes = shrunk(full)
     parts = math.prod(sizes.values())
-    kept = ("model", "loss", "optim", "sharding", "parallel", "strategy", "seed")
-    sections: JsonObject = {name: whole[name] for name in kept}
     notes = []
-    if dict(experiment.layout.mesh.shape) != sizes:
-        notes.append(f"mesh {_shown(experiment.layout.mesh.shape)} as {_shown(sizes)}")
-    sections["mesh"] = {**_mesh(sizes), "fake_devices": parts}
-    sections["train"] = _train(experiment, whole, sizes)
-    sections["model"] = _model(experiment, whole["model"], parts)
-    sections["data"] = _data(experiment, whole, parts, sections["model"])
-    sections["parallel"] = _parallel(whole["parallel"])
-    sections["optim"] = _optim(whole["optim"])
+    if full != sizes:
+        notes.append(f"mesh {describe_mesh(full)} as {describe_mesh(sizes)}")
+    model = _model(experiment, whole["model"], parts)
+    sections: JsonObject = {
+        **{name: whole[name] for name in ("loss", "sharding", "strategy", "seed")},
+        "mesh": {**_mesh(sizes), "fake_devices": parts},
+        "train": _train(experiment, sizes),
+        "model": model,
+        "data": _data(experiment, whole, parts, model),
+        "parallel": _parallel(whole["parallel"]),
+        "optim": _optim(whole["optim"]),
+    }
     if in_half_precision(sections):
-        sections = in_full_precision(sections)
-        parallel = {**sections["parallel"], "reduce_dtype": None}
-        parallel["zero"] = {**parallel["zero"], "gather_dtype": None}
-        sections["parallel"] = parallel
+        zero = {**sections["parallel"]["zero"], "gather_dtype": None}
+        wide = with_values(sections, "parallel", reduce_dtype=None, zero=zero)
+        sections = in_full_precision({**sections, **wide})
         notes.append("computed in float32")
     if whole["parallel"]["compression"] is not None:
         # Compression skips steps that are not finite, and so must the single device.
-        sections["optim"] = {**sections["optim"], "skip_nonfinite": True}
+        sections |= with_values(sections, "optim", skip_nonfinite=True)
         notes.append("messages with whole gradients: the proof does not cover what a codec loses")
     for name in ("batch_ramp", "phases"):
         if whole["train"].get(name):
             notes.append(f"one batch size, without train.{name}")
     return sections, tuple(notes)
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def _mesh(sizes: Mapping[str, int]) -> JsonObject:
@@ -106,24 +111,21 @@ def _mesh(sizes: Mapping[str, int]) -> JsonObject:
     return found
 
 
-def _train(experiment: Experiment, whole: JsonObject, sizes: Mapping[str, int]) -> JsonObject:
+def _train(experiment: Experiment, sizes: Mapping[str, int]) -> JsonObject:
     """Return the reduced section `train`, with a few rows per microbatch on each device.
 
     The number of rows per microbatch and device remains odd if it was odd.
 
     Args:
       experiment: the experiment at its full size.
-      whole: the sections of the full config.
       sizes: the sizes of the reduced mesh axes.
     """
-    layout, config = experiment.layout, experiment.config
-    stages = sizes.get("stage", 1)
-    most = max(2 * stages, 4)
-    pieces = small(config.train.microbatches, stages, most)
+    layout, train, stages = experiment.layout, experiment.config.train, sizes.get("stage", 1)
+    pieces = small(train.microbatches, stages, max(2 * stages, 4))
     axes = layout.names_of("batch")
     split, now = (math.prod(mesh[axis] for axis in axes) for mesh in (layout.mesh.shape, sizes))
-    rows = max(1, config.train.batch_size // (split * config.train.microbatches))
-    unit = math.lcm(now, config.parallel.shards or 1) * pieces
+    rows = max(1, train.batch_size // (split * train.microbatches))
+    unit = math.lcm(now, experiment.config.parallel.shards or 1) * pieces
     return {"steps": STEPS, "batch_size": unit * small(rows, 2, 2), "microbatches": pieces}
 
 
@@ -132,28 +134,25 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
 
     Only the dims of gpt, cnn and mlp are known. The section of any other model is unchanged.
     """
-    kind = model["type"]
-    if kind == "mlp":
-        return {**model, "hidden": [small(size, parts, 8) for size in model["hidden"]]}
-    if kind == "cnn":
-        channels = [small(size, parts, 4) for size in model["channels"]]
-        return {**model, "channels": channels, "hidden": small(model["hidden"], parts, 8)}
-    if kind != "gpt":
-        return model
+    found = {**model}
+    for name, least in LEAST.get(model["type"], {}).items():
+        if size := model[name]:
+            sizes = [small(n, parts, least) for n in (size if isinstance(size, list) else [size])]
+            found[name] = sizes if isinstance(size, list) else sizes[0]
+    if model["type"] != "gpt":
+        return found
     heads, kv_heads = model["heads"], model["kv_heads"] or model["heads"]
-    few = small(kv_heads, parts, 2)
-    group = small(heads // kv_heads, 2, 2)
+    found["kv_heads"] = small(kv_heads, parts, 2)
+    found["heads"] = found["kv_heads"] * small(heads // kv_heads, 2, 2)
     head = small(model["head_size"] or model["embed"] // heads, 2, 4)
-    # Devices that share a sequence attend block by block.
-    kernel = "blockwise" if experiment.layout.split is not None else "plain"
-    found = {**model, "heads": few * group, "kv_heads": few, "attention": kernel}
-    found["embed"] = few * group * head
     if model["head_size"]:
         found |= {"head_size": head, "embed": small(model["embed"], parts, 16)}
-    if model["mlp"]:
-        found["mlp"] = small(model["mlp"], parts, 8)
+    else:
+        found["embed"] = found["heads"] * head
     if (experts := model.get("experts")) and experts.get("mlp"):
         found["experts"] = {**experts, "mlp": small(experts["mlp"], parts, 8)}
+    # Devices that share a sequence attend block by block.
+    found["attention"] = "plain" if experiment.layout.split is None else "blockwise"
     found["vocab_multiple"] = small(model["vocab_multiple"], parts, parts)
     found["layers"] = _layers(experiment, model)
     found["scan_unroll"] = min(model["scan_unroll"], found["layers"])
@@ -164,12 +163,9 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
 
 def _layers(experiment: Experiment, model: Json) -> int:
     compute = experiment.program.compute
-    chunks, own = 1, False
-    if isinstance(compute, Pipeline):
-        chunks = len(compute.ticks.placement)
-        pipeline = experiment.config.parallel.pipeline
-        own = pipeline is not None and pipeline.layers is not None
-    if own or isinstance(model["remat"], list):
+    chunks = len(compute.ticks.placement) if isinstance(compute, Pipeline) else 1
+    listed = getattr(experiment.config.parallel.pipeline, "layers", None) is not None
+    if listed or isinstance(model["remat"], list):
         return model["layers"]  # the lists of the config have an entry for each layer or chunk
     return small(model["layers"], chunks, max(2, chunks))
 
@@ -183,8 +179,8 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
     if data["type"] == "import":
         return data
     # 13 held-out examples are not a multiple of a batch, so that evaluation pads the last batch.
-    found: JsonObject = {"type": "synthetic", "examples": 4096}
-    found["heldout_examples"] = 0 if experiment.heldout is None else 13
+    heldout = 0 if experiment.heldout is None else 13
+    found = {"type": "synthetic", "examples": 4096, "heldout_examples": heldout}
     dataset = experiment.dataset
     if "tokens" in loader:
         multiple = model.get("vocab_multiple", 1)
@@ -196,13 +192,12 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
         return {**found, "kind": "tokens", "vocab_size": vocab, "window": window}
     _, height, width, channels = loader["image"].shape
     shape = {"height": small(height, 4, 8), "width": small(width, 4, 8), "channels": channels}
-    more = {"kind": "images", "classes": dataset.classes, "transform": data.get("transform")}
-    return {**found, **shape, **more}
+    transform = data.get("transform")
+    return found | shape | {"kind": "images", "classes": dataset.classes, "transform": transform}
 
 
 def _parallel(parallel: Json) -> JsonObject:
-    zero, reduce = parallel["zero"], parallel["reduce"]
-    found = {**parallel}
+    found, zero, reduce = {**parallel}, parallel["zero"], parallel["reduce"]
     if parallel["compression"] is not None:
         found["compression"] = {"type": "whole", "axis": parallel["compression"]["axis"]}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}

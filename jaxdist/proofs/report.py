@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.mesh import axis_names
 from jaxdist.metrics.report import write_json
-from jaxdist.proofs.certificate import Proof, Undecided, identity_of, path_of, to_json, write
+from jaxdist.proofs.certificate import Proof, identity_of, path_of, to_json, write
 from jaxdist.proofs.neighbours import neighbours
 from jaxdist.proofs.numbers import Compared, Reference, Steps
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.sent import Sent, compare, owed_sums
+from jaxdist.proofs.types.check import Typed
 from jaxdist.proofs.types.program import types_of
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject
@@ -83,13 +83,12 @@ def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
       seed: the seed of weights and neighbours.
       say: a function that prints a line when a part begins.
     """
+    leaves = tuple(name for name, _ in flatten_with_names(experiment.program.own_shapes.params))
     say("types    following every value of the step")
-    others: list[Undecided] = []
-    typed = sent = None
     try:
         typed = types_of(experiment.program)
     except JaxdistError as error:
-        others.append(Undecided("types", "the step", f"it cannot be traced: {error}"))
+        typed = Typed(undecided=dict.fromkeys(leaves, (f"the step cannot be traced: {error}",)))
     sections, notes = reduced(experiment)
     for note in notes:
         say(f"reduced  {note}")
@@ -97,17 +96,11 @@ def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
     say("numbers  one device against the plan, at a reduced size")
     compared, steps = plain.compare("as configured", sections)
     found = compared, weighted.compare("with unequal weights", sections)[0]
-    if steps is not None:
-        say("bytes    the compiled step against its code")
-        try:
-            sent = _sent(steps)
-        except JaxdistError as error:
-            others.append(Undecided("bytes", "the step", str(error)))
-    leaves = tuple(name for name, _ in flatten_with_names(experiment.program.own_shapes.params))
-    proof = Proof(typed, found, (), sent, tuple(others), seed, notes, sections, leaves)
-    if found[1].undecided:
-        return proof  # the reason also applies to neighbours, which have the same model and weights
-    return replace(proof, near=tuple(_near(weighted, sections, near, seed, say)))
+    say("bytes    the compiled step against its code")
+    sent = Sent() if steps is None else _sent(steps)
+    # What leaves unequal weights undecided also applies to neighbours: model and weights are equal.
+    neighbours_ = () if found[1].undecided else tuple(_near(weighted, sections, near, seed, say))
+    return Proof(typed, found, neighbours_, sent, seed, notes, sections, leaves)
 
 
 def _near(

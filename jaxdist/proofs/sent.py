@@ -10,31 +10,31 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jaxdist.hlo import Ledger, ledger, program_text
+from jaxdist.hlo import LedgerError, ledger, program_text
 from jaxdist.hlo.collective import SENT
 from jaxdist.hlo.parse import parse
 from jaxdist.hlo.records import Collective, CollectiveKind
 from jaxdist.hlo.source.lines import Lines
 from jaxdist.mesh import entry_names
 from jaxdist.proofs.types.jaxprs import LIBRARIES, axes_over, line_of, sub_programs
+from jaxdist.trees import leaf_bytes, tree_bytes
 
-_ASKING: Mapping[CollectiveKind, str] = {
-    "all-reduce": "psum psum2 psum_invariant unreduced_psum pmax pmin",
-    "reduce-scatter": "reduce_scatter unreduced_reduce_scatter",
-    "all-gather": "all_gather all_gather_invariant all_gather_reduced",
-    "all-to-all": "all_to_all ragged_all_to_all",
-    "collective-permute": "ppermute",
+_PARTS: Mapping[str, CollectiveKind] = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
 }
-ASKING: Mapping[str, CollectiveKind] = {
-    name: kind for kind, names in _ASKING.items() for name in names.split()
-}
-"""The kind of collective for each operation of jax that asks for a collective in `shard_map`."""
+"""The kind of collective for a part of the name of each operation that asks for a collective."""
 SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
 """The kinds of collectives that sum over devices."""
 
@@ -78,13 +78,15 @@ class Sent:
       unasked: all other collectives of the compiled program.
       missing: a sentence for each set of axes over which the compiled program sends too few bytes
         for the collectives that the code asks for, or for the sums of gradients.
+      undecided: the reason why the compiled program was not compared, or an empty string.
     """
 
-    asked: Mapping[str, float]
-    placed: Mapping[str, float]
-    summed: Mapping[str, float]
-    unasked: tuple[Unasked, ...]
-    missing: tuple[str, ...]
+    asked: Mapping[str, float] = field(default_factory=dict)
+    placed: Mapping[str, float] = field(default_factory=dict)
+    summed: Mapping[str, float] = field(default_factory=dict)
+    unasked: tuple[Unasked, ...] = ()
+    missing: tuple[str, ...] = ()
+    undecided: str = ""
 
 
 ALIKE = 0.5
@@ -105,36 +107,37 @@ def compare(
       owed: for each axis, the least number of bytes that a device must send to sum the gradients,
         or None to skip this check.
 
-    Raises:
-      LedgerError: the compiled program cannot be read, or runs on other devices than the mesh's.
+    Returns:
+      The bytes, which are undecided if the compiled program cannot be read, or runs on other
+      devices than the mesh's.
     """
-    text = program_text(compiled)
-    module = parse(text)
-    found: Ledger = ledger(compiled, mesh, module)
+    try:
+        text = program_text(compiled)
+        module = parse(text)
+        found = ledger(compiled, mesh, module).collectives
+    except LedgerError as error:
+        return Sent(undecided=str(error))
     asked, placed, summed = (defaultdict[str, float](float) for _ in range(3))
     lines: dict[str, dict[str, None]] = defaultdict(dict)
-    for eqn, axes, times in asked_of(closed.jaxpr):
-        sent = times * _sent(eqn, axes, mesh)
-        if sent:
-            asked[_key(axes, mesh)] += sent
-            lines[_key(axes, mesh)][line_of(eqn)] = None
+    for key, line, sent_bytes in asked_of(closed.jaxpr, mesh):
+        asked[key] += sent_bytes
+        lines[key][line] = None
+    stored_axes, where = split_axes(stored), Lines(text, module, LIBRARIES)
     unasked: dict[Unasked, None] = {}
-    gathered, where = split_axes(stored), Lines(text, module, LIBRARIES)
-    seen = set()
-    for one in found.collectives:
-        sent, names = one.times_high * one.sent_bytes, operations(one)
-        seen.add(where(one.name))
-        axes = tuple(one.axes or ())
-        gathers = one.kind == "all-gather" and {*axes} <= gathered
-        if names <= ASKING.keys():
-            placed[_key(axes, mesh)] += sent
+    for one in found:
+        sent_bytes, names = one.times_high * one.sent_bytes, operations(one)
+        axes = one.axes or ()
+        gathers = one.kind == "all-gather" and {*axes} <= stored_axes
+        if all(map(kind_of, names)):
+            placed[_key(axes, mesh)] += sent_bytes
         elif axes and (one.kind in SUMS or gathers):
-            summed[_key(axes, mesh)] += sent
-        elif sent:
+            summed[_key(axes, mesh)] += sent_bytes
+        elif sent_bytes:
             name = " ".join(sorted(names)) or "an operation without a name"
-            unasked[Unasked(where(one.name), name, one.kind, one.axes, sent)] = None
+            unasked[Unasked(where(one.name), name, one.kind, one.axes, sent_bytes)] = None
     missing: list[str] = []
     sums = {key: placed[key] + summed[key] for key in {**asked, **placed, **summed}}
+    seen = {where(one.name) for one in found}
     for key, least in asked.items():
         if sums[key] < ALIKE * least * (1 - 1e-6):
             # The lines whose collectives the compiled program still has are not to blame. If it has
@@ -145,13 +148,18 @@ def compare(
                 f"program sends {f'{sums[key]:,.0f} B' if sums[key] else 'none'}"
             )
     for axis, least in (owed or {}).items():
-        sent = sum(sums[key] for key in sums if axis in key.split(", "))
-        if sent < least * (1 - 1e-6):
+        total = sum(sums[key] for key in sums if axis in key.split(", "))
+        if total < least * (1 - 1e-6):
             missing.append(
                 f"gradients: a device owes sums of {least:,.0f} B at least over {axis}, and the "
-                f"compiled program sends {sent:,.0f} B"
+                f"compiled program sends {total:,.0f} B"
             )
     return Sent(dict(asked), dict(placed), dict(summed), tuple(unasked), tuple(missing))
+
+
+def kind_of(operation: str) -> CollectiveKind | None:
+    """Return the kind of collective that an operation of jax asks for in `shard_map`, if any."""
+    return next((kind for part, kind in _PARTS.items() if part in operation), None)
 
 
 def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float]:
@@ -172,27 +180,33 @@ def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float
             split = math.prod(mesh.shape[name] for name in parted)
             # A ring's reduce-scatter sends the least of all algorithms that give every device a
             # shard of the sum.
-            sent = SENT["reduce-scatter"](mesh.shape[axis]) * leaf.size * leaf.dtype.itemsize
+            sent = SENT["reduce-scatter"](mesh.shape[axis]) * leaf_bytes(leaf)
             owed[axis] = owed.get(axis, 0.0) + sent / split
     return owed
 
 
-def asked_of(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, tuple[str, ...], int]]:
-    """Yield each collective of a program with its axes and its number of executions in a run.
+def asked_of(jaxpr: Any, mesh: Mesh, times: int = 1) -> Iterator[tuple[str, str, float]]:
+    """Yield the axes, the line and the sent bytes of each collective that a program asks for.
 
     A loop of unknown length counts as a single iteration, and every branch counts as taken.
 
     Args:
       jaxpr: the program.
+      mesh: the mesh of the program.
       times: the number of executions of `jaxpr`.
     """
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in ASKING:
-            yield eqn, tuple(axis for axis in axes_over(eqn) if isinstance(axis, str)), times
-        repeated = times * eqn.params["length"] if name == "scan" else times
+        kind = kind_of(eqn.primitive.name)
+        axes = tuple(axis for axis in axes_over(eqn) if isinstance(axis, str)) if kind else ()
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        if kind and count > 1:
+            # The operand of a gather is a shard of what is gathered.
+            arrays = [v.aval for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
+            sent_bytes = times * SENT[kind](count) * tree_bytes(arrays)
+            yield _key(axes, mesh), line_of(eqn), sent_bytes
+        repeated = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for inner in sub_programs(eqn):
-            yield from asked_of(inner, repeated)
+            yield from asked_of(inner, mesh, repeated)
 
 
 def operations(one: Collective) -> set[str]:
@@ -203,23 +217,12 @@ def operations(one: Collective) -> set[str]:
     return {part.rsplit("/", 1)[-1].strip("()") for part in one.source.split(":")} - {""}
 
 
-def _sent(eqn: Any, axes: tuple[str, ...], mesh: Mesh) -> float:
-    count = math.prod(mesh.shape[axis] for axis in axes)
-    kind = ASKING[eqn.primitive.name]
-    variables = eqn.outvars if kind == "all-gather" else eqn.invars
-    payload = sum(var.aval.size * var.aval.dtype.itemsize for var in variables)
-    return SENT[kind](count) * payload if count > 1 else 0.0
-
-
 def _key(axes: tuple[str, ...], mesh: Mesh) -> str:
     return ", ".join(axis for axis in mesh.axis_names if axis in axes) or "no axis"
 
 
 def split_axes(stored: Any) -> set[str]:
     """Return the mesh axes along which any array of a tree is sharded."""
-    found: set[str] = set()
-    for leaf in jax.tree.leaves(stored):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            found |= {name for entry in sharding.spec for name in entry_names(entry)}
-    return found
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(stored))
+    specs = (getattr(sharding, "spec", ()) for sharding in shardings)
+    return {name for spec in specs for entry in spec for name in entry_names(entry)}

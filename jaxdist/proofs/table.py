@@ -47,8 +47,6 @@ def _typed(proof: Proof, leaf: str) -> str:
     The result is "by XLA" if no `shard_map` computes them.
     """
     typed = proof.types
-    if typed is None:
-        return "undecided"
 
     def any_of(outputs: Iterable[str]) -> bool:
         return any(output == leaf or output.endswith(f"/{leaf}") for output in outputs)
@@ -69,18 +67,18 @@ def _worst(compared: Sequence[Compared], kind: str, name: str) -> str:
     found = [q for one in compared for q in one.quantities if (q.kind, q.name) == (kind, name)]
     if not found:
         # A step that the user has written returns no gradients, only the state.
-        shown = not compared or any(one.undecided for one in compared)
+        shown = all(one.undecided for one in compared)
         return "undecided" if shown or kind != "gradient" else "-"
     worst = max(found, key=lambda one: one.off)
     return f"{worst.off:.1e}" + ("" if all(one.equal for one in found) else "!")
 
 
 def _bytes(proof: Proof) -> Iterator[str]:
-    if proof.sent is None:
-        return
     sent = proof.sent
-    yield f"{'bytes of a step, over':<38} {'asked':>13} {'compiled':>13} {'by XLA':>13}"
-    for axes in {**sent.asked, **sent.placed, **sent.summed}:
+    shown = {**sent.asked, **sent.placed, **sent.summed}
+    if shown:
+        yield f"{'bytes of a step, over':<38} {'asked':>13} {'compiled':>13} {'by XLA':>13}"
+    for axes in shown:
         numbers = (part.get(axes, 0.0) for part in (sent.asked, sent.placed, sent.summed))
         yield f"{axes:<38} " + " ".join(f"{number:>13,.0f}" for number in numbers)
     for one in sent.unasked:
@@ -88,7 +86,7 @@ def _bytes(proof: Proof) -> Iterator[str]:
 
 
 def _problems(proof: Proof) -> Iterator[str]:
-    for finding in proof.types.findings if proof.types else ():
+    for finding in proof.types.findings:
         if proof.doubted:
             yield f"doubt    types, which no number confirms: {finding}"
         else:
@@ -99,7 +97,7 @@ def _problems(proof: Proof) -> Iterator[str]:
                 f"WRONG    numbers: {one.kind} {one.name}, {one.step} of the plan {compared.plan}: "
                 f"off by {one.off:.1e}, and rounding explains {one.limit:.1e}"
             )
-    for line in proof.sent.missing if proof.sent else ():
+    for line in proof.sent.missing:
         yield f"WRONG    bytes: {line}"
     why: dict[tuple[str, str], list[str]] = {}
     for one in proof.undecided:

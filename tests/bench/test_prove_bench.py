@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.prove import draws, mutations, report
 from benchmarks.prove.faults import PLANS, faults
+from benchmarks.prove.known import Known
 from benchmarks.prove.mutations import Planted
 from jaxdist.parallel.exchange import explicit
 
@@ -63,3 +64,14 @@ def test_figures_count_what_each_part_found():
     figure = report.alarms_figure([outcome, draws.Outcome(6)])
     assert (figure.ours, figure.reference, figure.holds) == (1, 2, False)
     assert "[5]" in figure.note
+
+
+def test_figures_count_known_mistakes_and_right_trainers():
+    found = Known("a report", "a mean of means", "wrong", ("a.py:3",), ("w",))
+    missed = Known("a report", "a stale key", "undecided")
+    trained = [Known("nnx", "", "proved"), Known("nnx", "a local norm", "wrong")]
+    figures = report.known_figures([found, missed], trained)
+    assert [(one.ours, one.reference, one.holds) for one in figures] == [
+        (1, 2, False), (1, 1, True), (1, 1, True),
+    ]  # fmt: skip
+    assert report.known_listing([found]).rows[0][2:] == ("wrong", "a.py:3", "w")

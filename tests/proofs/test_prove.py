@@ -20,9 +20,9 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
-from jaxdist.proofs.certificate import Kept, Proof, Undecided, current, identity_of, path_of, write
+from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
 from jaxdist.proofs.neighbours import neighbours, settings_of
-from jaxdist.proofs.numbers import scenes
+from jaxdist.proofs.numbers import RESUMED, Compared, scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
 from jaxdist.proofs.types.check import Finding, Typed
@@ -92,14 +92,12 @@ def test_the_certificate_says_what_was_shown(ring):
 
 def test_scenes_have_an_empty_shard_and_a_batch_without_weight():
     taken = scenes(8, 4, weighted=True, skips=True, seed=3)
-    shards = {s.name: np.asarray(s.weights).reshape(4, 2).sum(1) for s in taken}
+    shards = {name: np.asarray(weights).reshape(4, 2).sum(1) for name, weights in taken.items()}
     assert (shards["an empty shard"] == 0).sum() == 1
     assert len({*shards["unequal weights"]}) == 4
     assert not shards["no weight"].any()
     assert np.isnan(shards["not a number"]).all()
-    assert [scene.reload for scene in scenes(8, 4, weighted=False, skips=False, seed=3)] == [
-        False, False, True,
-    ]  # fmt: skip
+    assert [*scenes(8, 4, weighted=False, skips=False, seed=3)][2] == RESUMED in taken
 
 
 def test_a_run_keeps_the_certificate_with_which_it_began(ring, tmp_path):
@@ -219,6 +217,6 @@ def test_a_finding_that_no_number_confirms_leaves_the_plan_undecided(ring):
     doubted = replace(ring.proof, types=typed)
     assert doubted.verdict == "undecided"
     assert "doubt    types, which no number confirms: a.py:1: sums twice" in str(doubted)
-    alone = replace(doubted, others=(Undecided("numbers", "as configured", "no reason"),))
+    alone = replace(doubted, numbers=(*doubted.numbers, Compared("a plan", undecided="no reason")))
     assert alone.verdict == replace(doubted, numbers=(), near=()).verdict == "wrong"
     assert "WRONG    types: a.py:1" in str(alone)

@@ -119,7 +119,7 @@ def _compare(drawn: Draw) -> JsonObject:
         wide = FirstSteps(built(in_full_precision(plain)))
         moved.append(wide.run(wide.begin())[0])
     found, state = FirstSteps(experiment).run(initial)
-    cuts = _cuts(drawn.sections)
+    cuts = plan_cuts(drawn.sections)
     limit = half_limit_of(cuts) if half else limit_of(cuts, experiment.units_per_step)
     off = trace_differences(
         found, expected, norms_at_least(expected, limit, *moved, times=2 if half else 1)
@@ -169,7 +169,8 @@ def built(sections: Mapping[str, Json]) -> Experiment:
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
-def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
+def plan_cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
+    """Return the names of the sums that a config's plan adds in another order; see `cuts_of`."""
     return cuts_of(
         tensor=sections["mesh"].get("tensor", 1) > 1,
         sequence="residual_seq" in sections["sharding"]["rules"],

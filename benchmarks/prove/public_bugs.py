@@ -144,15 +144,83 @@ def right_auxiliary(w: jax.Array, *rows: jax.Array) -> Any:
     return w - 0.1 * (grad + head), loss
 
 
+def log_total(logits: jax.Array) -> jax.Array:
+    """The logarithm of the sum of exponentials over the shards of a vocabulary."""
+    most = lax.pmax(lax.stop_gradient(logits.max(1)), "d")
+    return jnp.log(lax.psum(jnp.exp(logits - most[:, None]).sum(1), "d")) + most
+
+
 def gathered_logits(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
     logits = x @ lax.all_gather(w, "d", axis=1, tiled=True)
-    most = lax.pmax(lax.stop_gradient(logits.max(1)), "d")
-    found = jnp.log(lax.psum(jnp.exp(logits - most[:, None]).sum(1), "d")) + most
-    return w, (found * m).sum()
+    return w, (log_total(logits) * m).sum()
 
 
 def whole_logits(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
     return w, (jax.nn.logsumexp(x @ w, axis=1) * m).sum()
+
+
+def smoothed_by_a_shard(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    """Labels are smoothed over the columns of a device."""
+    logits = x @ w
+    return w, ((log_total(logits) - logits.mean(1)) * m).sum()
+
+
+def smoothed(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    return w, ((jax.nn.logsumexp(x @ w, axis=1) - (x @ w).mean(1)) * m).sum()
+
+
+def recomputed_of_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    """Each device keeps some columns of an activation, and gathers those of other devices' rows."""
+    size = WIDTH // DEVICES
+    own = lax.dynamic_slice_in_dim(jnp.tanh(x * w), lax.axis_index("d") * size, size, 1)
+    activation = lax.all_gather(own, "d", axis=1, tiled=True)
+    return w - 0.1 * lax.psum((activation * x * m[:, None]).sum(0), "d"), m.sum() * 0
+
+
+def recomputed(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    return w - 0.1 * (jnp.tanh(x * w) * x * m[:, None]).sum(0), m.sum() * 0
+
+
+def masked_by_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    other = lax.ppermute(m, "d", [(i, (i + 1) % DEVICES) for i in range(DEVICES)])
+    return plain_sum(w, x, y, other)
+
+
+def half_batches(rows: Any, shards: int) -> list[Any]:
+    """Two microbatches: the first and second half of the rows of each of `shards` devices."""
+    halves = [leaf.reshape(shards, 2, -1, *leaf.shape[1:]).swapaxes(0, 1) for leaf in rows]
+    return [[leaf[i].reshape(-1, *leaf.shape[3:]) for leaf in halves] for i in range(2)]
+
+
+def means_of_microbatches(w: jax.Array, *rows: jax.Array) -> Any:
+    first, second = (mean(w, *half)[1] for half in half_batches(rows, 1))
+    return w - 0.1 * lax.pmean((first + second) / 2, "d"), rows[2].sum() * 0
+
+
+def whole_microbatches(w: jax.Array, *rows: jax.Array) -> Any:
+    first, second = (mean(w, *half)[1] for half in half_batches(rows, DEVICES))
+    return w - 0.1 * (first + second) / 2, rows[2].sum() * 0
+
+
+def scaled_by_all(w: jax.Array, *rows: jax.Array) -> Any:
+    """The mean over a device's rows, times the count of all rows in place of the device's."""
+    count = lax.psum(rows[2].sum(), "d")
+    return w - 0.1 * lax.psum(mean(w, *rows)[1] * count, "d"), count * 0
+
+
+def summed_once(w: jax.Array, *rows: jax.Array) -> Any:
+    return w - 0.1 * jax.grad(total)(w, *rows), rows[2].sum() * 0
+
+
+def scale_of_heads(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    """Each device has some of the heads (rows of `x`), which share the scale `w`."""
+    out = lax.psum((jnp.tanh(x) * w).sum(), "d")
+    return w - 0.01 * 2 * (out - 1) * jnp.tanh(x).sum(0), out
+
+
+def scale_of_all_heads(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
+    out = (jnp.tanh(x) * w).sum()
+    return w - 0.01 * 2 * (out - 1) * jnp.tanh(x).sum(0), out
 
 
 def padded_vocabulary(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
@@ -261,9 +329,15 @@ def decays_stacks(w: jax.Array, *rows: jax.Array) -> Any:
 
 COLUMNS, NO_ROWS = P(None, "d"), P()
 BUGS: dict[str, Bug] = {
+    "Megatron-LM#7452, 1: smoothing": Bug(smoothed_by_a_shard, smoothed, COLUMNS, NO_ROWS),
     "Megatron-LM#7452, 2: gathered logits": Bug(gathered_logits, whole_logits, COLUMNS, NO_ROWS),
     "Megatron-LM#7452, 3: head by local counts": Bug(with_auxiliary, right_auxiliary),
+    "Megatron-LM#7452, 4: recomputed of other rows": Bug(recomputed_of_others, recomputed),
+    "Megatron-LM#7452, 5: mask of another group": Bug(masked_by_others, plain),
     "Megatron-LM#7452, 8: norm of sinks": Bug(sink_in_the_norm, whole_sink, P("d")),
+    "Megatron-LM#7452, 9: counts of microbatches": Bug(means_of_microbatches, whole_microbatches),
+    "Megatron-LM#7452, 10: count of all tokens": Bug(scaled_by_all, summed_once),
+    "Megatron-LM#7452, 11: scale of heads": Bug(scale_of_heads, scale_of_all_heads),
     "torchtitan#2206: mean of means": Bug(mean_of_means, plain),
     "Automodel#3796: an empty shard is NaN": Bug(empty_is_nan, no_value),
     "AReaL#312: norm of a shard": Bug(
