@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ from jaxdist.types import PyTree
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 INPUTS = "pass the whole state of training as the first argument, and return it first"
 MUTABLE = f"{INPUTS}; a step that changes flax.nnx objects in place needs nnx.split and nnx.merge"
+STATEFUL = (
+    "traced a second time, the step is another program: it uses Python objects that it changes; "
+    "pass them as arrays in the state"
+)
 UNKNOWN_SCALE = (
     "no step on one device was given (one_device=), so that only another order of the rows was "
     "compared; a factor that is the same for every batch shows only in the types"
@@ -66,17 +71,21 @@ def prove(
       RunError: the step cannot be traced, or does not return its state; the batch or the mesh does
         not fit the step; or the certificate cannot be written.
     """
-    closed, names = _traced(step, mesh, state, batch)
+    closed, names = _traced(step, mesh, state, batch, one_device)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     alone: Any = one_device and (
         one_device if hasattr(one_device, "lower") else jax.jit(one_device)
     )
     found = _Runner(mesh, state, batch, weight, seed).compare(jitted, alone)
-    unknown = [Compared("the scale", undecided=UNKNOWN_SCALE)]
-    numbers = (found, *(unknown if alone is None and not found.undecided else ()))
+    again, _ = _program("the step", step, state, batch)
+    unknown = {
+        "the scale": UNKNOWN_SCALE if alone is None and not found.undecided else "",
+        "later steps": "" if _text(again) == _text(closed) else STATEFUL,
+    }
+    others = [Compared(name, undecided=why) for name, why in unknown.items() if why]
     sent = compare(closed, jitted.lower(state, batch).compile(), mesh, state)
     leaves = tuple(name for name, _ in flatten_with_names(state))
-    proof = Proof(check_types(closed, names), numbers, (), sent, seed, leaves=leaves)
+    proof = Proof(check_types(closed, names), (found, *others), (), sent, seed, leaves=leaves)
     if json_file is not None:
         valid = identity(str(closed), dict(mesh.shape))
         certificate = to_json(proof, valid, str(getattr(step, "__name__", step)))
@@ -89,24 +98,40 @@ def _require(condition: bool, otherwise: str) -> None:
         raise RunError(f"prove: {otherwise}")
 
 
-def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, Sequence[str]]:
-    """Return the program of a step, as `jax.make_jaxpr` traces it, and the names of its outputs.
-
-    Raises:
-      RunError: the step cannot be traced, returns no pair of a state and outputs, or is for another
-        mesh; or an argument is not an array, or is not on the devices of the mesh.
-    """
-    for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float)
-        _require(is_array, f"{name} is {type(leaf).__name__}, not an array: {MUTABLE}")
+def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, Any]:
     try:
-        closed, out = jax.make_jaxpr(step, return_shape=True)(state, batch)
+        # A new function is traced each time, since jax caches the program of a function.
+        return jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(state, batch)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise RunError(
-            f"prove: the step cannot be traced ({type(error).__name__}: {first}): call it as "
+            f"prove: {name} cannot be traced ({type(error).__name__}: {first}): call it as "
             f"step(state, batch) with these arguments first; {INPUTS}"
         ) from error
+
+
+def _text(closed: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", str(closed))  # without the addresses of functions
+
+
+def _traced(
+    step: Step, mesh: Mesh, state: PyTree, batch: PyTree, one_device: Step | None
+) -> tuple[Any, Sequence[str]]:
+    """Return the program of a step, as `jax.make_jaxpr` traces it, and the names of its outputs.
+
+    Raises:
+      RunError: a step cannot be traced, returns no pair of a state and outputs, or is for another
+        mesh; `one_device` returns other arrays; or an argument is not an array, was deleted, or is
+        not on the devices of the mesh.
+    """
+    _require(isinstance(mesh, Mesh), f"mesh is {type(mesh).__name__}, not a jax.sharding.Mesh")
+    for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float)
+        _require(is_array, f"{name} is {type(leaf).__name__}, not an array: {MUTABLE}")
+        deleted = isinstance(leaf, jax.Array) and leaf.is_deleted()
+        _require(not deleted, f"{name} was donated to an earlier step: pass a state of its own")
+    _require(any(map(np.ndim, jax.tree.leaves(batch))), "the batch has no array with examples")
+    closed, out = _program("the step", step, state, batch)
     pair = isinstance(out, tuple) and len(out) == 2
     _require(pair, f"the step returns {type(out).__name__}, not two values: {MUTABLE}")
     same = jax.tree.structure(out[0]) == jax.tree.structure(state)
@@ -115,6 +140,14 @@ def _traced(step: Step, mesh: Mesh, state: PyTree, batch: PyTree) -> tuple[Any, 
     for old, (name, new) in zip(jax.tree.leaves(state), news, strict=True):
         same = np.shape(old) == new.shape
         _require(same, f"{name} is {np.shape(old)}, but the step returns {new.shape}")
+    if one_device is not None:
+        theirs = _program("one_device", one_device, *jax.tree.map(_host, (state, batch)))[1]
+        named = (
+            dict(zip(("state", "outputs"), returned, strict=False)) for returned in (out, theirs)
+        )
+        both = [{name: np.shape(x) for name, x in flatten_with_names(tree)} for tree in named]
+        other = [name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)]
+        _require(not other, f"one_device returns other arrays than the step: {', '.join(other)}")
     used = [dict(region.params["mesh"].shape) for region in regions_of(closed.jaxpr)]
     given = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
     on_mesh = any(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in given)

@@ -99,6 +99,48 @@ def test_what_cannot_be_proved_is_refused_by_name(name):
         jaxdist.prove(step, MESH, state, BATCH)
 
 
+REFERENCES: dict[str, tuple[Any, str]] = {
+    "a reference that cannot be traced": (
+        lambda state, batch: (state["v"], {}),
+        "one_device cannot be traced .*KeyError",
+    ),
+    "a reference with other outputs": (
+        lambda state, batch: (state, {"loss": 0.0}),
+        "one_device returns other arrays than the step: outputs/norm, outputs/loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_that_does_not_fit_is_refused(name, rows):
+    one_device, message = REFERENCES[name]
+    with pytest.raises(RunError, match=message):
+        jaxdist.prove(simple, MESH, STATE, rows, one_device=one_device)
+
+
+def test_arguments_that_cannot_be_used_are_refused(rows):
+    used = {"w": jnp.ones(3)}
+    used["w"].delete()
+    with pytest.raises(RunError, match="w was donated to an earlier step: pass a state"):
+        jaxdist.prove(simple, MESH, used, rows)
+    with pytest.raises(RunError, match="mesh is NoneType, not a"):
+        jaxdist.prove(simple, None, STATE, rows)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RunError, match="the batch has no array with examples"):
+        jaxdist.prove(simple, MESH, STATE, {})
+
+
+def test_a_step_that_changes_python_objects_is_undecided(rows):
+    counted: list[None] = []
+
+    def step(state: Any, batch: Any) -> Any:
+        counted.append(None)
+        return {"w": state["w"] + len(counted)}, {}
+
+    proof = jaxdist.prove(step, MESH, STATE, rows, one_device=jax.jit(step))
+    assert proof.verdict != "proved"
+    assert "later steps" in {one.what for one in proof.undecided}
+
+
 @pytest.fixture
 def rows() -> Any:
     return {"x": jax.device_put(BATCH["x"], NamedSharding(MESH, P("data")))}
