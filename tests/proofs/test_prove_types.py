@@ -230,6 +230,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     },
     "attention over shared sequences": {
         **PLANS["pipeline"],
+        "model": {**PLANS["pipeline"]["model"], "isolate_documents": True},
         "mesh": {"data": 2, "context": 2, "fake_devices": 4},
         "sharding": {"context": "ring"},
         "parallel": {"reduce": {"type": "ring"}},

@@ -31,6 +31,9 @@ Keys = tuple[jax.Array, jax.Array, jax.Array | None]
 """The keys, values and document numbers of one piece of the sequence, cut into blocks."""
 Whole = Callable[..., jax.Array]
 """A function from (q, k, v, segments) of whole sequences to the attended values."""
+DOCUMENTS = 5
+"""The number of the document numbers among the operands that are marked by `enters`. The backward
+pass marks 5 other operands."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def _forward(
     given = (q_BlHd, k_BlKd, v_BlKd)
     entered = (enters(x, groups.split.axes, number) for number, x in enumerate(given))
     q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in entered)
-    own = pieces.cut_segments(segments_Bl)
+    own = _own_documents(pieces, groups, segments_Bl)
     source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
     # The group first sees its own keys, and each query sees the key at its own position. Every
     # row has therefore seen a key after hop 0.
@@ -196,6 +199,13 @@ def _forward(
     out_BlHd = checkpoint_name(out_BlHd, KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
     return out_BlHd, (*given, segments_Bl, out_BlHd, log_total)
+
+
+def _own_documents(pieces: Pieces, groups: Groups, segments_Bl: jax.Array | None) -> Any:
+    """Return the document numbers of this group's blocks, which enter as the operands do."""
+    if segments_Bl is None:
+        return None
+    return pieces.cut_segments(enters(segments_Bl, groups.split.axes, DOCUMENTS))
 
 
 def _scores(
@@ -232,7 +242,7 @@ def _backward(
     arrays = (*given, out_BlHd, cotangent_BlHd)
     entered = (enters(x, groups.split.axes, number) for number, x in enumerate(arrays))
     q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in entered)
-    own = pieces.cut_segments(segments_Bl)
+    own = _own_documents(pieces, groups, segments_Bl)
     queries = Queries.of_result(q, out, dout, log_total)
     # Without the barrier, XLA would keep the keys that the forward pass received, which are those
     # of a whole sequence.
