@@ -117,17 +117,28 @@ def test_tars_of_the_webdataset_format_give_what_folders_give(tmp_path: Path) ->
     np.testing.assert_array_equal(found["image"], PIXELS[:8])
     assert found["label"].tolist() == [0, 1] * 4
     assert len(data.heldout or ()) == 4
+    whole = (tmp_path / "train-000.tar").read_bytes()
+    # The header of the fourth image is cut off.
+    write(tmp_path / "train-000.tar", whole[: 3 * 2048 + 100])
+    with pytest.raises(DataError, match="truncated at byte 6,144, after 3 images: copy it again"):
+        build("tars", tmp_path)
 
 
 def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, train3=encoded(PIXELS[3])[:60], train4=b"")
     data = build("folder", folder)
-    with pytest.raises(DataError, match=r"train/cat/4.png is not an image .*skip_broken: true"):
+    message = r"train/cat/4.png is not an image .*\(neither JPEG nor PNG\).*skip_broken: true"
+    with pytest.raises(DataError, match=message):
         take(data.train, np.arange(8))
     data = build("folder", folder, skip_broken=True)
     assert "2 broken files left out: " in data.description
     assert "dog/3.png" in data.description
     assert take(data.train, np.arange(6))["label"].tolist() == [0, 0, 0, 1, 1, 1]
+    (folder / "val/dog").rename(folder / "dog")
+    assert (
+        "in 2 classes; without held-out images: dog; 2"
+        in build("folder", folder, skip_broken=True).description
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,6 +146,7 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
     [
         ("size", r"train/dog/3.png has 9 x 8 pixels, and .*0.png has 8 x 9: set data.size"),
         ("classes", "the held-out images have classes that training lacks: fox; training has cat"),
+        ("one class", "all images to train on have the class cat, and a classifier needs two"),
         ("no train", "has val/ and no train/"),
         ("empty", "has no images: expected a folder for each class"),
         ("no folder", "is not a folder"),
@@ -149,7 +161,8 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ("npz names", "holds a, expected x_train"),
         ("npz half", "has no labels for the split train"),
         ("npz dtype", "are float64, expected uint8"),
-        ("npz labels", "labels are float64 from 0.0, expected integers"),
+        ("npz labels", "labels are float64 from 0.0 to 1.0, expected integers"),
+        ("npz large", r"labels are int64 from 1 to 1099511627776, expected integers"),
         (
             "npz heldout",
             "2 held-out images have labels that training lacks, such as 12, .* 0 to 11",
@@ -163,6 +176,8 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
         folder_of(tmp_path, train3=encoded(PIXELS[3].transpose(1, 0, 2)))
     elif change == "classes":
         write(folder_of(tmp_path) / "val/fox/1.png", encoded(PIXELS[0]))
+    elif change == "one class":
+        write(tmp_path / "train/cat/1.png", encoded(PIXELS[0]))
     elif change == "no train":
         write(tmp_path / "val/cat/1.png", encoded(PIXELS[0]))
     elif change == "no folder":
@@ -197,6 +212,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
                 "npz half": {"x_train": PIXELS},
                 "npz dtype": {**arrays, "x_train": PIXELS.astype(float)},
                 "npz labels": {**arrays, "y_train": np.linspace(0, 1, 12)},
+                "npz large": {**arrays, "y_train": np.array([1] * 11 + [2**40])},
                 "npz heldout": {**arrays, "x_test": PIXELS, "y_test": [*range(10), 12, 12]},
             }[change]
             np.savez(path, **arrays)

@@ -79,7 +79,15 @@ def test_a_tokenizer_without_a_mask_gets_one_more_token() -> None:
     assert "10 of 64 tokens are predicted" in data.description
 
 
-@pytest.mark.parametrize("settings", [{"rate": 0}, {"rate": 1}, {"masked": 0.8, "random": 0.3}])
-def test_rates_that_hide_nothing_or_all_are_refused(settings: Any) -> None:
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 0}, "greater than 0"),
+        ({"rate": 1}, "less than 1"),
+        ({"masked": 0.8, "random": 0.3}, "add up to more than 1"),
+        ({"masked": 0, "random": 0}, "masked 0 and random 0 hide nothing"),
+    ],
+)
+def test_rates_that_hide_nothing_or_all_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         MaskingConfig(**settings)

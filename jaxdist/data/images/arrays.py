@@ -151,16 +151,18 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
 
     Raises:
       DataError: images or labels have another number of dims, the number of images is not the
-        number of labels, or labels are negative or not integers.
+        number of labels, or labels are negative, not integers, or larger than 32 bits hold.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(
             f"data: {name}: images {image.shape} and labels {label.shape} do not belong together, "
             "expected [N, H, W] or [N, H, W, C] and [N]"
         )
-    if label.dtype.kind not in "iu" or (len(label) and label.min() < 0):
+    least, most = (label.min(), label.max()) if len(label) else (0, 0)
+    if label.dtype.kind not in "iu" or least < 0 or most > np.iinfo(np.int32).max:
         raise DataError(
-            f"data: {name}: labels are {label.dtype} from {label.min()}, expected integers from 0"
+            f"data: {name}: labels are {label.dtype} from {least} to {most}, expected integers "
+            "from 0, the numbers of classes"
         )
     image = image[..., None] if image.ndim == 3 else image
     return Labelled(image, label.astype(np.int32))

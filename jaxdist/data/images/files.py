@@ -110,7 +110,7 @@ def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
       DataError: the file is broken, or cannot be read.
     """
     # Imported here, because it takes 40 ms and only users of image files need it.
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(place.read())) as image:
@@ -122,8 +122,11 @@ def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
                 pixels = ImageOps.fit(pixels, (size, size), Image.Resampling.BILINEAR)
             return np.asarray(pixels)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow's own message on an unknown format has the address of an object.
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = "neither JPEG nor PNG" if unknown else error
         raise DataError(
-            f"data: {place} is not an image that can be read ({error}): remove it, or set "
+            f"data: {place} is not an image that can be read ({why}): remove it, or set "
             "data.skip_broken: true"
         ) from error
 
@@ -151,11 +154,12 @@ def image_files(
 
     Returns:
       Four values: the training split; the held-out split, or None if there is none; the names of
-      the classes, in the order of the labels; and a note on broken files that were left out, or "".
+      the classes, in the order of the labels; and a note on classes without held-out images and on
+      broken files that were left out, or "".
 
     Raises:
-      DataError: the folder has no images, held-out images have classes that training lacks, or a
-        tar or all images are broken.
+      DataError: the folder has no images or a single class, held-out images have classes that
+        training lacks, or a tar or all images are broken.
     """
     if not folder.is_dir():
         raise DataError(f"data.directory: {folder} is not a folder")
@@ -173,6 +177,12 @@ def image_files(
             f"{_some(sorted(other))}; training has {_some(classes)}: remove those folders, or "
             "add training images of their classes"
         )
+    if len(classes) == 1:
+        raise DataError(
+            f"data.directory: {folder}: all images to train on have the class {classes[0]}, and a "
+            "classifier needs two or more: expected a folder for each class, or several numbers "
+            "in the .cls files of tars"
+        )
     numbers = {name: i for i, name in enumerate(classes)}
     splits, broken = [], []
     for listing in (train, heldout):
@@ -184,7 +194,9 @@ def image_files(
             broken += lost
         labels = np.array([numbers[name] for name in listing.names], np.int32)
         splits.append(EncodedImages(listing.places, labels, size))
-    note = f"; {len(broken)} broken files left out: {_some(broken)}" if broken else ""
+    absent = [] if heldout is None else sorted({*classes} - {*heldout.names})
+    note = f"; without held-out images: {_some(absent)}" if absent else ""
+    note += f"; {len(broken)} broken files left out: {_some(broken)}" if broken else ""
     return splits[0], splits[1], classes, note
 
 
@@ -282,8 +294,14 @@ def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
                 elif suffix == "cls":
                     content = tar.extractfile(member)
                     labels[stem] = content.read().decode().strip() if content else ""
+            end = tar.offset
     except (tarfile.TarError, OSError, UnicodeDecodeError) as error:
         raise DataError(f"data: {path} is not a tar that can be read: {error}") from error
+    # Python's tarfile ends silently at a header that is cut off; a whole tar ends with zeros.
+    if ImagePlace(str(path), end, tarfile.BLOCKSIZE).read() != bytes(tarfile.BLOCKSIZE):
+        raise DataError(
+            f"data: {path} is truncated at byte {end:,}, after {len(places)} images: copy it again"
+        )
     for stem in places:
         label = labels.get(stem, "")
         if not label.isdecimal():

@@ -37,15 +37,20 @@ class MaskingConfig(Config):
     def _check(self) -> MaskingConfig:
         if self.masked + self.random > 1:
             raise ValueError(f"masked {self.masked} and random {self.random} add up to more than 1")
+        if self.masked + self.random == 0:
+            raise ValueError(
+                "masked 0 and random 0 hide nothing, and the model would read what it must "
+                "predict: raise one of them"
+            )
         return self
 
     def predicted(self, window: int) -> int:
-        """Return the number of predicted tokens in a window.
+        """Return the number of predicted tokens in a window: at least one, and not all of several.
 
-        >>> MaskingConfig().predicted(128)
-        19
+        >>> MaskingConfig().predicted(128), MaskingConfig(rate=0.99).predicted(16)
+        (19, 15)
         """
-        return max(1, round(self.rate * window))
+        return max(1, min(window - 1, round(self.rate * window)))
 
 
 @dataclass(frozen=True)
