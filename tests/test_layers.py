@@ -26,6 +26,7 @@ LAYERS = (
     ("heartbeat",),
     ("train",),
     ("param_server.training",),
+    ("tables.training",),
     ("experiment",),
     ("interchange",),
     ("param_server.processes",),

@@ -22,12 +22,12 @@ from jaxdist.errors import RunError
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.param_server import processes
 from jaxdist.param_server.consistency.arrival import Asynchronous
-from jaxdist.param_server.training.hybrid import about_tables
-from jaxdist.param_server.training.table_servers import Wires, start_team
-from jaxdist.param_server.training.table_team import TableTeam
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowSgd
+from jaxdist.tables.training.program import about_tables
+from jaxdist.tables.training.servers import Wires, start_team
+from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 
 FORM = RowForm({"user": 300, "item": 200}, 4, 0.0)

@@ -103,7 +103,7 @@ def evaluate_run(
     strategy = experiment.config.strategy
     if experiment.rows is not None and isinstance(strategy, Hybrid):
         # The module is imported here, since it needs packages that a plain install does not have.
-        from jaxdist.param_server.training.hybrid import saved_rows
+        from jaxdist.tables.training.program import saved_rows
 
         given = run, restored.step, experiment.rows, strategy.optimizer
         experiment.rows.fetch = saved_rows(*given).read

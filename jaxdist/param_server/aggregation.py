@@ -1,4 +1,4 @@
-"""The paths of pushes from workers to servers: direct, or through an aggregator in each rack."""
+"""The paths of pushes from workers to servers: direct, through racks, or masked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, blamed
+from jaxdist.secure.masks import check_installed
+from jaxdist.secure.protocol import threshold
 
 
 @dataclass(frozen=True)
@@ -97,5 +99,50 @@ class Racks(Config):
         return PushTraffic(racks * size_bytes, min(workers, self.size) * size_bytes)
 
 
-AggregationConfig = Annotated[Direct | Racks, Field(discriminator="type")]
+class Secure(Config):
+    """Secure aggregation: servers learn the sum of a round's pushes, and no single push.
+
+    Workers push fixed-point integers with masks that cancel in the sum (`jaxdist.secure`), which
+    takes twice the bytes of float32. The rounds are those of bsp, whose mean is weighted by tokens.
+    """
+
+    type: Literal["secure"] = "secure"
+    """Select secure aggregation."""
+    dropouts: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    """The number of workers that a round can lose. Null takes the largest number that leaves more
+    than half of the workers, and at least two. If a round loses more, the run ends."""
+
+    def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return an empty tuple, because masked pushes go to the servers directly."""
+        return ()
+
+    def needed(self, workers: int) -> int:
+        """Return the number of workers that must complete a round.
+
+        Raises:
+          ConfigError: too few workers would be needed.
+
+        >>> Secure().needed(5), Secure(dropouts=1).needed(5)
+        (3, 4)
+        """
+        most = max(0, (workers - 1) // 2)
+        return threshold(workers, most if self.dropouts is None else self.dropouts)
+
+    def check(self, workers: int) -> None:
+        """Refuse too few workers for the number of dropouts.
+
+        Raises:
+          ConfigError: too few workers would be needed to unmask a sum.
+          SecureError: the package cryptography is not installed.
+        """
+        with blamed("dropouts"):
+            self.needed(workers)
+        check_installed()
+
+    def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
+        """Return the bytes that are received when every worker pushes once, without keys."""
+        return PushTraffic(2 * workers * size_bytes, 0)
+
+
+AggregationConfig = Annotated[Direct | Racks | Secure, Field(discriminator="type")]
 """The path that pushes take to the servers, by type."""

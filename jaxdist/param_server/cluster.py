@@ -9,12 +9,13 @@ from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CompressionError, ConfigError, blamed
 from jaxdist.optim.common import OptimizerConfig
-from jaxdist.param_server.aggregation import AggregationConfig, Direct
+from jaxdist.param_server.aggregation import AggregationConfig, Direct, Secure
 from jaxdist.param_server.consistency.arrival import SSP, OnArrival
 from jaxdist.param_server.consistency.build import ConsistencyConfig
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
+from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.contract import Placement
@@ -68,6 +69,13 @@ class Cluster(Config):
         1
         """
         return next((at for at, rack in enumerate(self.racks) if worker in rack), None)
+
+    @property
+    def secure(self) -> dict[str, int]:
+        """The numbers of clients and of needed clients of secure aggregation, or {} without it."""
+        if not isinstance(self.aggregation, Secure):
+            return {}
+        return {"clients": self.workers, "needed": self.aggregation.needed(self.workers)}
 
     @property
     def clients(self) -> int:
@@ -206,4 +214,6 @@ class Cluster(Config):
             found["strategy.consistency.value_bound"] = f"{model.value_bound:g}"
         if isinstance(model, OnArrival) and model.delay_compensation is not None:
             found["strategy.consistency.delay_compensation"] = "set"
+        if isinstance(model, BSP) and model.backups:
+            found["strategy.consistency.backups"] = str(model.backups)
         return found

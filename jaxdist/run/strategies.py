@@ -130,7 +130,7 @@ def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
     """
     _check_installed(strategy.type)
     # These modules are imported here, since they import gRPC, an optional dependency.
-    from jaxdist.param_server.training.table_servers import with_tables
+    from jaxdist.tables.training.servers import with_tables
 
     with blamed("strategy"):
         check_ports(strategy.processes.host, strategy.processes.port, strategy.servers)

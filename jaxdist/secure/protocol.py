@@ -34,6 +34,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.secure.masks import SecureError, add_mask, agreed_key, check_installed
 from jaxdist.secure.shamir import SHARE_BYTES, recover_secret, share_secret
 
+SEALED_BYTES = 2 * SHARE_BYTES + 16
+"""The size of a client's encrypted shares for one holder: two shares, and a tag."""
+
 
 @dataclass(frozen=True)
 class Keys:

@@ -93,6 +93,7 @@ _PATHS = (
     "optim.skip_nonfinite",
     "optim.max_grad_norm",
     "strategy.codec",
+    "strategy.consistency.backups",
     "strategy.consistency.value_bound",
     "strategy.consistency.delay_compensation",
 )
@@ -103,6 +104,11 @@ SECTIONS: Mapping[str, Feature] = {
     "elastic.batch: rescale": _value("elastic.batch", "rescale"),
     "strategy.consistency: elastic": _value("strategy.consistency.type", "elastic"),
     "strategy.aggregation: racks": _value("strategy.aggregation.type", "racks"),
+    "strategy.aggregation: secure": _value("strategy.aggregation.type", "secure"),
+    "strategy.consistency besides bsp": Feature(
+        lambda f: f.settings.get("strategy.consistency.type", "bsp") != "bsp",
+        lambda f: f"strategy.consistency.type {f.settings['strategy.consistency.type']}",
+    ),
     "no optim.scale_from": Feature(
         lambda f: "optim.scale_from" not in f.settings, lambda f: "optim.scale_from null"
     ),

@@ -148,6 +148,24 @@ SERVERS: tuple[ValidityRow, ...] = (
         ("strategy", "aggregation", "type"),
     ),
     ValidityRow(
+        (("strategy.aggregation: secure",), ("strategy.consistency besides bsp",)),
+        "masks cancel only in the sum of a round, and other models apply pushes one by one",
+        "set strategy.consistency: {type: bsp}, or strategy.aggregation.type: direct",
+        ("strategy", "consistency", "type"),
+    ),
+    ValidityRow(
+        (("strategy.aggregation: secure",), ("strategy.consistency.backups",)),
+        "each round waits for the keys of all workers, so that it cannot leave slow workers out",
+        "set strategy.consistency.backups: 0 (workers that end are strategy.aggregation.dropouts)",
+        ("strategy", "consistency", "backups"),
+    ),
+    ValidityRow(
+        (("strategy.aggregation: secure",), ("strategy.codec",)),
+        "servers add masked integers, and cannot decode pushes that they cannot read",
+        "set strategy.codec: null, or strategy.aggregation.type: direct",
+        ("strategy", "codec"),
+    ),
+    ValidityRow(
         (("strategy: lookahead",), ("optim.master_weights",)),
         "it moves the parameters between steps, but the next step would restore them from the "
         "copy of optim.master_weights",

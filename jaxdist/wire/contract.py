@@ -26,7 +26,7 @@ class RefusedError(WireError):
 
 
 class Op(IntEnum):
-    """The operation of an envelope: four of workers, six of servers, four between servers."""
+    """The operation of an envelope: of workers, of servers, between servers, of secure rounds."""
 
     HELLO = 1
     """Bind the session to a client, which joins if it is new."""
@@ -49,12 +49,16 @@ class Op(IntEnum):
     """The state of the protocol, which follows the arrays of the same entry."""
     COPIED = 14
     """A follower's answer to ENTRY."""
+    SECURE = 15
+    """A worker's request in a round of secure aggregation; the sequence is the stage."""
+    SECURED = 16
+    """The answer to SECURE, for the same round and stage."""
 
 
 NO_SEQUENCE = 2**64 - 1
 """The sequence of a refusal whose cause had no sequence."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
-CARRY_BYTES = CARRY_TEXT | {Op.ENTRY, Op.WHOLE}
+CARRY_BYTES = CARRY_TEXT | {Op.ENTRY, Op.WHOLE, Op.SECURE, Op.SECURED}
 """The operations whose payload may have any length up to a limit."""
 CARRY_SHARD = frozenset({Op.PUSH, Op.ANSWER, Op.PUBLISH})
 OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})

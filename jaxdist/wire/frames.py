@@ -52,6 +52,8 @@ MAGIC = b"JXPS"
 FORMAT = 2
 CHUNK_BYTES = 2**20
 TEXT_BYTES = 4096
+SECURE_BYTES = 2**24
+"""The largest size of a message of secure aggregation, for about 100,000 clients."""
 HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")
 CRC = struct.Struct("<I")
 HEADER_BYTES = HEAD.size + CRC.size
@@ -279,6 +281,8 @@ def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
     """
     if envelope.op in CARRY_TEXT:
         return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)
+    if envelope.op in (Op.SECURE, Op.SECURED):
+        return Spec(envelope.tensor, np.dtype(np.uint8), SECURE_BYTES)
     if envelope.op not in CARRY_SHARD:
         return None
     return push if envelope.op is Op.PUSH else shard

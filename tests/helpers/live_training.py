@@ -21,6 +21,7 @@ from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.reception import Reception
+from jaxdist.param_server.live.secure import MaskingClient, SecureServer
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
@@ -56,6 +57,7 @@ class Training:
         self.start = program.init()
         self.servers: list[Server] = []
         self.reached: dict[int, Reached] = {}
+        self.failed: list[str] = []
         model = self.cluster.consistency
         self.clocks = self.cluster.clocks(self.experiment.total_steps)
         for layout, part in zip(
@@ -67,7 +69,10 @@ class Training:
             state = RangeState(Clocks(self.cluster.clients))
             order = None if log is None else OrderLog(log / f"server_{layout.server}.jsonl")
             codes = next((one for one in self.sharded.codes if one.layout is layout), None)
-            server = Server(shard, model, state, log=order, due=[self.clocks],
+            begin = Server
+            if self.cluster.secure:
+                begin = partial(SecureServer, **self.cluster.secure, failed=self.failed.append)
+            server = begin(shard, model, state, log=order, due=[self.clocks],
                             codes=codes, reached=partial(self.save, layout.server))  # fmt: skip
             for client in range(self.cluster.clients):
                 server.join(client)
@@ -109,7 +114,8 @@ class Training:
         rack = self.cluster.rack_of(slot)
         wires = self._wires(self.servers if rack is None else self.racks[rack])
         given = (slot, self.cluster.of_workers, self.sharded.layouts, wires)
-        client = Client(*given, codes=self.sharded.codes, patience=Timeouts(60.0))
+        begin = partial(MaskingClient, **self.cluster.secure) if self.cluster.secure else Client
+        client = begin(*given, codes=self.sharded.codes, patience=Timeouts(60.0))
 
         def measure(clock: int, sums: Measured) -> None:
             with self._lock:

@@ -13,6 +13,7 @@ import pytest
 from live_servers import WHOLE_STEPS, Servers
 
 from benchmarks.param_server.pusher import WHOLE, delta, started
+from jaxdist.param_server.consistency.rounds import BSP
 
 LENGTH = 10_000
 
@@ -69,3 +70,22 @@ def test_workers_are_killed_under_load(kills: int):
         for client, clock in applied:
             total -= delta(client, clock, LENGTH)
         assert server.shard.params.tobytes() == (total + 0.0).tobytes()
+
+
+def test_a_worker_that_joins_is_in_the_same_round_at_all_servers():
+    """One server was still in the round before; its push there adds nothing."""
+    with Servers(BSP(), 2) as servers:
+        first, second = servers.servers
+        for server in servers.servers:
+            server.leave(1)
+            server.admit(2)
+        first.join(2)
+        with servers.client(0) as other:
+            other.push([one * 0 + 1 for one in other.read()])
+            until(lambda: second.state.clocks.version == 1)
+            with servers.client(2) as joined:
+                joined.read()
+                assert [link.state.clock for link in joined._links] == [1, 1]
+                assert joined.clock == 1
+                assert other.read()[0][0] == -1  # Not the mean with a push of zeros.
+                assert dict(first.counters.dropped) == {"it has no tokens": 1}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.param_server.training.table_team import TableTeam
 from jaxdist.runtime.children import Event
+from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.wire.kept import Board, read_board, spec_of_board
 from jaxdist.wire.local import LocalWire

@@ -22,8 +22,6 @@ from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.training.hybrid import TableProgram
-from jaxdist.param_server.training.table_files import prune_tables, read_tables, write_tables
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.messages import pack, payload_spec, spec_of_reply, step_bytes
 from jaxdist.tables.optimizer import (
@@ -34,6 +32,8 @@ from jaxdist.tables.optimizer import (
 )
 from jaxdist.tables.server import TableServer, TableShard
 from jaxdist.tables.store import RowStore, summed
+from jaxdist.tables.training.files import prune_tables, read_tables, write_tables
+from jaxdist.tables.training.program import TableProgram
 from jaxdist.train.evaluate import evaluate
 from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES

@@ -102,6 +102,36 @@ def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: 
     assert last["server_0_dropped"] == last["server_0_refused"] == 0
 
 
+SECURE = strategy(workers=3, consistency={"type": "bsp"}, aggregation={"type": "secure"})
+
+
+@pytest.mark.full  # in one process: tests/param_server/test_secure_rounds.py
+def test_masked_pushes_bear_a_killed_worker_and_not_two(jaxdist: Jaxdist):
+    """And servers apply the plain fixed-point sums, to the bit: `jaxdist replay` adds those."""
+    jaxdist.config(train={"steps": 300, "batch_size": 48, "log_every": 1},
+                   eval={"every": None}, checkpoint={"every": 300}, strategy=SECURE)  # fmt: skip
+    process = jaxdist.start("train", "config.yaml")
+    wait_for_step(process, jaxdist.run, 20)
+    os.kill(pid_of("worker", 1, process.pid), signal.SIGKILL)
+    done = finish(process)
+    assert (done.code, done.err) == (0, ""), done
+    assert "worker 1 ended (signal SIGKILL): worker 3 takes its place" in done.out
+    train = [one for one in metrics(jaxdist.run) if one["split"] == "train"]
+    assert train[-1]["loss"] < train[0]["loss"] / 2
+    replayed = jaxdist("replay", RUN)
+    assert (replayed.code, replayed.out.count("the same bits")) == (0, 1), replayed
+
+    process = jaxdist.start("train", "config.yaml", "run.directory=two", "train.steps=4000")
+    wait_for_step(process, jaxdist.folder / "two", 20)
+    pids = [pid_of("worker", number, process.pid) for number in (0, 2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 1, done
+    assert done.err.count("error:") == 1
+    assert "secure aggregation: 1 of 3 clients are left in round" in done.err
+
+
 @pytest.mark.slow
 def test_rounds_are_stopped_and_resumed_to_the_same_bits(jaxdist: Jaxdist, tmp_path: Path):
     train = {"steps": 60, "batch_size": 64, "log_every": 1}

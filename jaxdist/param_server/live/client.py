@@ -12,13 +12,14 @@ import numpy as np
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.codes import Codes, PushEncoder
 from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Reply
-from jaxdist.wire.contract import Wire
+from jaxdist.wire.contract import Envelope, Wire
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Client:
             retry_seconds=self.patience.retry_seconds,
             heard=self._heard,
             failed=self._failed,
+            secured=self._secured,
         )
         self._changed = self._exchange.changed
 
@@ -117,11 +119,30 @@ class Client:
         """
         with self._changed:
             self._wait(self._ready, "parameters to compute from")
+            if self._read[0] is None and isinstance(self.model, BSP):
+                self._catch_up()
             if self.model.ahead:
                 self._pull(ready=True)
             copies = [link.copy for link in self._links]
             self._read = [link.state.version for link in self._links]
         return [copy for copy in copies if copy is not None]
+
+    def _catch_up(self) -> None:
+        """Push nothing to a server that is a round behind another server.
+
+        The servers are not in the same round at the moment when this worker joins. The worker must
+        be in the same round at all servers, or its last push would wait for ever.
+        """
+        while any(link.state.clock < self._newest for link in self._links):
+            for at, link in enumerate(self._links):
+                if link.state.clock < self._newest:
+                    assert link.copy is not None
+                    self._push_to(at, np.zeros_like(link.copy), None, 0.0)
+            self._wait(self._ready, "the servers to be in the same round")
+
+    @property
+    def _newest(self) -> int:
+        return max(link.state.clock for link in self._links)
 
     def _ready(self) -> bool:
         self._pull(ready=False)
@@ -144,17 +165,18 @@ class Client:
         """
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
-            written = [self._written(at, one, tokens) for at, one in enumerate(changes)]
-            # Servers refuse a weight that is not finite; `_written` marked the push as unusable.
-            tokens = tokens if math.isfinite(tokens) else 1.0
-            given = zip(self._links, self._read, written, strict=True)
-            for link, read, (change, usable) in given:
-                link.state, message = protocol.push(
-                    link.state, version=read, tokens=tokens, usable=usable
-                )
-                link.payloads[message.stamp.sequence] = change
-                self.sent_bytes += change.nbytes
-                link.send(message)
+            for at, (change, read) in enumerate(zip(changes, self._read, strict=True)):
+                self._push_to(at, change, read, tokens)
+
+    def _push_to(self, at: int, change: np.ndarray, read: int | None, tokens: float) -> None:
+        link = self._links[at]
+        change, usable = self._written(at, change, tokens)
+        # Servers refuse a weight that is not finite; `_written` marked the push as unusable.
+        tokens = tokens if math.isfinite(tokens) else 1.0
+        link.state, message = protocol.push(link.state, version=read, tokens=tokens, usable=usable)
+        link.payloads[message.stamp.sequence] = change
+        self.sent_bytes += change.nbytes
+        link.send(message)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
         """Return a change in the form that is sent, and whether the worker finds the change usable.
@@ -253,6 +275,9 @@ class Client:
             f"client {self.number} at clock {self.clock} waited {seconds:g} s for {what}: "
             f"{'; '.join(told) or 'no client is late'}"
         )
+
+    def _secured(self, link: ServerLink, envelope: Envelope) -> None:
+        """Ignore an answer of secure aggregation, for which this client has not asked."""
 
     def _failed(self, reason: str) -> None:
         self._failure = reason

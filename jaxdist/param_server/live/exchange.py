@@ -41,6 +41,7 @@ class ServerLink:
       welcome: whether the server has bound the session to this client.
       late: the clients that the server waits for, as its last answer to LATE names them.
       idle: whether no session is kept open, because the rack has no worker.
+      asked: the request without an answer, besides the messages of the protocol.
     """
 
     def __init__(self, server: int, wire: Wire, state: ClientState, name: str) -> None:
@@ -51,7 +52,8 @@ class ServerLink:
         self.session: Session | None = None
         self._over = threading.Event()
         self._asked: dict[int, float] = {}
-        self._greeted = 0.0
+        self._greeted = self._asked_seconds = 0.0
+        self.asked: Envelope | None = None
 
     def send(self, message: Message) -> None:
         """Send a message with its payload, or leave it to the next session if none is open."""
@@ -60,6 +62,12 @@ class ServerLink:
         if self.session is not None and self.welcome:
             payload = self.payloads.get(sequence)
             self.session.send(of_message(message, self.server, payload))
+
+    def ask(self, envelope: Envelope) -> None:
+        """Send a request in place of the earlier one; it is sent again until it is answered."""
+        self.asked, self._asked_seconds = envelope, time.monotonic()
+        if self.session is not None and self.welcome:
+            self.session.send(envelope)
 
     def ask_late(self) -> None:
         """Ask the server which clients it waits for."""
@@ -78,12 +86,16 @@ class ServerLink:
         for message in under_way:
             if self._asked[message.stamp.sequence] <= before:
                 self.send(message)
+        if self.asked is not None and self._asked_seconds <= before:
+            self.ask(self.asked)
 
     def welcomed(self) -> None:
         """Send all pending messages again, now that the server has accepted the session."""
         self.welcome = True
         for message in protocol.retries(self.state):
             self.send(message)
+        if self.asked is not None:
+            self.ask(self.asked)
 
     def opened(self, session: Session, over: threading.Event) -> None:
         """Start to use a new session, and bind the session to the client."""
@@ -130,6 +142,7 @@ class Sessions:
       heard: the function that is called with each reply of the protocol and its payload.
       failed: the function that is called with the reason when a server's refusal makes progress
         impossible.
+      secured: the function that is called with each answer of secure aggregation.
 
     Attributes:
       changed: the condition that is notified after every received envelope.
@@ -143,7 +156,9 @@ class Sessions:
         retry_seconds: float,
         heard: Callable[[ServerLink, Reply, np.ndarray | None], None],
         failed: Callable[[str], None],
+        secured: Callable[[ServerLink, Envelope], None] = lambda link, envelope: None,
     ) -> None:
+        self._secured = secured
         self.links, self._retry_seconds = tuple(links), retry_seconds
         self._heard, self._failed = heard, failed
         self.changed, self._lost = threading.Condition(lock), threading.Condition(lock)
@@ -197,6 +212,8 @@ class Sessions:
             link.welcomed()
         elif envelope.op is Op.WAITING:
             link.late = envelope.text
+        elif envelope.op is Op.SECURED:
+            self._secured(link, envelope)
         else:
             reply = to_reply(envelope)
             if not isinstance(reply, Refuse):

@@ -14,7 +14,7 @@ from jaxdist.param_server.live.order import OrderLog, ProtocolCall, is_recorded,
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol import server as protocol
-from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Message, Publish
+from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Effect, Message, Publish
 from jaxdist.param_server.protocol.server import RangeState
 
 
@@ -137,15 +137,22 @@ class Server(Reception):
         """Execute the effects of a step of the protocol, in order."""
         self.state = found.state
         for effect in found.effects:
-            if isinstance(effect, Apply):
-                self._apply(effect)
-            elif isinstance(effect, Drop):
-                self.counters.count(self.counters.dropped, effect.reason)
-                self._release(effect.client, effect.sequence)
-            else:
-                carries = isinstance(effect, Answer | Publish)
-                read = self.shard.read(effect.client, effect.version) if carries else None
-                self._reply(effect, read)
+            self._do(effect)
+        self._save()
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Apply):
+            self._apply(effect)
+        elif isinstance(effect, Drop):
+            self.counters.count(self.counters.dropped, effect.reason)
+            self._release(effect.client, effect.sequence)
+        else:
+            carries = isinstance(effect, Answer | Publish)
+            read = self.shard.read(effect.client, effect.version) if carries else None
+            self._reply(effect, read)
+
+    def _save(self) -> None:
+        """Report the shard at each due clock that it has reached."""
         while self._due and self.state.clocks.floor >= self._due[0]:
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)

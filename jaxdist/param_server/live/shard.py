@@ -19,6 +19,8 @@ from jaxdist.types import OptState, PyTree
 
 Tree = dict[str, jax.Array]
 """The arrays of ranges, by the key of the range."""
+Merged = Callable[[Merge, Callable[[Arrival], np.ndarray]], np.ndarray]
+"""A function that combines the changes of a merge."""
 
 
 def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
@@ -48,6 +50,7 @@ class ServerShard:
       staleness: the number of applied changes for each staleness, in updates.
       square: the squared norm of the last applied change.
       moved: the last applied change.
+      merged: the function from a merge and the function of its changes to the merged change.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ServerShard:
         self._read: dict[tuple[int, int], np.ndarray] = {}
         self._squares: np.ndarray | None = None
         self.staleness: Counter[int] = Counter()
+        self.merged: Merged = combined
         self.square = 0.0
         self.moved: np.ndarray | None = None
 
@@ -117,7 +121,7 @@ class ServerShard:
             self.staleness[part.staleness] += 1
         if not merge.parts:
             return
-        self.move(combined(merge, partial(self._compensated, change_of)), merge.rate)
+        self.move(self.merged(merge, partial(self._compensated, change_of)), merge.rate)
 
     def move(self, change: np.ndarray, rate: float) -> None:
         """Apply a merged change with a factor of the learning rate; set `square` and `moved`."""

@@ -22,6 +22,7 @@ from jaxdist.errors import JaxdistError
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.live.order import OrderLog
+from jaxdist.param_server.live.secure import MaskingClient, SecureServer
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
@@ -58,7 +59,10 @@ class ServerProcess:
         shard = ServerShard(self.layout, model, transform, start.params, start.optimizer)
         clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
         name = f"server_{self.number}.from_{start.floor}.jsonl"
-        self.server = Server(
+        begin: Callable[..., Server] = Server
+        if cluster.secure:
+            begin = partial(SecureServer, **cluster.secure, failed=self._fail)
+        self.server = begin(
             shard,
             model,
             RangeState(clocks),
@@ -90,6 +94,9 @@ class ServerProcess:
                 self.server.add_due(clock)
             case _:
                 raise AssertionError(what)
+
+    def _fail(self, reason: str) -> None:
+        self.parent.say("failed", error=reason)
 
     def close(self) -> None:
         """Close the port, stop the threads, and close the log."""
@@ -143,7 +150,8 @@ class WorkerProcess:
         # Twice the supervisor's deadline, so that the supervisor replaces a late worker before the
         # workers that wait for it fail.
         patience = Timeouts(2 * processes.deadline_seconds, processes.retry_seconds)
-        self.client = Client(
+        begin = partial(MaskingClient, **cluster.secure) if cluster.secure else Client
+        self.client = begin(
             setup["number"],
             cluster.of_workers,
             sharded.layouts,

@@ -18,13 +18,13 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.processes.setup import run_of
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.training.table_files import read_tables, write_tables
 from jaxdist.replication.decision import RangeView
 from jaxdist.replication.seat import Seat
 from jaxdist.runtime.children import Parent
 from jaxdist.tables.messages import spec_of_reply
 from jaxdist.tables.server import ReplicatedTables, TableShard
 from jaxdist.tables.store import RowStore
+from jaxdist.tables.training.files import read_tables, write_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service

@@ -70,7 +70,10 @@ class Replay:
         self._changes: dict[Key, Flats] = {}
         self._left: Counter[Key] = Counter()
         for pushes in self._pushes:
-            self._left.update(pushes.keys())
+            for key, push in pushes.items():
+                # A worker that joins pushes nothing to a server that is a round behind the others.
+                if push.tokens or all(key in one for one in self._pushes):
+                    self._left[key] += 1
         self._clocks: dict[int, deque[int]] = {}
         for client, clock in sorted(self._left):
             self._clocks.setdefault(client, deque()).append(clock)
@@ -164,6 +167,7 @@ class _Server:
         self.layout, self._model = layout, sharded.cluster.consistency
         transform = sharded.transform(layout)
         self.shard = ServerShard(layout, self._model, transform, start.params, start.optimizer)
+        self.shard.merged = sharded.merged
         self._state, self._log = state, deque(log)
         self._wanted = Counter(push.version for push in pushes.values())
         self.versions = {state.clocks.version: self.shard.params}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,13 @@ from jaxdist.data.loader import Loader
 from jaxdist.optim.build import ImportedOptimizerConfig
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
-from jaxdist.param_server.live.shard import shapes, split_ranges
+from jaxdist.param_server.live.secure import fixed_point_mean, masked_spec
+from jaxdist.param_server.live.shard import Merged, shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.train.state import TrainState
@@ -86,7 +88,15 @@ class Sharded:
     @property
     def pushes(self) -> tuple[Spec, ...]:
         """The required shard, dtype and length of a push to each server."""
+        if self.cluster.secure:
+            return tuple(masked_spec(one.spec) for one in self.layouts)
         return tuple(one.spec for one in self.codes or self.layouts)
+
+    @property
+    def merged(self) -> Merged:
+        """The function that combines the plain changes of a merge."""
+        secure = self.cluster.secure
+        return partial(fixed_point_mean, clients=secure["clients"]) if secure else combined
 
     @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:

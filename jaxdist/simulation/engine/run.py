@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from jaxdist.errors import ConfigError
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
@@ -48,9 +49,15 @@ def simulate_training(
       whole: the names of parameters that the cluster's codec does not encode.
 
     Raises:
-      ConfigError: settings of the cluster contradict each other.
+      ConfigError: settings of the cluster contradict each other, or pushes are masked.
     """
     cluster.check_cluster(learning_rate=rule.learning_rate)
+    if cluster.secure:
+        raise ConfigError(
+            "strategy.aggregation.type secure is not simulated: set direct, whose rounds have the "
+            "same numbers up to rounding",
+            setting=("aggregation", "type"),
+        )
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
     pool = clocks * cluster.workers if pooled else None
     given = (cluster, problem, rule, speeds, clocks, measure_every, pool, whole)

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from jaxdist.models.recommend.tables import PULLED
-from jaxdist.param_server.training.table_files import read_tables
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.tables.store import RowStore
+from jaxdist.tables.training.files import read_tables
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.types import JsonObject

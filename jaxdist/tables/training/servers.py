@@ -20,13 +20,13 @@ from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.training.children import RunProcess
-from jaxdist.param_server.training.hybrid import TableProgram, about_tables
-from jaxdist.param_server.training.table_files import prune_tables
-from jaxdist.param_server.training.table_team import TableTeam
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.messages import payload_spec, spec_of_reply
+from jaxdist.tables.training.files import prune_tables
+from jaxdist.tables.training.program import TableProgram, about_tables
+from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject

@@ -1,0 +1,251 @@
+"""The course of a round of secure aggregation between a server and its clients, as plain data.
+
+A client sends requests, each of which the server answers once all clients have made theirs:
+
+    KEYS      the client's public keys         answer: the keys of all clients
+    SHARES    its shares, by holder            answer: the shares for this client, by sender
+    ARRIVED   nothing, after its vector        answer: the clients whose vectors are in the sum
+    REVEAL    a share of each of its secrets   no answer: the sum is known
+
+A request that is repeated is answered again, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping
+from enum import IntEnum
+
+import numpy as np
+
+from jaxdist.secure.masks import SecureError
+from jaxdist.secure.protocol import SEALED_BYTES, Keys, SecureClient, SecureSum
+from jaxdist.secure.shamir import SHARE_BYTES
+
+KEY_BYTES = 32
+Parts = Mapping[int, bytes]
+"""The data of a message, by client."""
+_CLIENT = struct.Struct("<Q")
+
+
+class Stage(IntEnum):
+    """The requests of a client in a round, in order."""
+
+    KEYS = 0
+    SHARES = 1
+    ARRIVED = 2
+    REVEAL = 3
+
+
+_SIZES = {
+    Stage.KEYS: 2 * KEY_BYTES,
+    Stage.SHARES: SEALED_BYTES,
+    Stage.ARRIVED: 0,
+    Stage.REVEAL: SHARE_BYTES,
+}
+"""The number of bytes of a client in the requests and answers of a stage."""
+
+
+def to_bytes(parts: Parts) -> bytes:
+    """Return the data of a message as bytes: the number of each client, then its part."""
+    return b"".join(_CLIENT.pack(client) + part for client, part in parts.items())
+
+
+def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
+    """Return the data of a message; the inverse of `to_bytes`.
+
+    Raises:
+      SecureError: the stage is unknown, or the bytes have another size.
+
+    >>> of_bytes(Stage.ARRIVED, to_bytes({3: b"", 7: b""}))
+    {3: b'', 7: b''}
+    """
+    size = _CLIENT.size + _SIZES[Stage(stage)] if stage in _SIZES else 0
+    if not size or len(raw) % size:
+        raise SecureError(f"secure aggregation: stage {stage} has no message of {len(raw)} bytes")
+    starts = range(0, len(raw), size)
+    return {
+        _CLIENT.unpack_from(raw, start)[0]: raw[start + _CLIENT.size : start + size]
+        for start in starts
+    }
+
+
+class ClientRound:
+    """A client's part of a round.
+
+    Args:
+      client: the number of the client.
+      needed: the number of clients that must complete the round.
+    """
+
+    def __init__(self, client: int, needed: int) -> None:
+        self._number, self._client = client, SecureClient(client, needed)
+        self._shares: Parts | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client has the shares of the others, so that it can mask its vector."""
+        return self._shares is not None
+
+    def begin(self) -> tuple[Stage, Parts]:
+        """Return the client's first request."""
+        keys = self._client.keys
+        return Stage.KEYS, {self._number: keys.encryption + keys.mask}
+
+    def masked(self, vector: np.ndarray) -> np.ndarray:
+        """Return a vector of integers modulo 2^64 with its masks.
+
+        Raises:
+          SecureError: the shares of another client were changed, or too few have arrived.
+        """
+        assert self._shares is not None
+        return self._client.masked(vector, self._shares)
+
+    def answered(self, stage: Stage, parts: Parts) -> tuple[Stage, Parts] | None:
+        """Return the request that follows the answer to the last request, or None.
+
+        Raises:
+          SecureError: the answer does not belong to a round that protects this client's vector.
+        """
+        match stage:
+            case Stage.KEYS:
+                roster = {one: _keys(part) for one, part in parts.items()}
+                return Stage.SHARES, self._client.shares(roster)
+            case Stage.SHARES:
+                self._shares = parts
+                return None
+            case Stage.ARRIVED:
+                return Stage.REVEAL, self._client.reveal(parts.keys())
+            case Stage.REVEAL:
+                raise SecureError(
+                    "secure aggregation: the server answered a request without answer"
+                )
+
+
+class ServerRound:
+    """A server's part of a round.
+
+    Args:
+      number: the number of the round.
+      clients: the number of clients that the run is planned with.
+      needed: the number of clients that must complete the round.
+    """
+
+    def __init__(self, number: int, clients: int, needed: int) -> None:
+        self.number, self._clients, self._needed = number, clients, needed
+        self._members: frozenset[int] = frozenset()
+        self._keys: dict[int, bytes] = {}
+        self._shares: dict[int, Parts] = {}
+        self._revealed: dict[int, Parts] = {}
+        self._roster: frozenset[int] | None = None
+        self._sharers: frozenset[int] | None = None
+        self._arrived: frozenset[int] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the clients of the round are known, so that no other client can join it."""
+        return self._roster is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough shares are revealed to unmask the sum."""
+        return self._arrived is not None and len(self._revealed) >= self._needed
+
+    def accepts(self, client: int) -> bool:
+        """Return whether the sum may include a vector of the client."""
+        return self._sharers is not None and client in self._sharers
+
+    def take(self, client: int, stage: Stage, parts: Parts) -> None:
+        """Take a client's request; a repeated request, or one that comes too late, has no effect.
+
+        Raises:
+          SecureError: the request is for other clients than those of the round.
+        """
+        if stage is Stage.KEYS and self._roster is None:
+            _check_clients(client, parts, {client})
+            self._keys.setdefault(client, parts[client])
+        elif stage is Stage.SHARES and self._sharers is None and client in (self._roster or ()):
+            _check_clients(client, parts, self._roster)
+            self._shares.setdefault(client, parts)
+        elif stage is Stage.REVEAL and client in (self._arrived or ()):
+            _check_clients(client, parts, self._sharers)
+            self._revealed.setdefault(client, parts)
+
+    def closed(self, arrived: Collection[int]) -> None:
+        """End the arrival of vectors."""
+        self._arrived = frozenset(arrived)
+
+    def advance(self, members: Collection[int], pushed: Collection[int]) -> None:
+        """Move to the next stage if all members that are left have made their requests.
+
+        Args:
+          members: the clients that have not left.
+          pushed: the clients whose vectors wait for the sum.
+
+        Raises:
+          SecureError: too few clients are left to unmask the sum.
+        """
+        members = self._members = frozenset(members)
+        if self._roster is None:
+            # A client that replaces another may still join.
+            if len(self._keys.keys() & members) >= self._needed and members <= self._keys.keys():
+                self._roster = members
+            return
+        if self._sharers is None:
+            left = self._roster & members | self._shares.keys()
+            if self._roster & members <= self._shares.keys():
+                self._sharers = frozenset(self._shares)
+        elif self._arrived is None:
+            left = self._sharers & members | set(pushed)
+        else:
+            left = self._arrived & members | self._revealed.keys()
+        if len(left) < self._needed:
+            raise SecureError(
+                f"secure aggregation: {len(left)} of {self._clients} clients are left in round "
+                f"{self.number}, and {self._needed} are needed, so that its sum stays masked; "
+                "continue from the newest checkpoint with --resume, or allow more dropouts "
+                "(strategy.aggregation.dropouts)"
+            )
+
+    def answer(self, client: int, stage: Stage) -> Parts | None:
+        """Return the answer to a client's request, or None while others have not made theirs."""
+        match stage:
+            case Stage.KEYS if client in (self._roster or ()):
+                assert self._roster is not None
+                return {one: self._keys[one] for one in self._roster}
+            case Stage.SHARES if client in (self._sharers or ()):
+                return {sender: parts[client] for sender, parts in self._shares.items()}
+            case Stage.ARRIVED if client in (self._arrived or ()):
+                assert self._arrived is not None
+                return dict.fromkeys(self._arrived, b"")
+            case _:
+                return None
+
+    def total(self, vectors: Mapping[int, np.ndarray]) -> np.ndarray:
+        """Return the sum of the vectors that arrived, modulo 2^64.
+
+        Args:
+          vectors: the masked vectors `[n]`, by client.
+
+        Raises:
+          SecureError: the shares do not fit together.
+        """
+        assert self._sharers is not None
+        roster = {one: _keys(self._keys[one]) for one in self._sharers}
+        summed = SecureSum(roster, self._needed, len(next(iter(vectors.values()))))
+        for client, vector in vectors.items():
+            summed.add(client, vector)
+        return summed.total(self._revealed)
+
+
+def _check_clients(client: int, parts: Parts, wanted: Collection[int] | None) -> None:
+    if wanted is None or parts.keys() != set(wanted):
+        told = ", ".join(map(str, parts)) or "none"
+        raise SecureError(
+            f"secure aggregation: client {client} sent data for other clients than those of its "
+            f"round: {told}"
+        )
+
+
+def _keys(raw: bytes) -> Keys:
+    return Keys(raw[:KEY_BYTES], raw[KEY_BYTES:])
