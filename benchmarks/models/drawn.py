@@ -268,15 +268,25 @@ def theirs(python: str, path: Path, given: Mapping[str, np.ndarray]) -> dict[str
     Raises:
       RunError: the process fails.
     """
+    return asked(python, "peer.py", path, given)
+
+
+def asked(
+    python: str, program: str, path: Path, given: Mapping[str, Any], *more: Path
+) -> dict[str, np.ndarray]:
+    """Return the arrays that a program of this folder computes in another Python.
+
+    Raises:
+      RunError: the process fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         inputs, made = Path(folder) / "given.npz", Path(folder) / "made.npz"
         np.savez(inputs, allow_pickle=False, **given)
-        peer = Path(__file__).with_name("peer.py")
-        done = subprocess.run(
-            [python, str(peer), str(path), str(inputs), str(made)], capture_output=True, text=True
-        )
+        peer = Path(__file__).with_name(program)
+        command = [python, peer, path, inputs, made, *more]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
         if done.returncode:
-            raise RunError(f"transformers failed on {path}: {done.stderr.strip()[-500:]}")
+            raise RunError(f"{program} failed on {path}: {done.stderr.strip()[-500:]}")
         with np.load(made) as arrays:
             return dict(arrays)
 

@@ -1,7 +1,7 @@
 """Generation by jaxdist and by transformers, in two processes that take turns.
 
-`python -m benchmarks.models.generated RUN PYTHON MODEL` prints the seconds of all cores for each
-token, as JSON: a list of pairs for each batch.
+`python -m benchmarks.models.generated RUN PYTHON MODEL` prints as JSON, for each batch, the seconds
+of a token by the clock and of all cores: a list of rows [clock, cores, their clock, their cores].
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.commands.evaluate import open_run
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 
 ROWS = (1, 8)
 PROMPT, SHORT, LONG = 65, 1, 63
 """Tokens of a prompt and of two continuations, whose caches have one size; the time of a token is
-the difference, which has neither the compilation nor the prompt in it."""
-REPEATS = 3
+the difference, which does not have the prompt in it."""
+REPEATS = 9
 
 
 def main(run: Path, python: str, model: str) -> None:
@@ -34,29 +34,28 @@ def main(run: Path, python: str, model: str) -> None:
     program, state = experiment.program, restored.state
     vocab = experiment.dataset.vocab_size or 0
     params = program.evaluated(state)
+    generator = Generator(program, LONG + PROMPT, vocab)
 
-    def ours(prompts: list[list[int]], count: int) -> float:
-        begun = time.process_time()
-        generate(
-            program, params, state.buffers, prompts=prompts, window=LONG + PROMPT,
-            vocab_size=vocab, count=count, sampling=Sampling(),
-        )  # fmt: skip
-        return time.process_time() - begun
+    def seconds(prompts: list[list[int]], count: int) -> np.ndarray:
+        begun = np.array([time.perf_counter(), time.process_time()])
+        generator(params, state.buffers, prompts=prompts, count=count, sampling=Sampling())
+        return np.array([time.perf_counter(), time.process_time()]) - begun
 
-    found: dict[int, list[tuple[float, float]]] = {}
+    found: dict[int, list[list[float]]] = {}
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-3, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         for rows in ROWS:
             rng = np.random.default_rng(rows)
             prompts = rng.integers(3, vocab, (rows, PROMPT)).tolist()
-            for _ in range(REPEATS):
-                mine = ours(prompts, LONG) - ours(prompts, SHORT)
+            for repeat in range(REPEATS + 1):
+                ours = seconds(prompts, LONG) - seconds(prompts, SHORT)
                 child.stdin.write(json.dumps(prompts) + "\n")
                 child.stdin.flush()
-                answer = child.stdout.readline()
-                steps = LONG - SHORT
-                found.setdefault(rows, []).append((mine / steps, float(answer) / steps))
+                theirs = np.array(json.loads(child.stdout.readline()))
+                if repeat:  # The first time compiles.
+                    pair = np.concatenate([ours, theirs]) / (LONG - SHORT)
+                    found.setdefault(rows, []).append(pair.tolist())
         child.stdin.close()
     print(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""The bench of imported models: transformers in comparison, loading, generation, and Muon."""
+"""The bench of imported models: transformers in comparison, fine-tuning, generation, and Muon."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from benchmarks import muon
+from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure, Report
+from benchmarks.models import tuned as tuning
 from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_drawn
+from benchmarks.models.tuned import DRAWN, QUIET, small
 from jaxdist.commands.export_model import export_model
-from jaxdist.commands.import_model import import_model, synthetic_data
+from jaxdist.commands.import_model import import_model
 from jaxdist.errors import RunError
 from jaxdist.interchange.source import open_source
 
-QUIET = Console(quiet=True)
 BOUND = 1e-5
 LOADED_GOAL, READ_GOAL = "<= 1", "<= 1.5"
 
@@ -29,8 +30,10 @@ LOADED_GOAL, READ_GOAL = "<= 1", "<= 1.5"
 def bench(torch: str | None = None, weights: Path | None = None) -> Report:
     """Compare every family's logits and gradients; check export after import; measure loading.
 
+    Fine-tuning is compared with peft and trl, and generation with transformers.
+
     Args:
-      torch: a Python with torch and transformers; None is this Python.
+      torch: a Python with torch, transformers, peft and trl; None is this Python.
       weights: a model with real weights, a Hugging Face directory or a GGUF file.
     """
     figures: list[Figure] = []
@@ -41,12 +44,19 @@ def bench(torch: str | None = None, weights: Path | None = None) -> Report:
             write_drawn(name, path)
             figures += compared(name, path, python)
             figures.append(returned(name, path))
-        real = weights or Path(folder) / "llama"
+        figures += tuned(DRAWN, Path(folder) / DRAWN, python)
+        real = Path(folder) / "llama"
         if weights is not None:
             figures += compared(weights.name, weights, python)
             figures.append(returned(weights.name, weights))
+            real = weights
+        if real.is_file():  # Without quantization, so that reading is compared with loading.
+            real = as_directory(real, Path(folder))
+            figures += compared("exported", real, python)
+        if open_source(real).family.kind == "gpt":
+            figures += tuned(real.name, real, python) if weights is not None else ()
+            figures += generated(real, python)
         figures += loaded(real)
-        figures += generated(real, python)
     figures += muon.figures()
     return Report("models", figures)
 
@@ -61,6 +71,32 @@ def compared(name: str, path: Path, python: str) -> Iterator[Figure]:
         return
     for what, distance in apart(ours(path, inputs), right).items():
         note = "largest difference over the largest number, float32; 512 positions of text"
+        yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
+
+
+def as_directory(path: Path, folder: Path) -> Path:
+    """Write a model as a Hugging Face directory, and return it."""
+    run, out = folder / "run", folder / path.name
+    import_model(path, run, small(path), console=QUIET)
+    export_model(run, out, dtype="float32", console=QUIET)
+    return out
+
+
+def tuned(name: str, path: Path, python: str) -> Iterator[Figure]:
+    """Compare adapters and preference optimization with peft and trl."""
+    with tempfile.TemporaryDirectory() as held:
+        found, size = tuning.ours(path, Path(held) / "adapters")
+        note = "rank 8, AdamW in float32; the counts of steps left out"
+        given = f"{name}: state of an adapter's element", size, 8
+        yield Figure(*given, goal="<= 1", unit="bytes", note=note)
+        tuning.export_tuned(path, Path(held) / "adapters")
+        try:
+            right = tuning.theirs(python, path, Path(held) / "adapters")
+        except RunError as error:
+            yield Figure.skipped(f"{name}: beside peft and trl", str(error)[-200:])
+            return
+    for what, distance in tuning.apart(found, right).items():
+        note = "largest relative difference, float32; of gradients over the largest"
         yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
 
 
@@ -87,14 +123,8 @@ def returned(name: str, path: Path) -> Figure:
         return Figure(f"{name}: tensors to the bit", same, count, goal=">= 1", unit="")
 
 
-def small(path: Path) -> list[str]:
-    """Return settings that make the data of an imported run small."""
-    data = {**synthetic_data(open_source(path)), "examples": 16, "heldout_examples": 8}
-    return [f"data={json.dumps(data | ({'window': 16} if 'window' in data else {}))}"]
-
-
 def generated(path: Path, python: str) -> Iterator[Figure]:
-    """Compare tokens for each second of all cores with those of transformers."""
+    """Compare tokens for each second with those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
         import_model(path, Path(folder) / "run", small(path), console=QUIET)
         command = [sys.executable, "-P", "-m", "benchmarks.models.generated"]
@@ -105,11 +135,13 @@ def generated(path: Path, python: str) -> Iterator[Figure]:
         why = done.stderr.strip().splitlines()[-1:] or ["no output"]
         yield Figure.skipped("generation", why[0][:200])
         return
-    for rows, pairs in json.loads(done.stdout.strip().splitlines()[-1]).items():
-        ours, reference = (int(rows) / float(np.median(side)) for side in zip(*pairs, strict=True))
-        note = "greedy, float32, without compilation and prompt; processes take turns"
-        given = ours, reference
-        yield Figure(f"generation, batch {rows}", *given, goal=">= 1", unit="tokens/s", note=note)
+    for rows, timed in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        clock, cores, their_clock, their_cores = int(rows) / np.array(timed).T
+        note = f"greedy, float32, without the prompt; median of {len(timed)}; processes take turns"
+        name, goal = f"generation, batch {rows}", {"goal": ">= 1", "unit": "tokens/s"}
+        yield Figure.compare(name, Sample((*clock,)), Sample((*their_clock,)), **goal, note=note)
+        given = float(np.median(cores)), float(np.median(their_cores))
+        yield Figure(f"{name}, a second of a core", *given, unit="tokens/s", note=note)
 
 
 def loaded(path: Path) -> Iterator[Figure]:

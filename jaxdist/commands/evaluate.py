@@ -23,7 +23,7 @@ from jaxdist.run.loading.begin import holds_parameters_only, load_part
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.report.results import print_results
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.parts import evaluated_parts
 from jaxdist.train.sampling import Sampling
 from jaxdist.train.strategy.config import Hybrid
@@ -163,13 +163,12 @@ def generate_from_run(
     # A prompt begins with the separator of documents, which precedes every document in training.
     begin = tokenizer.end_of_document
     given = [os.fsencode(prompt) for prompt in prompts]
-    found = generate(
-        experiment.program,
-        experiment.program.evaluated(state),
+    program = experiment.program
+    window, vocab_size = program.batch["tokens"].shape[1] - 1, experiment.dataset.vocab_size or 0
+    found = Generator(program, window, vocab_size)(
+        program.evaluated(state),
         state.buffers,
         prompts=[[begin, *text.tolist()] for text in tokenizer.encode(given)],
-        window=experiment.program.batch["tokens"].shape[1] - 1,
-        vocab_size=experiment.dataset.vocab_size or 0,
         count=tokens,
         sampling=sampling,
         stops={begin, *(_stop(tokenizer, text) for text in stops)},

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError, DataError
-from jaxdist.interchange import safetensors
+from jaxdist.interchange import safetensors, source
 from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.leaves import names_of
@@ -23,7 +23,7 @@ from jaxdist.models.tuning.lora import Adapter
 from jaxdist.models.tuning.part import LoraConfig
 from jaxdist.types import JsonObject
 
-SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+SETTINGS, TENSORS = source.ADAPTERS, "adapter_model.safetensors"
 _PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -56,6 +56,8 @@ def open_adapters(folder: Path) -> Files:
       DataError: the folder has no adapters, its files are damaged, or jaxdist does not support the
         kind of the adapters.
     """
+    if (folder / SETTINGS).is_file() and not (folder / TENSORS).is_file():
+        source.refuse_pickles(folder, TENSORS, "PEFT")
     for name in (SETTINGS, TENSORS):
         if not (folder / name).is_file():
             raise DataError(f"{folder} does not hold adapters in PEFT's format: it lacks {name}")

@@ -17,10 +17,11 @@ from jaxdist.interchange.family import Family, Inputs, Row
 from jaxdist.interchange.leaves import BUFFERS, Leaf, match
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.functional import Functional
+from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.types import JsonObject
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, ADAPTERS = "preprocessor_config.json", "adapter_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDES = (
     CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -101,14 +102,15 @@ class Source:
 
 
 def leaves_of(source: Source, model: Functional) -> list[Leaf]:
-    """Match a model's parameters with a source's tensors; no element is read.
+    """Match a model's parameters, without adapters, with a source's tensors; no element is read.
 
     Raises:
       JaxdistError: the family is unknown, or the tensors do not fit the model.
     """
     tied = () if "output" in model.params else ("lm_head.weight",)
+    own = {n: tree for n, tree in model.params.items() if n != PREFIX or not model.adapters}
     return match(
-        model.params | ({BUFFERS: model.buffers} if model.buffers else {}), model.stacked,
+        own | ({BUFFERS: model.buffers} if model.buffers else {}), model.stacked,
         model.dims, source.rows(), source.tensors, ignored=(*source.family.ignored, *tied),
         vocab_size=source.inputs.vocab_size or None, where=str(source.path),
     )  # fmt: skip
@@ -138,6 +140,8 @@ def open_source(path: Path) -> Source:
     if not file.is_file():
         ggufs = sorted(path.glob("*.gguf"))
         more = f"; {ggufs[0]} is a GGUF file: give that file" if ggufs else ""
+        if (path / ADAPTERS).is_file():
+            more = f" but {ADAPTERS}; adapters need --base, the run of their base model"
         raise DataError(
             f"{path} is not a model: it has no {CONFIG}{more or '; give the directory of a model'}"
         )
@@ -197,11 +201,24 @@ def _files(path: Path) -> list[Path]:
     files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if files:
         return files
+    refuse_pickles(path, "the model's safetensors", "transformers")
+    raise DataError(f"{path} has no safetensors: download {SINGLE} too")
+
+
+def refuse_pickles(path: Path, instead: str, package: str) -> None:
+    """Refuse a directory without safetensors whose tensors are pickled.
+
+    Args:
+      instead: the files that the message asks for.
+      package: the package that wrote the pickle.
+
+    Raises:
+      DataError: the directory has a file with a suffix of pickles.
+    """
     pickled = sorted(f.name for f in path.iterdir() if f.suffix in PICKLED)
     if pickled:
         raise DataError(
             f"{path} has its tensors in {pickled[0]}, a pickle. Reading a pickle can run any "
-            "code, so jaxdist never reads pickles: download the model's safetensors, or convert "
-            "the file where you trust it (save_pretrained(DIR) of transformers)"
+            f"code, so jaxdist never reads pickles: download {instead}, or convert the file where "
+            f"you trust it (save_pretrained(DIR) of {package})"
         )
-    raise DataError(f"{path} has no safetensors: download {SINGLE} too")

@@ -42,7 +42,7 @@ class Table(Config):
     pattern matches a parameter, its tensor has the same name, with dots for slashes."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
     """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
-    parameters. An order applies only to tensors with the same number of dims."""
+    parameters. The first pattern that matches applies."""
     ignore: tuple[str, ...] = ()
     """Patterns of tensors that fill no parameter."""
 
@@ -82,7 +82,8 @@ def match_with(
       where: the name of the files in messages.
 
     Raises:
-      ConfigError: a pattern matches nothing, or `match` refuses the tensors.
+      ConfigError: a pattern matches nothing, an order has another number of dims than a parameter,
+        or `match` refuses the tensors.
     """
     shapes: PyTree = {**model.params, **({BUFFERS: model.buffers} if model.buffers else {})}
     names = {name: len(leaf.shape) for name, leaf in flatten_with_names(shapes)}
@@ -108,12 +109,17 @@ def _check_used(patterns: Iterable[str], names: Iterable[str], what: str) -> Non
 def _row(table: Table, name: str, ndim: int) -> Row:
     found = (renamed(name, *pair) for pair in table.rename.items())
     tensor = next((one for one in found if one is not None), name.replace("/", "."))
-    how = next((h for p, h in table.transpose.items() if fnmatchcase(name, p)), None)
-    dims = [f"d{i}" for i in range(ndim)]
+    pattern = next((p for p in table.transpose if fnmatchcase(name, p)), None)
+    how = range(ndim) if pattern is None else table.transpose[pattern]
     if isinstance(how, str):
         return Row(tensor, how)
-    own = dims if how is None or len(how) != ndim else [dims[i] for i in how]
-    return Row(tensor, f"{' '.join(dims)} -> {' '.join(own)}")
+    if len(how) != ndim:
+        raise ConfigError(
+            f"import.transpose: {pattern!r} orders {len(how)} dims, but a tensor of {name} has "
+            f"{ndim}: name the parameters with {len(how)} dims, or put a pattern for {name} first"
+        )
+    dims = [f"d{i}" for i in range(ndim)]
+    return Row(tensor, f"{' '.join(dims)} -> {' '.join(dims[i] for i in how)}")
 
 
 def renamed(name: str, pattern: str, tensor: str) -> str | None:

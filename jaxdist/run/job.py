@@ -213,14 +213,13 @@ class RunJob:
 
     def _check(self, experiment: Experiment, account: Account) -> None:
         """Check for errors that would otherwise end the run only after it has created its files."""
+        starts = not self.resume and not self.lives
+        if starts and self.config.checkpoint.begin_with is not None:
+            check_begin(experiment.program, self.config.checkpoint.begin_with)
         with account.within(Activity.COMPILE):
             check_step_fits(experiment.program)
-        if self.resume or self.lives:
-            return
-        if self.profiled is not None:
+        if starts and self.profiled is not None:
             self.profiled.after(0, experiment.total_steps)
-        if self.config.checkpoint.begin_with is not None:
-            check_begin(experiment.program, self.config.checkpoint.begin_with)
 
     def _rescale(
         self,

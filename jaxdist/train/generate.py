@@ -4,14 +4,17 @@ A decoder caches its keys and values (`jaxdist.train.decode`). Any other model o
 its entire window again for each token. A decoder does the same as soon as a text is longer than the
 window, because each further token then changes every token's position in the window.
 
+A `Generator` keeps its compiled programs. Lengths are padded, so that calls share a program unless
+they differ in the number of prompts, in the settings of sampling, or by more than `PIECE` tokens.
+
 Dims: B texts, N tokens of the longest text, W window, L positions of a forward pass, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.models.functional import Functional
 from jaxdist.train import decode
 from jaxdist.train.sampling import Sampling
 from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params, PyTree
 
 PIECE = 64
-"""The number to whose multiples prompts and caches are padded, so that few shapes are compiled and
-products are exact."""
+"""The number to whose multiples prompts, texts and caches are padded, so that few shapes are
+compiled and products are exact."""
 
 
 class Text(NamedTuple):
@@ -54,7 +58,7 @@ class _Loop(NamedTuple):
       logits: the logits of each text's next token, float32 `[B, V]`.
       nats: the logarithm of the probability of each added token, float32 `[B, N]`.
       done: whether a stop token has ended each text, bool `[B]`.
-      number: the number of tokens added so far to each text that is not done.
+      number: the number of tokens added so far to each text that is not done, int32.
       cache: the keys and values, or None without a cache.
     """
 
@@ -67,147 +71,149 @@ class _Loop(NamedTuple):
     cache: PyTree
 
 
-def generate(
-    program: Program,
-    params: Params,
-    buffers: Buffers,
-    *,
-    prompts: Sequence[Sequence[int]],
-    window: int,
-    vocab_size: int,
-    count: int,
-    sampling: Sampling,
-    stops: Collection[int] = (),
-    log_probs: bool = False,
-    cached: bool = True,
-) -> list[Text]:
-    """Continue each prompt by at most `count` tokens, and return the texts.
+class _Limits(NamedTuple):
+    """The conditions that end a loop, and the random key; they change without a new program.
 
-    Each added token depends on at most `window` tokens before it. With `log_probs`, the forward
-    pass of training runs once on the finished texts, in the shapes of training. Up to the length of
-    the window, the log-probabilities therefore equal those of training to the bit.
+    Attributes:
+      most: the most tokens to add to a prompt, int32.
+      stops: the tokens that end a text, int32 `[S]`.
+      key: the random key of the choices.
+    """
 
-    Args:
-      params: the parameters, in the form in which the program stores them.
-      prompts: the tokens of each prompt, at least one token.
+    most: jax.Array
+    stops: jax.Array
+    key: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class Generator:
+    """A model that continues prompts; all calls share the compiled programs.
+
+    Attributes:
       window: the length of the sequences that the model was trained on.
       vocab_size: the number of tokens in the vocabulary, without the padding of the head.
-      count: the most tokens to add to a prompt.
-      stops: the tokens that end a text.
-      log_probs: whether to compute log-probabilities.
       cached: whether a decoder may cache its keys and values.
     """
-    model = replace(program.model, adapters=())
-    merged = jax.jit(lambda p: program.model.merged(program.home.used_params(p)))(params)
-    run = _Run(program, model, buffers, window, vocab_size, sampling, tuple(stops))
-    rows = -(-len(prompts) // program.layout.data_size) * program.layout.data_size
-    # Rows are padded with copies of the last prompt, which are cut off at the end.
-    filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
-    lengths = np.array([len(p) for p in filled], np.int32)
-    tokens = np.zeros((rows, max(lengths) + count), np.int32)
-    for row, prompt in zip(tokens, filled, strict=True):
-        row[: len(prompt)] = prompt
-    batch = program.layout.sharding(("batch",))
-    placed = jax.device_put(tokens, batch), jax.device_put(lengths, batch)
-    fits = max(lengths) <= window
-    loop = None
-    if cached and fits and decode.reason_against(model, program.layout) is None:
-        loop = run.with_cache(merged, *placed, int(max(lengths)), count)
-    loop = run.without_cache(merged, *placed, loop, count)
-    nats = run.scored(merged, loop) if log_probs else loop.nats
-    arrays = map(np.asarray, (loop.tokens, loop.length, nats, loop.done))
-    texts = []
-    for prompt, tokens_N, length, nats_N, done in zip(prompts, *arrays, strict=False):
-        added = nats_N[len(prompt) : length].tolist() if log_probs else None
-        texts.append(Text(tokens_N[:length].tolist(), added, bool(done)))
-    return texts
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The compiled loops of a call of `generate`."""
 
     program: Program
-    model: Any
-    buffers: Buffers
     window: int
     vocab_size: int
-    sampling: Sampling
-    stops: tuple[int, ...]
+    cached: bool = True
 
-    def with_cache(
-        self, params: Params, tokens_BN: jax.Array, length_B: jax.Array, longest: int, count: int
-    ) -> _Loop:
-        """Add tokens with a cache, until all are added or until a text fills the window.
+    def __call__(
+        self,
+        params: Params,
+        buffers: Buffers,
+        *,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: Sampling,
+        stops: Collection[int] = (),
+        log_probs: bool = False,
+    ) -> list[Text]:
+        """Continue each prompt by at most `count` tokens, and return the texts.
+
+        Each added token depends on at most `window` tokens before it. With `log_probs`, the forward
+        pass of training runs once on the finished texts, in the shapes of training. Up to the
+        length of the window, the log-probabilities therefore equal those of training to the bit.
 
         Args:
-          tokens_BN: the prompts, padded with 0.
-          length_B: the length of each prompt.
-          longest: the length of the longest prompt.
+          params: the parameters, in the form in which the program stores them.
+          prompts: the tokens of each prompt, at least one token.
           count: the most tokens to add to a prompt.
+          stops: the tokens that end a text.
+          log_probs: whether to compute log-probabilities.
         """
-        on_cpu = self.program.layout.mesh.devices.flat[0].platform == "cpu"
-        turned = partial(decode.turned, self.model)
-        kept = jax.jit(turned)(params) if on_cpu else params
-        ahead = min(self.window, -(-longest // PIECE) * PIECE)
-        size = min(self.window, -(-(longest + count) // PIECE) * PIECE)
+        layout = self.program.layout
+        rows = -(-len(prompts) // layout.data_size) * layout.data_size
+        # Rows are padded with copies of the last prompt, which are cut off at the end.
+        filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
+        lengths = np.array([len(p) for p in filled], np.int32)
+        longest = int(max(lengths))
+        tokens = np.zeros((rows, _padded(longest + count)), np.int32)
+        for row, prompt in zip(tokens, filled, strict=True):
+            row[: len(prompt)] = prompt
+        batch = layout.sharding(("batch",))
+        placed = jax.device_put(tokens, batch), jax.device_put(lengths, batch)
+        ends = jnp.asarray([*stops] or [-1], jnp.int32)
+        limits = _Limits(jnp.int32(count), ends, jax.random.key(sampling.seed))
+        merged, loop = self._merged(params), None
+        if self._caches and longest <= self.window:
+            kept = self._turned(merged)
+            ahead = min(self.window, _padded(longest))
+            size = max(ahead, min(self.window, tokens.shape[1]))
+            loop = self._begin(kept, buffers, *placed, ahead, size)
+            loop = self._loop(kept, buffers, loop, limits, sampling)._replace(cache=None)
+        if loop is None:
+            loop = self._begin_whole(merged, buffers, *placed)
+        if int(loop.number) < count and not bool(loop.done.all()):
+            loop = self._loop(merged, buffers, loop, limits, sampling)
+        nats = self._scored(merged, buffers, loop) if log_probs else loop.nats
+        arrays = map(np.asarray, (loop.tokens, loop.length, nats, loop.done))
+        texts = []
+        for prompt, tokens_N, length, nats_N, done in zip(prompts, *arrays, strict=False):
+            added = nats_N[len(prompt) : length].tolist() if log_probs else None
+            texts.append(Text(tokens_N[:length].tolist(), added, bool(done)))
+        return texts
 
-        def bound(kept: Params) -> Any:
-            return self._bound(turned(kept, back=True) if on_cpu else kept)
+    @cached_property
+    def _model(self) -> Functional:
+        return replace(self.program.model, adapters=())
 
-        def step(kept: Params, loop: _Loop) -> tuple[jax.Array, PyTree]:
-            module, at_B1 = bound(kept), loop.length[:, None] - 1
-            token_B1 = jnp.take_along_axis(loop.tokens, at_B1, 1)
-            given = token_B1, at_B1, loop.cache
-            x_B1D, cache = decode.decode(module, *given, window=self.window)
-            return self._cut(module.head(x_B1D)[:, 0]), cache
+    @cached_property
+    def _caches(self) -> bool:
+        reason = decode.reason_against(self._model, self.program.layout)
+        return self.cached and reason is None
 
-        @jax.jit
-        def begin(kept: Params, tokens_BN: jax.Array, length_B: jax.Array) -> _Loop:
-            module = bound(kept)
-            missing = max(0, ahead - tokens_BN.shape[1])
-            tokens_BL = jnp.pad(tokens_BN, ((0, 0), (0, missing)))[:, :ahead]
+    @property
+    def _turns(self) -> bool:
+        return self.program.layout.mesh.devices.flat[0].platform == "cpu"
+
+    @cached_property
+    def _merged(self) -> Any:
+        """A compiled function from stored parameters to those of the model without adapters."""
+        home, model = self.program.home, self.program.model
+        return jax.jit(lambda params: model.merged(home.used_params(params)))
+
+    @cached_property
+    def _turned(self) -> Any:
+        """A function from parameters to the form that steps with a cache read."""
+        return jax.jit(partial(decode.turned, self._model)) if self._turns else lambda kept: kept
+
+    @cached_property
+    def _begin(self) -> Any:
+        """A compiled function that returns the state after the prompts, with a cache.
+
+        Its last two arguments are the positions of the prompts and of the cache.
+        """
+
+        def begin(
+            kept: Params, buffers: Buffers, tokens_BN: jax.Array, length_B: jax.Array,
+            ahead: int, size: int,
+        ) -> _Loop:  # fmt: skip
+            module = self._bound(kept, buffers, turned=True)
+            tokens_BL = tokens_BN[:, :ahead]
             at_BL = jnp.broadcast_to(jnp.arange(ahead)[None], tokens_BL.shape)
-            cache = decode.empty_cache(module, tokens_BN.shape[0], max(size, ahead))
+            cache = decode.empty_cache(module, tokens_BN.shape[0], size)
             x_BLD, cache = decode.decode(module, tokens_BL, at_BL, cache, window=self.window)
             last_B11 = length_B[:, None, None] - 1
             logits_BV = module.head(jnp.take_along_axis(x_BLD, last_B11, 1))[:, 0]
             return self._begun(tokens_BN, length_B, self._cut(logits_BV), cache)
 
-        loop = begin(kept, tokens_BN, length_B)
-        found = self._looped(step, kept, loop, count, self.window)
-        return found._replace(cache=None)
+        return jax.jit(begin, static_argnums=(4, 5))
 
-    def without_cache(
-        self,
-        params: Params,
-        tokens_BN: jax.Array,
-        length_B: jax.Array,
-        loop: _Loop | None,
-        count: int,
-    ) -> _Loop:
-        """Add the remaining tokens, with a forward pass over the window for each token.
+    @cached_property
+    def _begin_whole(self) -> Any:
+        """A compiled function that returns the state after the prompts, without a cache."""
 
-        Args:
-          loop: the state after `with_cache`, or None if no token was added yet.
-        """
-
-        def step(params: Params, loop: _Loop) -> tuple[jax.Array, None]:
-            missing = max(0, self.window - loop.tokens.shape[1])
-            tokens_BN = jnp.pad(loop.tokens, ((0, 0), (0, missing)))
-            begin_B1 = jnp.maximum(loop.length[:, None] - self.window, 0)
-            tokens_BL = jnp.take_along_axis(tokens_BN, begin_B1 + jnp.arange(self.window)[None], 1)
-            logits_BLV = self._bound(params)(tokens_BL, jnp.zeros_like(tokens_BL))
-            last_B11 = jnp.minimum(loop.length, self.window)[:, None, None] - 1
-            return self._cut(jnp.take_along_axis(logits_BLV, last_B11, 1)[:, 0]), None
-
-        if loop is None:
+        def begin(
+            params: Params, buffers: Buffers, tokens_BN: jax.Array, length_B: jax.Array
+        ) -> _Loop:
             nothing = jnp.zeros((len(tokens_BN), self.vocab_size), jnp.float32)
             loop = self._begun(tokens_BN, length_B, nothing, None)
-            loop = loop._replace(logits=jax.jit(step)(params, loop)[0])
-        elif int(loop.number) == count or bool(loop.done.all()):
-            return loop
-        return self._looped(step, params, loop, count, None)
+            return loop._replace(logits=self._step(params, buffers, loop)[0])
+
+        return jax.jit(begin)
 
     def _begun(
         self, tokens_BN: jax.Array, length_B: jax.Array, logits_BV: jax.Array, cache: PyTree
@@ -215,57 +221,78 @@ class _Run:
         nats_BN, done_B = jnp.zeros(tokens_BN.shape, jnp.float32), jnp.zeros(len(length_B), bool)
         return _Loop(tokens_BN, length_B, logits_BV, nats_BN, done_B, jnp.int32(0), cache)
 
-    def _looped(
-        self,
-        step: Callable[[Params, _Loop], tuple[jax.Array, PyTree]],
-        params: Params,
-        loop: _Loop,
-        count: int,
-        most: int | None,
-    ) -> _Loop:
-        """Run the loop until `count` tokens are added, all texts are done, or a text is too long.
+    def _step(self, params: Params, buffers: Buffers, loop: _Loop) -> tuple[jax.Array, PyTree]:
+        """Return the logits of the next token, and the next cache."""
+        if loop.cache is not None:
+            module, at_B1 = self._bound(params, buffers, turned=True), loop.length[:, None] - 1
+            token_B1 = jnp.take_along_axis(loop.tokens, at_B1, 1)
+            given = token_B1, at_B1, loop.cache
+            x_B1D, cache = decode.decode(module, *given, window=self.window)
+            return self._cut(module.head(x_B1D)[:, 0]), cache
+        missing = max(0, self.window - loop.tokens.shape[1])
+        tokens_BN = jnp.pad(loop.tokens, ((0, 0), (0, missing)))
+        begin_B1 = jnp.maximum(loop.length[:, None] - self.window, 0)
+        tokens_BL = jnp.take_along_axis(tokens_BN, begin_B1 + jnp.arange(self.window)[None], 1)
+        logits_BLV = self._bound(params, buffers)(tokens_BL, jnp.zeros_like(tokens_BL))
+        last_B11 = jnp.minimum(loop.length, self.window)[:, None, None] - 1
+        return self._cut(jnp.take_along_axis(logits_BLV, last_B11, 1)[:, 0]), None
 
-        Args:
-          step: a function that returns the logits of the next token, and the next cache.
-          most: the length at which a text ends the loop unless it is done; None sets no limit.
+    @cached_property
+    def _loop(self) -> Any:
+        """A compiled loop over tokens, which donates the state.
+
+        It ends when all tokens are added, when all texts are done, or when a text fills the window
+        and the state has a cache.
         """
-        stops = jnp.asarray(self.stops or (-1,), jnp.int32)[None]
 
-        def goes_on(loop: _Loop) -> jax.Array:
-            longest = jnp.where(loop.done, 0, loop.length).max()
-            fits = True if most is None else longest < most
-            return ~loop.done.all() & (loop.number < count) & fits
+        def run(
+            params: Params, buffers: Buffers, loop: _Loop, limits: _Limits, sampling: Sampling
+        ) -> _Loop:
+            def goes_on(loop: _Loop) -> jax.Array:
+                longest = jnp.where(loop.done, 0, loop.length).max()
+                fits = True if loop.cache is None else longest < self.window
+                return ~loop.done.all() & (loop.number < limits.most) & fits
 
-        def add(params: Params, loop: _Loop) -> _Loop:
-            token_B = self.sampling.draw(loop.logits, loop.number)
-            nats_B = -optax.softmax_cross_entropy_with_integer_labels(loop.logits, token_B)
-            rows = jnp.arange(len(token_B))
-            # The index of a text that is done is outside of its buffer, so jax drops the write.
-            at_B = jnp.where(loop.done, loop.tokens.shape[1], loop.length)
-            added = loop._replace(
-                tokens=loop.tokens.at[rows, at_B].set(token_B, mode="drop"),
-                nats=loop.nats.at[rows, at_B].set(nats_B, mode="drop"),
-                length=loop.length + ~loop.done,
-                done=loop.done | (token_B[:, None] == stops).any(-1),
-                number=loop.number + 1,
-            )
-            logits_BV, cache = step(params, added)
-            return added._replace(logits=logits_BV, cache=cache)
+            def add(loop: _Loop) -> _Loop:
+                token_B = sampling.draw(loop.logits, loop.number, limits.key)
+                nats_B = -optax.softmax_cross_entropy_with_integer_labels(loop.logits, token_B)
+                rows = jnp.arange(len(token_B))
+                # The index of a text that is done is outside of its buffer, so jax drops the write.
+                at_B = jnp.where(loop.done, loop.tokens.shape[1], loop.length)
+                added = loop._replace(
+                    tokens=loop.tokens.at[rows, at_B].set(token_B, mode="drop"),
+                    nats=loop.nats.at[rows, at_B].set(nats_B, mode="drop"),
+                    length=loop.length + ~loop.done,
+                    done=loop.done | (token_B[:, None] == limits.stops[None]).any(-1),
+                    number=loop.number + 1,
+                )
+                logits_BV, cache = self._step(params, buffers, added)
+                return added._replace(logits=logits_BV, cache=cache)
 
-        @partial(jax.jit, donate_argnums=1)
-        def run(params: Params, loop: _Loop) -> _Loop:
-            return jax.lax.while_loop(goes_on, partial(add, params), loop)
+            return jax.lax.while_loop(goes_on, add, loop)
 
-        return run(params, loop)
+        return jax.jit(run, donate_argnums=2, static_argnums=4)
 
-    def scored(self, params: Params, loop: _Loop) -> jax.Array:
+    def _scored(self, params: Params, buffers: Buffers, loop: _Loop) -> jax.Array:
         """Return the log-probabilities `[B, N]` of texts, from the forward pass of training."""
+        rows = self.program.layout.data_size
+        pieces = [
+            self._score(params, buffers, loop.tokens[i : i + rows])
+            for i in range(0, len(loop.tokens), rows)
+        ]
+        nats_BL = jnp.concatenate(pieces)
+        # The log-probabilities of tokens beyond the window were computed in the loop, each by a
+        # forward pass over a separate window.
+        return jnp.concatenate([nats_BL, loop.nats[:, nats_BL.shape[1] :]], 1)
 
-        @jax.jit
-        def score(params: Params, tokens_BN: jax.Array) -> jax.Array:
+    @cached_property
+    def _score(self) -> Any:
+        """A compiled function from texts to the log-probabilities of their first tokens."""
+
+        def score(params: Params, buffers: Buffers, tokens_BN: jax.Array) -> jax.Array:
             missing = max(0, self.window + 1 - tokens_BN.shape[1])
             tokens_BL = jnp.pad(tokens_BN, ((0, 0), (0, missing)))[:, : self.window + 1]
-            inputs_BL, module = tokens_BL[:, :-1], self._bound(params)
+            inputs_BL, module = tokens_BL[:, :-1], self._bound(params, buffers)
             given = inputs_BL, jnp.zeros_like(inputs_BL)
             head = getattr(module, "padded_head", None)
             logits_BLV = module(*given) if head is None else head(module.hidden(*given))
@@ -274,19 +301,19 @@ class _Run:
             )
             return -jnp.pad(nats_BL, ((0, 0), (1, 0)))[:, : tokens_BN.shape[1]]
 
-        rows = self.program.layout.data_size
-        pieces = [
-            score(params, loop.tokens[i : i + rows]) for i in range(0, len(loop.tokens), rows)
-        ]
-        nats_BL = jnp.concatenate(pieces)
-        # The log-probabilities of tokens beyond the window were computed in the loop, each by a
-        # forward pass over a separate window.
-        return jnp.concatenate([nats_BL, loop.nats[:, nats_BL.shape[1] :]], 1)
+        return jax.jit(score)
 
-    def _bound(self, params: Params) -> Any:
-        module: Any = self.model.bind(params, self.buffers)
+    def _bound(self, params: Params, buffers: Buffers, *, turned: bool = False) -> Any:
+        if turned and self._turns:
+            params = decode.turned(self._model, params, back=True)
+        module: Any = self._model.bind(params, buffers)
         module.eval()
         return module
 
     def _cut(self, logits_BV: jax.Array) -> jax.Array:
         return logits_BV[:, : self.vocab_size].astype(jnp.float32)
+
+
+def _padded(length: int) -> int:
+    """Return the next multiple of `PIECE`."""
+    return -(-length // PIECE) * PIECE

@@ -5,7 +5,7 @@ Dims: B texts, V vocab.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,20 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
-    seed: int = 0
+    # Programs that differ only in the seed are one program, which is given the key.
+    seed: int = field(default=0, compare=False)
 
-    def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
+    def draw(self, logits_BV: jax.Array, number: jax.Array, key: jax.Array) -> jax.Array:
         """Choose the next token of each text, int32 `[B]`.
 
         Args:
           number: the number of earlier choices for these texts.
+          key: the random key of `seed`.
         """
         if self.temperature == 0:
             return logits_BV.argmax(-1).astype(jnp.int32)
         scaled_BV = self._kept(logits_BV / self.temperature)
-        key = jax.random.fold_in(jax.random.key(self.seed), number)
+        key = jax.random.fold_in(key, number)
         rows = jnp.arange(logits_BV.shape[0])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
         return jax.vmap(jax.random.categorical)(keys, scaled_BV).astype(jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ def built(model: dict[str, Any], **sections: Any) -> Experiment:
     given = {"model": {**GPT, **model}, "data": TOKENS, "optim": ADAMW, **sections}
     given.setdefault("train", {"steps": 2, "batch_size": 8})
     config = validate(Document(given), ExperimentConfig)
-    return build(config, devices=jax.devices()[: max(config.mesh.sizes().get("data", 1), 1)])
+    count = math.prod(config.mesh.sizes().values())
+    return build(config, devices=jax.devices()[: max(count, 1)])
 
 
 def names(tree: Any) -> set[str]:

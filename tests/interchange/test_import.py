@@ -250,17 +250,19 @@ def test_a_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
     "settings",
     [
         ["mesh.data=4", "mesh.tensor=2", "parallel.zero.stage=3"],
+        ["mesh.data=8", "model.lora={rank: 2, alpha: 4, targets: ['blocks/*']}"],
         pytest.param(["mesh.data=4", "mesh.stage=2"], marks=pytest.mark.full),
     ],
 )
 def test_a_run_begins_with_a_model_directly_on_any_mesh(settings, model, tmp_path, devices):
     """The parameters of a model's directory, read in shards, are those of its import."""
     import_model(model, tmp_path / "run", SMALL, console=QUIET)
-    settings = [*settings, "train.batch_size=8", "train.microbatches=2"]
-    experiment, restored = open_run(tmp_path / "run", settings, step=None, console=QUIET)
-    state, step = begin_with(experiment.program, BeginWith(run=str(model)), say=print)
-    assert step == 0
-    pairs = zip(*map(flatten_with_names, (restored.state, state)), strict=True)
+    settings = [*settings, "train.batch_size=16", "train.microbatches=2"]
+    program = build(load(tmp_path / "run/config.yaml", settings)[1]).program
+    begun = [BeginWith(run=str(path)) for path in (tmp_path / "run", model)]
+    states, steps = zip(*(begin_with(program, one, say=print) for one in begun), strict=True)
+    assert steps == (0, 0)
+    pairs = zip(*map(flatten_with_names, states), strict=True)
     for (name, imported), (_, read) in pairs:
         assert imported.sharding == read.sharding, name
         np.testing.assert_array_equal(np.asarray(imported), np.asarray(read), err_msg=name)
@@ -286,13 +288,14 @@ def test_each_device_reads_its_block_only(model, tmp_path, devices, monkeypatch)
 
 def test_a_room_gives_as_many_arrays_as_fit_and_always_one():
     room, dtype = Room(128), np.dtype(np.float32)
-    assert [a.shape for a in room.arrays([(4,), (2, 3), (1,)], dtype)] == [(4,), (2, 3)]
-    assert [a.shape for a in room.arrays([(99,), (1,)], dtype)] == [(99,)]
+    given = [(2, 2), (2, 3), (1, 1)]
+    assert [a.shape for a in room.arrays(given, dtype, (1, 0))] == given[:2]
+    assert [a.shape for a in room.arrays([(99,), (1,)], dtype, (0,))] == [(99,)]
 
 
 def test_devices_copy_what_is_in_a_room(devices):
     room = Room(1 << 12)
-    blocks = room.arrays([(17,), (64,), (1,)], np.dtype(np.float32))
+    blocks = room.arrays([(17,), (64,), (1,)], np.dtype(np.float32), (0,))
     for block in blocks:
         block.fill(1)
     held = [jax.block_until_ready(jax.device_put(block, devices[1])) for block in blocks]

@@ -111,6 +111,16 @@ def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
     assert not RunDirectory(tmp_path / "run").occupied
 
 
+def test_adapters_in_a_pickle_and_adapters_as_a_model_are_refused(base, tmp_path):
+    folder, run = tmp_path / "given", tmp_path / "run"
+    write_peft(base, folder)
+    with pytest.raises(JaxdistError, match=r"no config.json but adapter_config.json; .* --base"):
+        import_model(folder, run, console=QUIET)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(JaxdistError, match=r"adapter_model.bin, a pickle. .* of PEFT\)"):
+        import_adapters(folder, base / "run", run, console=QUIET)
+
+
 def test_a_folder_without_adapters_and_a_run_without_adapters_are_told(base, tmp_path):
     with pytest.raises(JaxdistError, match=r"lacks adapter_config\.json"):
         import_adapters(base / "model", base / "run", tmp_path / "run", console=QUIET)

@@ -11,7 +11,7 @@ from pipeline_configs import GPT, TOKENS, drawn, experiment, trained
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.loss import Mean, NextTokenConfig
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 
 VOCAB, WIDE = 13, 64
@@ -122,8 +122,6 @@ def test_text_has_no_padding_in_it():
     """At a temperature at which all tokens are alike."""
     made = of({"data": 1}, own_loss=False)
     state = made.program.init()
-    text = generate(
-        made.program, state.params, {}, prompts=[[1]], window=8, vocab_size=WIDE, count=40,
-        sampling=Sampling(temperature=1e6),
-    )[0]  # fmt: skip
+    given = {"prompts": [[1]], "count": 40, "sampling": Sampling(temperature=1e6)}
+    text = Generator(made.program, 8, WIDE)(state.params, {}, **given)[0]
     assert max(text.tokens) < VOCAB

@@ -32,7 +32,7 @@ from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
 from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 from jaxdist.trees import flatten_with_names, tree_bytes
 
@@ -275,9 +275,9 @@ class Bigrams(nnx.Module):
 def test_what_is_generated_is_that_of_one_device(monkeypatch, devices):
     monkeypatch.setattr(f"{__name__}.Model", Bigrams)
     sampling = Sampling(temperature=1.0)
-    settings = {"prompts": [[1]], "window": 4, "count": 8, "sampling": sampling}
+    settings = {"prompts": [[1]], "count": 8, "sampling": sampling}
     found, expected = (
-        generate(p, p.init().params, {}, vocab_size=EMBED, **settings)
+        Generator(p, 4, EMBED)(p.init().params, {}, **settings)
         for p in (program_of(FIVE, 3), program_of({"data": 1}))
     )
     assert found == expected

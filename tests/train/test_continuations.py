@@ -9,7 +9,7 @@ import optax
 import pytest
 from pipeline_configs import TOKENS, experiment
 
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 
 GPT = {"type": "gpt", "layers": 2, "embed": 16, "heads": 4, "kv_heads": 2}
@@ -29,12 +29,27 @@ FAMILIES = {
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
-def of(mesh=None, model=None, window=16, **more):
+@pytest.fixture
+def compiled():
+    """The seconds of each compilation so far in the test."""
+    found: list[float] = []
+
+    def heard(name: str, seconds: float, **_: object) -> None:
+        if "backend_compile" in name:
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def of(mesh=None, model=None, window=16, cached=True, **more):
     data = {**TOKENS, "window": window, "vocab_size": 32}
     made = experiment(mesh or {"data": 1}, model={**GPT, **(model or {})}, data=data, **more)
     state = made.program.init()
-    settings = {"window": window, "vocab_size": 32, "count": 8, "sampling": Sampling()}
-    return partial(generate, made.program, state.params, state.buffers, **settings), made, state
+    run = Generator(made.program, window, 32, cached)
+    settings = {"count": 8, "sampling": Sampling()}
+    return partial(run, state.params, state.buffers, **settings), made, state
 
 
 @pytest.mark.parametrize(
@@ -46,8 +61,8 @@ def of(mesh=None, model=None, window=16, **more):
     ],
 )
 def test_a_cache_changes_no_token(family):
-    run = of(model=FAMILIES[family])[0]
-    cached, whole = (run(prompts=PROMPTS, cached=c) for c in (True, False))
+    runs = (of(model=FAMILIES[family], cached=cached)[0] for cached in (True, False))
+    cached, whole = (run(prompts=PROMPTS) for run in runs)
     assert [t.tokens for t in cached] == [t.tokens for t in whole]
     assert [t.tokens[: len(p)] for t, p in zip(cached, PROMPTS, strict=True)] == PROMPTS
 
@@ -75,16 +90,33 @@ def test_on_a_mesh_past_the_window_with_log_probabilities_of_training():
     assert texts[2].log_probs == [float(x) for x in expected]
 
 
-def test_a_stop_token_ends_one_text_alone():
+def test_a_stop_token_ends_one_text_alone_and_compiles_nothing(compiled):
     run = of(model={"layers": 1})[0]
     free = run(prompts=PROMPTS)
-    stop = free[0].tokens[5]
+    stop, programs = free[0].tokens[5], len(compiled)
     texts = run(prompts=PROMPTS, stops=[stop])
+    assert len(compiled) == programs > 0
     for text, other, prompt in zip(texts, free, PROMPTS, strict=True):
         added = other.tokens[len(prompt) :]
         kept = added[: added.index(stop) + 1] if stop in added else added
         assert (text.tokens, text.stopped) == ([*prompt, *kept], stop in added)
     assert any(t.stopped for t in texts)
+
+
+def test_calls_share_what_is_compiled(compiled):
+    """Other tokens, lengths, counts and seeds need no program, a further prompt needs one."""
+    run = of(model={"layers": 1}, window=64)[0]
+    asked = {"sampling": Sampling(temperature=1.0, seed=1), "log_probs": True}
+    first = run(prompts=PROMPTS, **asked)
+    programs = len(compiled)
+    again = run(prompts=PROMPTS, **asked)
+    asked["sampling"] = Sampling(temperature=1.0, seed=2)
+    other = run(prompts=[[7] * 9, [8], [9] * 30], **asked | {"count": 20})
+    assert len(compiled) == programs > 0
+    assert (first, [len(t.tokens) for t in other]) == (again, [29, 21, 50])
+    assert [t.tokens for t in run(prompts=PROMPTS, **asked)] != [t.tokens for t in first]
+    run(prompts=PROMPTS * 2, **asked)
+    assert len(compiled) > programs
 
 
 @pytest.mark.parametrize(
@@ -100,5 +132,5 @@ def test_tokens_to_choose_among(settings, kept):
     """With probabilities .6, .25, .1 and .05; the first is .63 of the first three."""
     logits_BV = jnp.log(jnp.asarray([[0.6, 0.25, 0.1, 0.05]]))
     sampling = Sampling(temperature=1.0, seed=1, **settings)
-    draw = jax.jit(sampling.draw)
-    assert {int(draw(logits_BV, jnp.int32(i))[0]) for i in range(200)} == kept
+    draw, key = jax.jit(sampling.draw), jax.random.key(sampling.seed)
+    assert {int(draw(logits_BV, jnp.int32(i), key)[0]) for i in range(200)} == kept

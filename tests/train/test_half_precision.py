@@ -13,7 +13,7 @@ import pytest
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.generate import generate
+from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 
 STEPS = 12
@@ -66,14 +66,7 @@ def test_a_decoder_in_two_bytes_learns_as_in_four(compute_dtype, dtype, optim, w
     found, state, loss = trained(compute_dtype, mesh, master_weights=dtype, **optim)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
     np.testing.assert_allclose(loss, wide_loss, rtol=0.02)
-    tokens = generate(
-        found.program,
-        state.params,
-        state.buffers,
-        prompts=[[1, 2]],
-        window=16,
-        vocab_size=found.dataset.vocab_size or 0,
-        count=2,
-        sampling=Sampling(),
-    )[0].tokens
+    run = Generator(found.program, 16, found.dataset.vocab_size or 0)
+    given = {"prompts": [[1, 2]], "count": 2, "sampling": Sampling()}
+    tokens = run(state.params, state.buffers, **given)[0].tokens
     assert len(tokens) == 4

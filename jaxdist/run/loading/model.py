@@ -13,6 +13,7 @@ import jax
 
 from jaxdist.interchange.leaves import BUFFERS, Leaf, Room, largest, place
 from jaxdist.interchange.source import CONFIG, leaves_of, open_source
+from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.run.directory import RunDirectory
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -37,10 +38,18 @@ def matched(program: Program, path: Path) -> list[Leaf]:
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
     """Load parameters in the form of checkpoints; each process reads only its devices' shards.
 
+    Adapters are not among them, since a downloaded model has none.
+
     During the load, a process needs host memory for the shards of its devices and, in addition, for
     the largest tensor, or for the largest shard if that is larger.
     """
-    return _loaded(program.state_shapes.params, leaves, "")
+    return _loaded(_divided(program, program.state_shapes.params)[0], leaves, "")
+
+
+def _divided(program: Program, params: Params) -> tuple[Params, Params]:
+    """Return the part of the parameters that files fill, and the adapters."""
+    adapters = {PREFIX: params[PREFIX]} if program.model.adapters else {}
+    return {name: tree for name, tree in params.items() if name not in adapters}, adapters
 
 
 def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
@@ -51,9 +60,13 @@ def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
 
 
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
-    """Return an initial state with a model's parameters and buffers, in the form of checkpoints."""
+    """Return an initial state with a model's parameters and buffers, in the form of checkpoints.
+
+    Adapters have their initial values.
+    """
+    rest = program.home.to_files(program.init())
     # The randomly initialized parameters are dropped before the model's parameters are read, so
     # that devices never hold both.
-    rest = replace(program.home.to_files(program.init()), params=None)
+    rest, adapters = replace(rest, params=None), _divided(program, rest.params)[1]
     buffers = _loaded(program.state_shapes.buffers, leaves, f"{BUFFERS}/")
-    return replace(rest, params=load_params(program, leaves), buffers=buffers)
+    return replace(rest, params=load_params(program, leaves) | adapters, buffers=buffers)
