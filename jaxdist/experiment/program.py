@@ -303,7 +303,7 @@ def _trace(program: Program, at: At, own: Own) -> None:
     """Trace the parts that may raise errors, so that these are reported before any compilation."""
     if program.exchange.explicit:
         with at("parallel", "reduce"):
-            jax.eval_shape(program.train, program.state_shapes, program.batch)
+            program.train.trace(program.state_shapes, program.batch)
     # Built-in parts can always be traced, so only the user's code is traced a second time.
     with at("optim"), own("optim") as imported:
         if imported:
@@ -315,4 +315,4 @@ def _trace(program: Program, at: At, own: Own) -> None:
             jax.eval_shape(program.evaluated, program.state_shapes)
     with at("train"), own("optim", "loss", "model") as imported:
         if imported:
-            jax.eval_shape(program.train, program.state_shapes, program.batch)
+            program.train.trace(program.state_shapes, program.batch)
