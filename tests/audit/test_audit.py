@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,10 +209,11 @@ def test_full_compiles_and_says_what_each_knob_costs(folder: Path) -> None:
 
 
 def shipped(path: Path) -> Any:
-    """A knob takes a second: .ci/run audits all, by the command."""
+    """A knob takes a second: .ci/run audits all but those of pods."""
     name = str(path.relative_to(ROOT))
     quick = ("configs/mlp/digits_ring.yaml", "configs/recommend/movielens_clicks.yaml")
-    return pytest.param(path, id=name, marks=[] if name in quick else [pytest.mark.slow])
+    where = "of_pods-" if re.search(r"\d[bt]\.yaml$", name) else ""
+    return pytest.param(path, id=where + name, marks=[] if name in quick else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("path", [shipped(path) for path in CONFIGS])

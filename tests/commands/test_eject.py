@@ -145,12 +145,16 @@ def test_a_ring_with_shares_and_skipped_steps(tmp_path: Path) -> None:
     assert "SPLIT = {" in text
 
 
-@pytest.mark.parametrize("overrides", marked(DIGITS_CASES, "tensor", "zero 1", "zero 2"))
+@pytest.mark.parametrize(
+    "overrides", marked(DIGITS_CASES, "tensor", "zero 1", "zero 2", "cnn", "ring, zero 1")
+)
 def test_plans_and_optimizers_of_an_mlp(overrides: list[str], tmp_path: Path) -> None:
     check(DIGITS, overrides, tmp_path)
 
 
-@pytest.mark.parametrize("overrides", marked(GPT_CASES, "zero 1", "ring", "gpipe"))
+@pytest.mark.parametrize(
+    "overrides", marked(GPT_CASES, "zero 1", "ring", "gpipe", "lamb", "zero 3 and tensor")
+)
 def test_plans_and_optimizers_of_a_decoder(overrides: list[str], tmp_path: Path) -> None:
     check(GPT, [*SMALL, *overrides], tmp_path)
 

@@ -105,7 +105,11 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
         full({"data": 2, "tensor": 2}, {}),
         # In one process: tests/equivalence and tests/parallel; between two, the other four.
         pytest.param({"data": 4}, {"reduce": {"type": "xla"}}, marks=pytest.mark.slow),
-        full({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
+        pytest.param(
+            {"data": 4},
+            {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}},
+            marks=pytest.mark.slow,
+        ),
         full({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
     ],
     ids=str,

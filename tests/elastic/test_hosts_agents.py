@@ -73,7 +73,7 @@ def test_the_last_host_is_lost_and_another_comes(play: Play):
 
 @pytest.mark.full
 @pytest.mark.parametrize("server", [redis_server, etcd_server])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_same_with_a_server_to_meet_at(tmp_path: Path, victim: int, server):
     with (
         server(tmp_path) as (address, _),

@@ -55,10 +55,23 @@ def numbers(found):
     [
         ({"data": 2, "context": 2}, {"sharding__context": "ring"}),
         *(
-            pytest.param(mesh, changes, marks=pytest.mark.full)
+            pytest.param(mesh, changes, marks=pytest.mark.slow)
             for mesh, changes in (
                 ({"data": 2, "context": 4}, {}),
                 ({"context": 4, "data": 2}, {"sharding__context": "ring_ulysses"}),
+                ({"data": 2, "context": 2, "tensor": 2}, {
+                    "sharding__context": "gather", "sharding__context_order": "zigzag",
+                }),
+                ({"context": 2, "expert": 2, "data": 2}, {
+                    "sharding__context": "ring", "model__experts": EXPERTS,
+                    "parallel__zero": {"stage": 3, "whole_below": 0},
+                    "loss__type": "next_token", "loss__chunks": 2,
+                }),
+            )
+        ),
+        *(
+            pytest.param(mesh, changes, marks=pytest.mark.full)
+            for mesh, changes in (
                 ({"data": 2, "context": 4}, {
                     "model__attention_window": 5, "train__microbatches": 2, "model__remat": "full",
                     "loss__type": "next_token", "loss__chunks": 2,
@@ -68,14 +81,6 @@ def numbers(found):
                     "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,
                     "parallel__reduce": {"type": "ring"},
                     "parallel__zero": {"stage": 3, "whole_below": 0},
-                }),
-                ({"data": 2, "context": 2, "tensor": 2}, {
-                    "sharding__context": "gather", "sharding__context_order": "zigzag",
-                }),
-                ({"context": 2, "expert": 2, "data": 2}, {
-                    "sharding__context": "ring", "model__experts": EXPERTS,
-                    "parallel__zero": {"stage": 3, "whole_below": 0},
-                    "loss__type": "next_token", "loss__chunks": 2,
                 }),
                 ({"context": 4, "expert": 2}, {
                     "sharding__context": "ring", "sharding__context_order": "striped",
@@ -100,7 +105,10 @@ def test_a_config_trains_as_on_one_device(mesh, changes):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "rules"),
-    [({"context": 4, "data": 2}, {}), ({"context": 2, "tensor": 2}, {"residual_seq": "tensor"})],
+    [
+        pytest.param({"context": 4, "data": 2}, {}, marks=pytest.mark.slow),
+        ({"context": 2, "tensor": 2}, {"residual_seq": "tensor"}),
+    ],
 )
 def test_predicted_positions_need_not_divide_as_sequences_do(mesh, rules):
     """BERT's head sees 6 of 16 positions."""

@@ -6,9 +6,9 @@ MESHES = ({"data": 8}, {"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 4, "ten
 CELLS = [
     ("cnn", {"data": 4, "tensor": 2}),
     ("mlp", {"tensor": 8}),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}),
     ("gpt", {"tensor": 2, "data": {"dcn": 2, "ici": 2}}),
 ]
+FULL_CELLS = [("gpt-grouped-untied-remat", {"data": 2, "tensor": 4})]
 MORE_CELLS = [row for row in itertools.product(("gpt", "cnn", "mlp"), MESHES) if row not in CELLS]
 """What those, and the rows below, stand for; so is `MORE_ZERO`, which the full tests have."""
 
@@ -18,7 +18,7 @@ REDUCTIONS = [
     ("mlp", {"data": 8}, {"type": "ring"}, {}),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "ring", "directions": 2}, {"microbatches": 2}),
     ("mlp", SPLIT, {"type": "hierarchical"}, {"microbatches": 2}),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "tree"}, {}),
+    ("mlp", {"data": 2, "tensor": 4}, {"type": "tree"}, {}),
     ("cnn", {"data": 8}, {"type": "halving", "bucket_bytes": 4096}, {}),
     ("cnn", {"data": 4, "tensor": 2}, {"type": "xla", "bucket_bytes": None}, {}),
     ("mlp", {"data": 8}, {"type": "double_tree"}, {}),
@@ -44,8 +44,10 @@ MORE_ZERO = [
         {"microbatches": 2},
     ),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
-    ("gpt", {"data": 8}, None, {"stage": 1}, {}),
     ("gpt", SPLIT, None, ICI, {}),
+]
+SLOW_ZERO = [
+    ("gpt", {"data": 8}, None, {"stage": 1}, {}),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 1}, {"microbatches": 2}),
     ("gpt", {"data": 8}, {"type": "ring"}, {"stage": 2}, {"microbatches": 2}),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "xla"}, {"stage": 2}, {}),

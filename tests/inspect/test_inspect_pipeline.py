@@ -20,7 +20,7 @@ from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.report import inspect
 from jaxdist.inspect.times import parts_of
 
-pytestmark = pytest.mark.needs_libtpu
+pytestmark = [pytest.mark.needs_libtpu, pytest.mark.full]
 
 CONFIG = {
     "model": {
@@ -87,7 +87,6 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Inspected:
     )
 
 
-@pytest.mark.full
 def test_the_program_runs_the_ticks(inspected: Inspected) -> None:
     assert mismatch(inspected.timed[0], inspected.lockstep) is None
     assert inspected.time.schedule == f"zb_h1, {inspected.lockstep.ticks} ticks"

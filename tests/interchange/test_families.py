@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chosen import quick
 
 from benchmarks.models.drawn import CONFIGS, given, ours, seen, write_drawn
 from jaxdist.errors import ConfigError, DataError
@@ -25,8 +26,9 @@ from jaxdist.interchange.source import open_source
 from jaxdist.interchange.write import config_of
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
-QUICK = ("llama3", "gpt2", "bert", "vit", "resnet")
-"""Between them they have all layouts; the others run with `-m full`."""
+QUICK = ("llama3", "gpt2", "bert", "resnet")
+SLOW = ("qwen2", "mistral", "bert_classes", "resnet_basic")
+"""Options that others have too; the quick ones have all layouts of text, and one of images."""
 
 
 @cache
@@ -36,7 +38,11 @@ def computed(name, folder):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in CONFIGS]
+    "name",
+    [
+        *quick(*QUICK, of=[n for n in CONFIGS if n not in SLOW]),
+        *quick(of=SLOW, slow=True),
+    ],
 )
 def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     """To 1e-5 of the largest, at positions 1 to 512."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from chosen import quick
 from rich.console import Console
 
 from benchmarks.models.drawn import CONFIGS, VOCAB, ours, tokens, write_drawn
@@ -27,7 +28,7 @@ from jaxdist.trees import flatten_with_names
 
 SMALL = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
 QUIET = Console(quiet=True)
-OTHERS = ("qwen3", "bert", "bert_classes", "vit", "resnet_basic")
+FULL, SLOW = ("qwen3", "bert_classes", "vit"), ("bert", "resnet_basic")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def arrays(path):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)],
+    [*quick("gpt2", "resnet", of=("gpt2", "resnet", *FULL)), *quick(of=SLOW, slow=True)],
 )
 def test_a_model_comes_back_to_the_bit(name, tmp_path):
     before, run, out = (tmp_path / word for word in ("given", "run", "out"))
@@ -93,6 +94,7 @@ def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
         import_model(bare, tmp_path / "again", SMALL, console=QUIET)
 
 
+@pytest.mark.full
 def test_a_run_can_begin_with_a_model_that_has_buffers(tmp_path, devices):
     write_drawn("resnet", tmp_path / "given")
     import_model(tmp_path / "given", tmp_path / "run", SMALL[:2], console=QUIET)

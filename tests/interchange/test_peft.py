@@ -98,6 +98,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, given, said):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
     """A directory with a config counts as a run that has begun, so that the config is last."""
 

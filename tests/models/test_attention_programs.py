@@ -56,12 +56,12 @@ def losses(found):
 
 ZERO_BUBBLE = {"pipeline": {"schedule": {"type": "zb_h1"}}}
 PLANS = [
-    full({"data": 1}, {}),
-    (SPLIT, {"parallel": {"zero": {"stage": 3}, **RING}, "remat": "full"}),
+    slow({"data": 1}, {}),
+    full(SPLIT, {"parallel": {"zero": {"stage": 3}, **RING}, "remat": "full"}),
     slow(SPLIT, {}),  # the row before has all of it
     slow(STAGES, {"train": {"microbatches": 4}, "parallel": ZERO_BUBBLE}),
     slow(STAGES, {"train": {"microbatches": 2}}),  # so has the next
-    full(STAGES, {"train": {"microbatches": 2}, "parallel": {"zero": {"stage": 2}, **ONE_PASS}}),
+    slow(STAGES, {"train": {"microbatches": 2}, "parallel": {"zero": {"stage": 2}, **ONE_PASS}}),
 ]
 
 

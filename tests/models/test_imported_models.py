@@ -72,7 +72,7 @@ def alone(name: str) -> tuple[Any, list[float], Any]:
     ("name", "mesh", "parallel"),
     [
         ("Listed", {"data": 4, "tensor": 2}, {}),
-        full("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
+        slow("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
         slow("Vmapped", THREE, {}),  # in stages below with another schedule
         slow("Helped", {"data": 4, "tensor": 2}, EXPLICIT),  # as Vmapped is
         slow("Helped", THREE, {"zero": {"stage": 2}}),  # as VMAP is, below

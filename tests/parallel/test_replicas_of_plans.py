@@ -31,20 +31,22 @@ WHOLE, TENSOR = {"data": 8}, {"data": 4, "tensor": 2}
 RING = {"type": "ring"}
 
 
-def plan(mesh: dict[str, int], reduce: Any, stage: int, *, full: bool = False) -> Any:
+def plan(mesh: dict[str, int], reduce: Any, stage: int, **marks: bool) -> Any:
     name = f"{'-'.join(mesh)}-{reduce['type'] if reduce else 'auto'}-zero{stage}"
-    return pytest.param(mesh, reduce, stage, id=name, marks=pytest.mark.full if full else ())
+    return pytest.param(
+        mesh, reduce, stage, id=name, marks=[getattr(pytest.mark, m) for m in marks]
+    )
 
 
 PLANS = [
     plan(WHOLE, None, 0, full=True),
     plan(WHOLE, None, 1),
-    plan(WHOLE, None, 2, full=True),
-    plan(WHOLE, None, 3, full=True),
-    plan(TENSOR, None, 0),
-    plan(TENSOR, None, 1, full=True),
-    plan(WHOLE, RING, 0),
-    plan(WHOLE, RING, 1, full=True),
+    plan(WHOLE, None, 2, slow=True),
+    plan(WHOLE, None, 3, slow=True),
+    plan(TENSOR, None, 0, full=True),
+    plan(TENSOR, None, 1, slow=True),
+    plan(WHOLE, RING, 0, full=True),
+    plan(WHOLE, RING, 1, slow=True),
     plan(WHOLE, RING, 2, full=True),
     plan(TENSOR, RING, 0, full=True),
     plan(TENSOR, RING, 3),

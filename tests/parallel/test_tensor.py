@@ -71,7 +71,7 @@ CELLS = (
         pytest.param(cell, marks=[pytest.mark.needs_libtpu, *marks])
         for cell, marks in (
             ("tpu", [pytest.mark.full]),
-            ("tpu manual", [pytest.mark.full]),
+            ("tpu manual", [pytest.mark.slow]),
             ("tpu split", [pytest.mark.full]),
         )
     ),
@@ -89,7 +89,7 @@ def test_neither_logits_nor_the_table_are_gathered(cell, devices):
 
 @pytest.mark.full
 @pytest.mark.needs_libtpu
-@pytest.mark.parametrize("cell", ["tpu", pytest.param("tpu manual", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cell", ["tpu", pytest.param("tpu manual", marks=pytest.mark.slow)])
 def test_the_tensor_axis_carries_what_the_bound_says(cell):
     found, _ = compiled(cell)
     # XLA:TPU makes some all-reduces a float32 reduce-scatter and the all-gather of what the next
@@ -144,13 +144,17 @@ def alone():
         pytest.param(
             {"tensor": 4, "data": 2},
             {"reduce": {"type": "ring"}, "remat": "dots"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"data": 4, "tensor": 2},
+            {"reduce": {"type": "xla"}, "zero": 3, "remat": "minimal"},
             marks=pytest.mark.full,
         ),
-        ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "minimal"}),
         pytest.param(
             {"data": 2, "tensor": 4},
             {"ring": True, "zero": 3, "remat": "minimal"},
-            marks=pytest.mark.full,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"data": 4, "tensor": 2},

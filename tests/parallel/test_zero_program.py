@@ -69,7 +69,7 @@ LAYERS = {"type": "xla", "bucket_bytes": 2**18}
 """Which sends a layer of this small model at a time, as all do where layers are large."""
 
 
-@pytest.mark.parametrize("stage", [full(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), full(2), 3])
 def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     """Two passes over the parameters, three in stage 3 (arXiv 1910.02054, section 7)."""
     found, model_bytes = compiled(stage, {"type": "xla"})
@@ -80,14 +80,14 @@ def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
+@pytest.mark.parametrize("reduce", [slow(None), {"type": "xla"}], ids=["auto", "manual"])
 def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
     whole, some = (compiled(3, reduce, remat=remat)[0] for remat in ("none", "elementwise"))
     assert some.memory.temp_bytes <= whole.memory.temp_bytes
     assert some.sent_bytes("data") == whole.sent_bytes("data")
 
 
-@pytest.mark.parametrize("stage", [slow(1), full(2), 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
 def test_the_state_is_split(stage, reduce, devices):
     found, model_bytes = compiled(stage, reduce)
@@ -102,7 +102,7 @@ def test_a_whole_gradient_exists_in_stage_1_only(devices):
     assert saved > 0.8 * (DEVICES - 1) / DEVICES * model_bytes
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [full(0), 1])
 def test_a_gradient_is_reduced_in_place(stage, devices):
     """Beside it there are a layer (a fourth of this model) twice, and tensors that are no stack."""
     found, model_bytes = compiled(stage, LAYERS)
@@ -154,7 +154,7 @@ def dtypes(found, *kinds):
     return {dtype for c in larger for dtype in c.dtypes}
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), full(2), 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), full(2), slow(3)])
 def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
     """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
     found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
@@ -171,7 +171,7 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     ("stage", "algorithm"),
     [
         slow(1, "xla"),
-        full(2, "ring"),
+        slow(2, "ring"),
         (3, "xla"),
         slow(1, "ring"),
         slow(2, "xla"),
@@ -187,7 +187,7 @@ def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices)
     assert sum(c.times_high * c.payload_bytes for c in gathered) < 0.02 * model_bytes
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [slow(2), 3])
 def test_a_named_axis_of_size_1_splits_nothing_of_what_travels(stage, devices):
     program = program_of(stage, {"type": "ring"}, mesh={"data": 4, "stage": 1, "tensor": 2})
     state, _ = jax.eval_shape(program.train, program.state_shapes, program.batch)
@@ -213,10 +213,8 @@ def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
         compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("stage", "reduce"), [slow(0, None), slow(2, LAYERS), (3, LAYERS), slow(3, None)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "reduce"), [(0, None), (2, LAYERS), (3, LAYERS), (3, None)])
 def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce, devices):
     none, some, full = (
         compiled(stage, reduce, remat=remat, layers=8, window=256)[0]

@@ -81,11 +81,11 @@ MODELS = [
 BACKUP = {"type": "bsp", "backups": 1}
 
 
-def each(quick):
-    """The quick ones of the models, by number; the others are full."""
-    rest = pytest.mark.full
+def each(quick, slow=()):
+    """The quick and the slow ones of the models, by number; the others are full."""
+    marks = {**dict.fromkeys(quick, ()), **dict.fromkeys(slow, pytest.mark.slow)}
     return [
-        pytest.param(model, id=f"{model['type']}-{at}", marks=() if at in quick else rest)
+        pytest.param(model, id=f"{model['type']}-{at}", marks=marks.get(at, pytest.mark.full))
         for at, model in enumerate(MODELS)
     ]
 
@@ -109,7 +109,7 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
 def replays():
     """Models of consistency with codecs, and without."""
     kept = [pytest.param(*param.values, None, id=param.id, marks=param.marks)
-            for param in each({0})]  # fmt: skip
+            for param in each({0}, slow={2, 3, 5, 6})]  # fmt: skip
     sign = [
         pytest.param(MODELS[0], {"type": "sign"}, id="ssp-sign"),
         pytest.param(BACKUP, {"type": "sign"}, id="bsp-backup-sign", marks=pytest.mark.full),

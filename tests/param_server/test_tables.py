@@ -357,7 +357,7 @@ def _heldout(experiment: Experiment, state: Any) -> dict[str, float]:
     ("devices", "sections"),
     [
         (1, {"mesh": {"data": 1}}),
-        (8, {"mesh": {"data": 8}}),
+        pytest.param(8, {"mesh": {"data": 8}}, marks=pytest.mark.slow),
         (8, {"mesh": {"data": 8}, "parallel": {"reduce": {"type": "ring"}, "zero": {"stage": 2}}}),
         (4, {"mesh": {"data": 2, "tensor": 2}}),
     ],

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from mesh_rows import CELLS as WITHOUT
-from mesh_rows import MORE_ZERO, REDUCTIONS, ZERO
+from mesh_rows import FULL_CELLS, MORE_ZERO, REDUCTIONS, SLOW_ZERO, ZERO
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
@@ -70,7 +70,8 @@ ELSEWHERE_QUICK = [
 ]
 ELSEWHERE = [
     *ELSEWHERE_QUICK,
-    *(cell_of(*row) for row in MORE_ZERO),
+    *(cell_of(name, mesh, None, {}, {}) for name, mesh in FULL_CELLS),
+    *(cell_of(*row) for row in (*MORE_ZERO, *SLOW_ZERO)),
 ]
 POSSIBLE = [*possible_cells()]
 VALID = valid_cells()
@@ -104,17 +105,26 @@ def met_here(cell: Combination) -> frozenset[object]:
 
 
 def each(cell: Combination) -> frozenset[object]:
-    """What the quick tests cover: each setting once, of pipelines each of `placed`.
+    """What the quick tests cover: each setting once, of pipelines what changes their programs most.
 
     That each schedule gives the gradients of one device has quick tests beside the executor.
     """
-    settings = dataclasses.asdict(cell) if cell.schedule is None else placed(cell)
+    if cell.schedule is None:
+        return frozenset(dataclasses.asdict(cell).items())
+    settings = {**placed(cell), "mesh": None, "zero": cell.stage == 3}
     return frozenset(settings.items())
 
 
+def each_of_pipelines(cell: Combination) -> frozenset[object]:
+    """What the full tests cover besides: each schedule, and each of `placed`."""
+    return frozenset({cell.schedule, *placed(cell).items()}) if cell.schedule else frozenset()
+
+
 QUICK = cover(POSSIBLE, ELSEWHERE_QUICK, each)
-PAIRED = cover(POSSIBLE, [*ELSEWHERE, *QUICK], essentials)
-CELLS = [*QUICK, *PAIRED]
+FULL = cover(POSSIBLE, QUICK, each_of_pipelines)
+PAIRED = cover(POSSIBLE, [*ELSEWHERE, *QUICK, *FULL], essentials)
+"""Beside these rows on demand, `jaxdist parity` compares every two settings; docs/parity.md."""
+CELLS = [*QUICK, *FULL, *PAIRED]
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +133,20 @@ def subject(devices):
 
 
 @pytest.mark.parametrize(
-    "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.full) for cell in PAIRED)], ids=str
+    "cell",
+    [
+        *QUICK,
+        *(pytest.param(cell, marks=pytest.mark.full) for cell in FULL),
+        *(pytest.param(cell, marks=pytest.mark.slow) for cell in PAIRED),
+    ],
+    ids=str,
 )
 def test_a_combination_equals_one_device(cell, subject):
     result = compare_combination(subject, cell)
     assert result.verdict == "equal", combination_line(result)
 
 
+@pytest.mark.full
 def test_what_runs_beside_a_loop_does_not_meet_its_collectives(subject):
     """With one channel for all, the process nearly always ended here."""
     cell = Combination("data 8", 3, "all", "double_tree", 1, "elementwise")
@@ -167,7 +184,7 @@ def test_what_is_tested_has_every_schedule_and_two_settings_of_pipelines():
         found = (itertools.combinations(placed(cell).items(), 2) for cell in cells if cell.schedule)
         return set().union(*found)
 
-    assert {cell.schedule for cell in CELLS} == {None, *SCHEDULES}
+    assert {cell.schedule for cell in (*QUICK, *FULL)} == {None, *SCHEDULES}
     assert two(CELLS) == two(PIPELINES)
     assert len(two(PIPELINES)) > 30
 
@@ -326,7 +343,8 @@ def two_cells(monkeypatch):
 
 @pytest.mark.parametrize(
     ("layer", "reason"),
-    [("dropout", "random layers draw for each part of the batch separately"),
+    [pytest.param("dropout", "random layers draw for each part of the batch separately",
+                  marks=pytest.mark.full),
      ("norm", "batch statistics are those of a microbatch")],
 )  # fmt: skip
 def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(

@@ -293,6 +293,7 @@ def test_replicas_that_are_apart_are_found(devices):
     assert parity_draw_run.replicas_apart({"a": apart, "b": lost}) == (math.inf, "b")
 
 
+@pytest.mark.full
 def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
     def broken(sections):
         if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:

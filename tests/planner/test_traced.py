@@ -86,7 +86,9 @@ def traced(values: dict[str, Any], tmp_path: Path) -> Traced:
     return found
 
 
-@pytest.mark.parametrize("values", [MLP, CNN, OWN], ids=["mlp", "cnn", "own"])
+@pytest.mark.parametrize(
+    "values", [pytest.param(MLP, marks=pytest.mark.slow), CNN, OWN], ids=["mlp", "cnn", "own"]
+)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -105,7 +107,7 @@ def test_state_is_the_experiments(values: dict[str, Any], plan: Plan, tmp_path: 
     "plan",
     [
         Plan(data=2, expert=4, zero=1, remat=None),
-        pytest.param(Plan(data=8, zero=3, remat=None), marks=pytest.mark.full),
+        pytest.param(Plan(data=8, zero=3, remat=None), marks=pytest.mark.slow),
         pytest.param(Plan(data=1, expert=8, zero=0, remat=None), marks=pytest.mark.full),
     ],
     ids=Plan.words,

@@ -272,7 +272,7 @@ class Second(jaxdist.Hook):
 
 @pytest.mark.parametrize(
     "hook",
-    ["First", pytest.param("Second", marks=pytest.mark.full)],
+    [pytest.param("First", marks=pytest.mark.full), pytest.param("Second", marks=pytest.mark.slow)],
 )
 def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jaxdist, hook: str):
     """The run has come to its end: the agent begins nothing anew, and its exit code is 0."""

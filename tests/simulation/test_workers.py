@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from chosen import quick
 from flax import nnx
 from runs import DIGITS
 
@@ -103,11 +104,12 @@ def trained_by_the_rule(devices, **sections):
 
 QUICK = ("adamw", "lamb")
 """They keep two moments, and scale by norms; the others are between them."""
+SLOW = ("lars", "decay")
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS],
+    [*quick(*QUICK, of=[n for n in OPTIMIZERS if n not in SLOW]), *quick(of=SLOW, slow=True)],
 )
 def test_rounds_are_the_run_on_one_mesh(name):
     """To the bit: sums over workers are those over devices. So is the update where XLA fuses it

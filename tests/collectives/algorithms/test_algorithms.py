@@ -233,7 +233,13 @@ OTHERS = [a for a in (*FLAT, *LEVELS[:2], Auto()) if a not in ONE_OF_A_KIND]
 
 @pytest.mark.parametrize(
     "algorithm",
-    [*ONE_OF_A_KIND, *(pytest.param(a, marks=pytest.mark.full) for a in OTHERS)],
+    [
+        *ONE_OF_A_KIND,
+        *(
+            pytest.param(a, marks=pytest.mark.slow if isinstance(a, Ring) else pytest.mark.full)
+            for a in OTHERS
+        ),
+    ],
     ids=label,
 )
 def test_special_values_are_combined_by_one_meaning(algorithm):

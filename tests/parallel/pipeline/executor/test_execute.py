@@ -40,7 +40,7 @@ def same(found, expected, within=2e-6):
 
 def shown(model, mesh, table, policy):
     """Schedules are run by the model that compiles soon; layers of gpt in stages elsewhere too."""
-    marks = () if model == "mlp" else pytest.mark.full
+    marks = {"mlp": (), "gpt dots": pytest.mark.slow}.get(model, pytest.mark.full)
     return pytest.param(model, mesh, table, policy, id=f"{model}-{table}", marks=marks)
 
 

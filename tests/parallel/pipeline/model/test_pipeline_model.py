@@ -153,7 +153,7 @@ def steps_of(made, count=3):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_scale_reaches_every_stage_and_changes_no_gradient(zero, devices):
     scale = {"type": "dynamic", "init_scale": 2.0**10, "growth_steps": 2}
     given = {"parallel": {"zero": {"stage": zero, "whole_below": 64}}}
@@ -178,6 +178,7 @@ def test_a_loss_scale_that_overflows_anywhere_skips_the_step(devices):
     assert ours[-1]["skipped_in_a_row"] == 0
 
 
+@pytest.mark.full
 def test_stages_in_float16_skip_the_steps_that_one_device_skips(devices):
     """A backward pass that began with the scale times the tokens would overflow sooner."""
     optim = {
@@ -200,6 +201,7 @@ def heavy(module, batch):
     return {"loss": Mean(found.total * 1e6, found.weight * 1e6)}
 
 
+@pytest.mark.full
 def test_stages_in_float16_bear_many_tokens_without_a_loss_scale(devices, monkeypatch):
     monkeypatch.setitem(sys.modules, "heavy_loss", SimpleNamespace(heavy=heavy))
     loss = {"type": "import", "path": "heavy_loss:heavy"}

@@ -10,7 +10,7 @@ from jaxdist.experiment import explain_config
 from jaxdist.hlo import ledger
 from jaxdist.trees import tree_bytes
 
-full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @cache
@@ -31,16 +31,15 @@ def layers_of(made):
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "model"),
     [
-        full({"data": 2, "stage": 4}, {"schedule": {"type": "zb_h1"}}, {}),
-        full({"stage": 2}, {"schedule": {"type": "v_min"}, "activations": "stash"}, {}),
+        slow({"data": 2, "stage": 4}, {"schedule": {"type": "zb_h1"}}, {}),
+        slow({"stage": 2}, {"schedule": {"type": "v_min"}, "activations": "stash"}, {}),
         ({"stage": 2, "tensor": 2}, {"layers": [5, 1], "ahead": True}, {}),
         # Uneven over the chunks, but not over the stages, on three axes.
-        full({"data": 2, "stage": 2, "tensor": 2}, {"schedule": {"type": "zb_v"}}, {}),
-        pytest.param(
+        ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": {"type": "zb_v"}}, {}),
+        slow(
             {"stage": 2},
             {"layers": [2, 1, 1, 2], "schedule": {"type": "interleaved", "chunks": 2}},
             {"remat": "full"},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -50,6 +49,7 @@ def test_uneven_chunks_equal_one_device(mesh, pipeline, model, devices):
     same(trained(experiment(mesh, pipeline, model=model), begun), expected)
 
 
+@pytest.mark.full
 def test_both_passes_of_a_chunk_know_the_same_residuals(devices):
     """Traced twice, jax kept rotary tables that are equal once each, or once together."""
     model = {"layers": 3, "remat": ["full", "none"]}

@@ -156,6 +156,7 @@ def begun_for(made, begun):
     return replace(begun, opt_state=jax.tree.map(np.asarray, first))
 
 
+@pytest.mark.full
 def test_a_vector_as_long_as_the_stack_is_not_taken_for_its_layers():
     """SM3 keeps a vector for each dim of a layer: with 4 layers and 4 heads two have 4 elements."""
     halves = {"schedule": {"type": "interleaved", "chunks": 2}}

@@ -72,8 +72,15 @@ PLANS = {
 }
 
 
-# That a step gathers once is below; of its results a test of the full ones has each form.
-@pytest.mark.parametrize("name", quick("task, in a V, tensor", of=PLANS))
+# Each form of a gather has a row of the full ones.
+FULL = ("task, in a V, tensor", "step, chunks, loss scale", "task, uneven")
+ROWS = [
+    *quick("task", of=[name for name in PLANS if name not in FULL], slow=True),
+    *(pytest.param(name, marks=pytest.mark.full) for name in FULL),
+]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_results_are_those_of_one_device(name, devices):
     mesh, parallel, optim = PLANS[name]
     losses, params = trained(experiment(mesh, parallel, **optim))
@@ -91,6 +98,7 @@ def compiled(gather):
     return program, ledger(step, program.layout.mesh)
 
 
+@pytest.mark.full
 def test_a_step_gathers_a_stage_once_and_tasks_gather_their_layers(devices):
     (program, once), (_, tasks) = compiled("step"), compiled("task")
     params = program.model.params
