@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from jaxdist.config.schema import Config
 from jaxdist.cost.context import Order, SequenceSplit, Way
 from jaxdist.errors import ShardingError, did_you_mean
+from jaxdist.hlo.source.marks import gives, takes
 from jaxdist.mesh import AXES, MeshAxis, axis_names, mesh_axis_size
 from jaxdist.sharding.collective_matmul import AxisRing
 from jaxdist.sharding.experts import (
@@ -329,10 +330,15 @@ class Layout:
         inside, tensor = self._size(axes), self.names_of("mlp")
         tensor = tensor if self._size(tensor) > 1 else ()
         platform = self.mesh.devices.flat[0].platform
+        of_tokens: dict[str, int | None] = {
+            axis: dim for dim, of in enumerate(("batch", "seq")) for axis in self.axes(of)
+        }
+        of_kernels = {axis: 0 if axis in axes else None for axis in of_tokens}
 
         def run(x_blD: jax.Array, *arrays: jax.Array) -> jax.Array:
-            x_TD, ids_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_blD, *arrays[:2]))
-            own = arrays[2:]
+            given = (takes(x, of_tokens) for x in (x_blD, *arrays[:2]))
+            x_TD, ids_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in given)
+            own = [takes(kernel, of_kernels) for kernel in arrays[2:]]
 
             def local(*tokens: jax.Array) -> jax.Array:
                 return compute(*tokens, *own)
@@ -345,8 +351,8 @@ class Layout:
                 given = self.experts, tokens, most, inside, ids_Tk.shape[1], platform
                 exchange = EXCHANGES[choose_exchange(*given)]
                 y_TD = exchange(Place(axes, here, most), local, x_TD, ids_Tk, weights_Tk)
-            y_TD = jax.lax.psum(y_TD, tensor) if tensor else y_TD
-            return y_TD.reshape(x_blD.shape)
+            y_blD = gives(y_TD.reshape(x_blD.shape), of_tokens)
+            return jax.lax.psum(y_blD, tensor) if tensor else y_blD
 
         tokens = ("batch", "seq", "embed"), ("batch", "seq", None), ("batch", "seq", None)
         dims = *tokens, *(of for of, _ in kernels)

@@ -1,19 +1,25 @@
 """The marks around code whose result over all devices `jaxdist.proofs` cannot derive.
 
 A program does not show that the messages of a codec, or sums in a fixed order, add up to the sum
-over all devices. It also does not show that attention over blocks of keys, which travel from device
-to device, is right. Tests show both. The marks are names of values, and compile to nothing.
+over all devices. It also does not show that attention over blocks of keys, or an exchange of tokens
+between experts, is right. Tests show all of this. The marks are names of values, and compile to
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 BEGINS, ENDS = "jaxdist_sum_begins", "jaxdist_sum_ends"
 ENTERS, LEAVES = "jaxdist_shard_enters", "jaxdist_shard_leaves"
+TAKES, GIVES = "jaxdist_contract_takes", "jaxdist_contract_gives"
+Sides = Mapping[str, int | None]
+"""For each mesh axis of a contract, the dim along which the axis splits an array, or None for an
+array that is whole on every device of the axis."""
 
 
 def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
@@ -66,3 +72,49 @@ def _named(
 ) -> jax.Array:
     axes = axis if isinstance(axis, str) else ",".join(axis)
     return checkpoint_name(x, f"{mark}:{axes}:{number}:{dim}")
+
+
+def takes(x: jax.Array, sides: Sides) -> jax.Array:
+    """Return an operand of a contract, with the marks of the operand and of its gradient.
+
+    The gradient of an operand that is whole is a device's term of a sum over the devices. Axes that
+    `sides` does not have are no part of the contract.
+
+    Args:
+      x: the operand.
+      sides: the way in which each axis of the contract splits the operand.
+    """
+    return _crossing(x, _contract(TAKES, sides), _contract(GIVES, sides, whole="sum"))
+
+
+def gives(x: jax.Array, sides: Sides) -> jax.Array:
+    """Return a result of a contract, with the marks of the result and of its gradient.
+
+    Args:
+      x: the result.
+      sides: the way in which each axis of the contract splits the result.
+    """
+    return _crossing(x, _contract(GIVES, sides), _contract(TAKES, sides))
+
+
+def _contract(mark: str, sides: Sides, whole: str = "whole") -> str:
+    said = (f"{axis}={whole if dim is None else dim}" for axis, dim in sides.items())
+    return f"{mark}:{','.join(said)}"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _crossing(x: jax.Array, forward: str, backward: str) -> jax.Array:
+    return checkpoint_name(x, forward)
+
+
+def _crossing_forward(x: jax.Array, forward: str, backward: str) -> tuple[jax.Array, None]:
+    return checkpoint_name(x, forward), None
+
+
+def _crossing_backward(
+    forward: str, backward: str, kept: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (checkpoint_name(grad, backward),)
+
+
+_crossing.defvjp(_crossing_forward, _crossing_backward)

@@ -40,7 +40,7 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
     kind, axis = value.kind, at.axis
     held = kind.dims if isinstance(kind, k.Shard) else value.constant
     whole = isinstance(kind, k.SAME) if dim is None else (
-        isinstance(kind, k.Part | k.Owed | k.Zero)
+        (isinstance(kind, k.Part | k.Owed | k.Zero) and kind != k.MESSAGE)
         or (isinstance(kind, k.Shard | k.Whole) and dim in held)
     )  # fmt: skip
     if whole or k.spoiled([kind]):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxdist.hlo.source.marks import BEGINS, ENDS, ENTERS, LEAVES
+from jaxdist.hlo.source.marks import BEGINS, ENDS, ENTERS, GIVES, LEAVES, TAKES
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.elementwise import LINEAR, MOVING
 from jaxdist.proofs.types.op import Found, Op, Rule
@@ -189,6 +189,10 @@ def marked(op: Op) -> Found:
     the operands.
     """
     mark, _, rest = str(op.params["name"]).partition(":")
+    if mark in (TAKES, GIVES):
+        side = dict(pair.split("=") for pair in rest.split(",") if pair).get(op.at.axis)
+        kind = None if side is None or k.spoiled(op.kinds) else _crossed(op, mark, side)
+        return list(op.values) if kind is None else kind
     if mark not in (BEGINS, ENDS, ENTERS, LEAVES):
         return list(op.values)
     axes, number, dim = rest.split(":")
@@ -205,6 +209,27 @@ def marked(op: Op) -> Found:
     if isinstance(kind, k.Wrong) or k.spoiled([total]):
         return k.spoiled([kind, total]) or total
     return k.shard(int(dim)) if over and dim and isinstance(total, k.Whole) else total
+
+
+def _crossed(op: Op, mark: str, side: str) -> k.Kind:
+    """Return the kind of an operand or a result of a contract (see `jaxdist.hlo.source.marks`).
+
+    An operand must be what the contract takes, and is a message until the contract gives a result.
+    The result has the kind that the contract states. Nothing but a message or zeros can become a
+    result, so that code outside of the contract is not covered by it.
+    """
+    (value,), (kind,) = op.values, op.kinds
+    states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))
+    if mark == GIVES:
+        made = kind == k.MESSAGE or isinstance(kind, k.Zero)
+        return states if made else op.undecided(f"a result of a contract that is {kind}")
+    if isinstance(kind, k.Owed):
+        return op.wrong("gives a contract a partial sum over AXIS, which it takes for a value")
+    equal = isinstance(kind, k.SAME)
+    held = kind.dims if isinstance(kind, k.Shard) else value.constant if equal else NONE
+    if equal if side == "whole" else int(side) in held:
+        return k.MESSAGE
+    return op.undecided(f"a contract takes a value that is {states}, and this is {kind}")
 
 
 COLLECTIVES: dict[str, Rule] = {

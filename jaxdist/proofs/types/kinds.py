@@ -356,13 +356,13 @@ def joined(first: Value, second: Value, reason: str) -> Value:
         return Value(WHOLE, constant)
     if {a, b} == {COUNT, OWED}:
         return Value(OWED, constant)
+    if MESSAGE in (a, b) and not spoiled([a, b]):
+        return Value(MESSAGE, constant)
     for one, other, whole in ((a, b, second), (b, a, first)):
         if isinstance(one, Shard) and isinstance(other, Whole) and one.dims & whole.constant:
             return Value(one, constant)
         if one == OWN and isinstance(other, Whole | Shard | Rank):
             return Value(OWN, constant)
-        if one == MESSAGE and not spoiled([other]):
-            return Value(MESSAGE, constant)
         if isinstance(one, Part) and isinstance(other, Part | Whole | Count | Own | Rank):
             return Value(PART, constant)
     return Value(spoiled((a, b)) or Unknown(frozenset([reason])), constant)

@@ -253,7 +253,8 @@ def pad(op: Op) -> Found:
         return k.Value(filler, op.values[0].constant if zeros else frozenset())
     if isinstance(kind, k.Owed) and not zeros:
         return op.wrong("pads a partial sum over AXIS with what is not zero")
-    return kind
+    padded = {dim for dim, widths in enumerate(op.params["padding_config"]) if any(widths)}
+    return k.Value(kind, op.values[0].constant - padded)
 
 
 def _cut(op: Op, joined: k.Joined) -> Found:
