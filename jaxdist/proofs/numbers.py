@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxdist.parity.draw.run import built, plan_cuts, reloaded, replicas_apart
 from jaxdist.parity.draw.settings import data_size
 from jaxdist.parity.run import inexact
 from jaxdist.parity.trace import NUDGES, Differences, Trace
+from jaxdist.proofs.draws import Batch, is_random, repeated
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -144,6 +145,13 @@ class Steps:
         loader = self.experiment.loader
         return [jax.device_get(loader.batch(step)) for step in range(8)]
 
+    def loss(self, initial: TrainState, host: Mapping[str, np.ndarray]) -> float:
+        """Return the loss of a step that begins from a state on the host."""
+        program = self.experiment.program
+        batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in host.items()}
+        _, metrics = self.compiled(trace.place_state(program, initial), batch)
+        return float(metrics[program.metrics.index("loss")])
+
     def run(self, initial: TrainState, taken: Scenes, *, reload: bool) -> list[Trace]:
         """Take a step for each scene, evaluate, and return the results of the steps and evaluation.
 
@@ -236,8 +244,10 @@ class Reference:
             reason = _other(sections, self.steps.experiment.program, weighted=self.weighted)
         except JaxdistError as error:
             return Compared(plan, undecided=" ".join(str(error).split())), None
+        limit = trace.limit_of(plan_cuts(sections), steps.experiment.units_per_step)
+        draws = self._draws(steps, sections, limit.loss)
         if reason:
-            return Compared(plan, undecided=reason), None
+            return Compared(plan, draws, reason), None
         rows, shards = sections["train"]["batch_size"], data_size(sections)
         skips = any(sections["optim"].get(name) for name in ("skip_nonfinite", "loss_scale"))
         taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
@@ -246,9 +256,26 @@ class Reference:
             self._known[rows, shards] = [self.steps.run(b, taken, reload=False) for b in begins]
         found = steps.run(self.initial, taken, reload=True)
         names = (*taken, "evaluation")
-        limit = trace.limit_of(plan_cuts(sections), steps.experiment.units_per_step)
         worst = worst_of(names, found, *self._known[rows, shards], limit=limit)
-        return Compared(plan, worst, steps=names), steps
+        return Compared(plan, (*worst, *draws), steps=names), steps
+
+    def _draws(self, steps: Steps, sections: JsonObject, limit: float) -> tuple[Quantity, ...]:
+        """Return a wrong value for each repetition of random numbers (see `draws.repeated`)."""
+        program, batch = steps.experiment.program, steps.batches[0]
+        alone = sections["strategy"]["type"] == "parameter_server"
+        if self.weighted or alone or not is_random(program.model):
+            return ()
+
+        def loss(batch: Batch, later: int, seeds: int) -> float:
+            taken = steps
+            if seeds:
+                taken = Steps(built({**sections, "seed": sections["seed"] + seeds}))
+            state = replace(self.initial, step=self.initial.step + later)
+            return taken.loss(state, batch)
+
+        parts = {"microbatches": sections["train"]["microbatches"], "devices": data_size(sections)}
+        found = repeated(loss, batch, **parts, limit=limit)
+        return tuple(Quantity("values", name, "first step", math.inf, limit) for name in found)
 
 
 def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) -> str:

@@ -27,6 +27,7 @@ from jaxdist.sharding import ShardingConfig, make_layout
 
 BOTH = ("data", "expert")
 ROWS, WHOLE, OWN = PartitionSpec(BOTH), PartitionSpec(), PartitionSpec("expert")
+FIRST = PartitionSpec("d")
 NAMES = ["router", "bias", "gate", "up", "down"]
 SETTINGS = ExpertsConfig(count=4, top_k=2, bias_rate=0.01, capacity_factor=1.5)
 
@@ -94,9 +95,7 @@ def test_a_fault_in_a_trainer_of_experts_is_reported_at_its_leaves(fault):
     assert {*found.proved} == {*NAMES} - leaves
 
 
-def contract(
-    function: Callable[..., Any], into: PartitionSpec = PartitionSpec("d"), out: Any = None
-) -> Typed:
+def contract(function: Callable[..., Any], into: PartitionSpec = FIRST, out: Any = None) -> Typed:
     """The types of a function over the axis d of an array [8, 4]."""
     mesh = Mesh(jax.devices()[:4], ("d",))
     specs = {"in_specs": into, "out_specs": into if out is None else out}
@@ -135,9 +134,10 @@ def test_the_gradient_of_a_whole_operand_is_a_term_of_a_sum():
 
 
 GPT = PLANS["pipeline"]
+QUICK = "padded buffers, ZeRO and a bias"
 PLANNED: dict[str, dict[str, Any]] = {
     "an exchange by rings": {"sharding": {"experts": "ring"}},
-    "padded buffers, ZeRO and a bias": {
+    QUICK: {
         "sharding": {"experts": "padded"},
         "parallel": {"reduce": {"type": "ring"}, "zero": {"stage": 1}},
         "model": {"bias_rate": 0.01, "capacity_factor": 1.5, "shared": 1},
@@ -149,7 +149,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.full] * (n != "padded buffers, ZeRO and a bias")) for n in PLANNED],
+    [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in PLANNED],
 )
 def test_a_plan_with_experts_is_proved(name):
     given = PLANNED[name]

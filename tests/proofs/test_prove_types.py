@@ -260,17 +260,6 @@ def test_every_value_of_a_plan_is_proved(name):
     assert set(found.proved) == set(found.outputs) != set()
 
 
-def test_experts_are_undecided_with_the_line_that_counts_tokens():
-    gpt = PLANS["pipeline"]
-    model = {**gpt["model"], "experts": {"count": 4, "top_k": 2, "mlp": 8}}
-    mesh = {"data": 2, "expert": 2, "fake_devices": 4}
-    config = _config({**gpt, "model": model, "mesh": mesh, "parallel": {}})
-    found = types_of(build(config, devices=jax.devices()[:4]).program)
-    assert found.findings == ()
-    reasons = {reason for why in found.undecided.values() for reason in why}
-    assert any("mixture.py" in reason and "its own rows" in reason for reason in reasons)
-
-
 def test_a_factored_moment_of_a_shard_is_reported_at_its_line_in_the_optimizer():
     optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
 

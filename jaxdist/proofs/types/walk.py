@@ -265,7 +265,7 @@ class Pass:
         constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
         fixed = list(values[:constants])
         carry, rest = list(values[constants:][:carried]), values[constants + carried :]
-        if any(isinstance(value.kind, k.Part) for value in values):
+        if {k.PART, k.TALLY} & {value.kind for value in values}:
             carry = [
                 value.of_kind(k.TALLY)
                 if value.kind == k.ZERO and var.aval.dtype.kind == "f"

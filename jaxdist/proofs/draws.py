@@ -1,0 +1,66 @@
+"""The check that random layers draw other numbers in each step, microbatch and part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxdist.models.functional import Functional
+
+Batch = Mapping[str, np.ndarray]
+"""The arrays of a batch on the host, each `[B, ...]`."""
+Loss = Callable[[Batch, int, int], float]
+"""A function from (batch, steps, seeds) to the loss in training. `steps` and `seeds` are added to
+the number of the step and to the seed."""
+STEPS, MICROBATCHES, DEVICES = (
+    f"equal random numbers {where}" for where in ("in two steps", "in microbatches", "on devices")
+)
+
+
+def is_random(model: Functional) -> bool:
+    """Return whether a model has random layers."""
+    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    return bool(jax.tree.leaves(nnx.state(module, nnx.RngState)))
+
+
+def repeated(
+    loss: Loss, batch: Batch, *, microbatches: int, devices: int, limit: float
+) -> Iterator[str]:
+    """Yield `STEPS`, `MICROBATCHES` or `DEVICES` where random layers draw the same numbers again.
+
+    The numbers of two steps are the same if the loss does not depend on the number of the step,
+    although it depends on the seed. The numbers of microbatches are the same if the loss does not
+    change after microbatches have exchanged their rows; the same applies to devices.
+
+    Args:
+      loss: the loss of a model with random layers.
+      batch: the batch.
+      microbatches: the number of microbatches. Microbatch k has the rows k, k + microbatches, ...
+      devices: the number of devices. Each has successive rows.
+      limit: the relative difference that another order of summation explains.
+    """
+    first = loss(batch, 0, 0)
+
+    def equal(other: float) -> bool:
+        return abs(other - first) <= limit * abs(first)
+
+    if equal(loss(batch, 1, 0)):
+        if equal(loss(batch, 0, 1)):
+            return  # no random number changes the loss
+        yield STEPS
+    rows = len(next(iter(batch.values())))
+    for name, shape, axis in (
+        (MICROBATCHES, (-1, microbatches), 1),
+        (DEVICES, (devices, -1), 0),
+    ):
+        moved = {
+            key: np.roll(x.reshape(*shape, *x.shape[1:]), 1, axis).reshape(x.shape)
+            for key, x in batch.items()
+            if len(x) == rows
+        }
+        differs = any(np.any(batch[key] != x) for key, x in moved.items())
+        if differs and equal(loss({**batch, **moved}, 0, 0)):
+            yield name
