@@ -29,7 +29,10 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
             exchanged = {op.params.get("split_axis"), op.params.get("concat_axis")}
             if isinstance(op.kinds[0], k.Shard) and op.kinds[0].dims & exchanged:
                 return op.undecided("an all-to-all over another axis along a sharded dim")
-            return [_resized(op, value) for value in op.values[: len(op.eqn.outvars)]]
+            ndim = op.ins[0].ndim
+            at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
+            values = op.values[: len(op.eqn.outvars)]
+            return [_resized(value, ndim, op.out.ndim - ndim, at) for value in values]
         if op.params.get("axis_index_groups") is not None:
             return op.undecided(f"{op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm"))
@@ -46,20 +49,19 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
 NONE = frozenset[int]()
 
 
-def _resized(op: Op, value: k.Value) -> k.Value:
+def _resized(value: k.Value, ndim: int, by: int, at: int) -> k.Value:
     """Return an operand with its dims renumbered as a collective over another axis has left them.
 
-    Such a collective may add or remove a dim.
+    Args:
+      value: the operand.
+      ndim: the number of its dims.
+      by: the number of dims that the collective has added, which is negative if it removed one.
+      at: the first dim that the collective has added or removed.
     """
-    by = op.out.ndim - op.ins[0].ndim
-    if not by:
-        return value
-    at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
-    gone = at if by < 0 else -1
-    to = {dim: dim + by if dim >= at else dim for dim in range(op.ins[0].ndim) if dim != gone}
-    if isinstance(value.kind, k.Joined) and value.kind.dim == gone:
+    to = {dim: dim + by * (dim >= at) for dim in range(ndim) if by >= 0 or dim != at}
+    if isinstance(value.kind, k.Joined) and value.kind.dim not in to:
         return k.Value(value.kind)
-    return k.Value(k.moved(value.kind, to))
+    return value.moved(to)
 
 
 def summed(op: Op, kind: k.Kind) -> k.Kind:
@@ -265,22 +267,8 @@ def named(name: str, op: Op, *, spans: bool) -> k.Value | None:
         whole = name == "jaxdist_all_reduce"
         found = OWN_COLLECTIVES[name](op, kind)
         return k.Value(found, value.constant if whole else frozenset())
-    by = op.out.ndim - op.eqn.invars[-1].aval.ndim
-    if name not in ("jaxdist_reduce_scatter", "jaxdist_all_gather"):
-        return value
-    if k.spoiled([kind]) or isinstance(kind, k.SAME | k.Owed | k.Own):
-        return k.Value(kind)
-    if isinstance(kind, k.Joined | k.Shard):
-        return k.Value(_shifted(by, kind))
-    return None
-
-
-def _shifted(by: int, kind: k.Kind) -> k.Kind:
-    if isinstance(kind, k.Joined):
-        return k.Joined(kind.dim + by, tuple((s, _shifted(by, part)) for s, part in kind.parts))
-    if not isinstance(kind, k.Shard):
-        return kind
-    return k.Shard(frozenset(dim + by for dim in kind.dims if dim + by >= 0), kind.inner)
+    ndim = op.eqn.invars[-1].aval.ndim
+    return _resized(value, ndim, op.out.ndim - ndim, 0)
 
 
 def _own_block(op: Op, kind: k.Kind) -> k.Kind:
@@ -300,14 +288,10 @@ def _all_blocks(op: Op, kind: k.Kind) -> k.Kind:
     return k.each(kind, gathered, 1)
 
 
-def _broadcast(op: Op, kind: k.Kind) -> k.Kind:
-    return kind if k.spoiled([kind]) else k.WHOLE
-
-
 OWN_COLLECTIVES: dict[str, Any] = {
     "jaxdist_all_reduce": summed,
     "jaxdist_reduce_scatter": _own_block,
     "jaxdist_all_gather": _all_blocks,
-    "jaxdist_broadcast": _broadcast,
+    "jaxdist_broadcast": lambda op, kind: k.spoiled([kind]) or k.WHOLE,
     "jaxdist_all_to_all": lambda op, kind: op.undecided("an all-to-all of blocks"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.op import Found, Op
@@ -33,6 +33,37 @@ def _plain(op: Op) -> k.Value | k.Kind | None:
 
 
 def dot_general(op: Op) -> Found:
+    """Return the kind of a product of arrays with contracted dims and dims of a batch."""
+    contract, batch = op.params["dimension_numbers"]
+    uses, after = [], len(batch[0])
+    for side, aval in enumerate(op.ins):
+        free = dropped([*contract[side], *batch[side]], aval.ndim)
+        uses.append(
+            {dim: ("contract", n) for n, dim in enumerate(contract[side])}
+            | {dim: ("batch", n) for n, dim in enumerate(batch[side])}
+            | {dim: ("free", after + n) for dim, n in free.items()}
+        )
+        after += len(free)
+    return _product(op, *uses)
+
+
+def convolution(op: Op) -> Found:
+    """Return the kind of a convolution, a product of `[batch, in]` and `[in, out]` for features."""
+    lhs, rhs, out = op.params["dimension_numbers"]
+    grouped = op.params["feature_group_count"] != 1 or op.params["batch_group_count"] != 1
+    uses = (
+        {lhs[0]: ("free", out[0]), lhs[1]: ("contract", 0)},
+        {rhs[0]: ("free", out[1]), rhs[1]: ("contract", 0)},
+    )
+    return _product(op, *(({}, {}) if grouped else uses))
+
+
+Uses = Mapping[int, tuple[str, int]]
+"""The uses that a product makes of an operand's dims: "contract", "batch" or "free", with the
+number of a contracted dim, or the dim of the result."""
+
+
+def _product(op: Op, *uses: Uses) -> Found:
     """Return the kind of a product, a partial sum if sharded dims of both operands are contracted.
 
     A product is an error if the sharded dims of its operands do not match.
@@ -40,42 +71,27 @@ def dot_general(op: Op) -> Found:
     plain = _plain(op)
     if plain is not None:
         return plain
-    contract, batch = op.params["dimension_numbers"]
-    roles = [_roles(kind, contract[side], batch[side]) for side, kind in enumerate(op.kinds)]
-    for role, position in sorted(roles[0] & roles[1]):
+    held = [kind.dims if isinstance(kind, k.Shard) else () for kind in op.kinds]
+    roles = [{uses[side][dim] for dim in held[side] if dim in uses[side]} for side in (0, 1)]
+    if any(held[side] and not roles[side] for side in (0, 1)):
+        return op.undecided(f"{op.name} of {op.kinds[0]} with {op.kinds[1]}")
+    for role, number in sorted(roles[0] & roles[1]):
         if role != "free":
-            return k.OWED if role == "contract" else k.shard(position)
-    first = len(batch[0])
-    for side in (0, 1):
-        other = op.values[1 - side]
-        out = dropped([*contract[side], *batch[side]], op.ins[side].ndim)
-        free = [first + out[dim] for role, dim in roles[side] if role == "free"]
+            return k.OWED if role == "contract" else k.shard(number)
+    for side, other in enumerate(op.values[::-1]):
+        free = [number for role, number in roles[side] if role == "free"]
         whole = isinstance(other.kind, k.Whole | k.Count)
         if free and whole:
             return k.shard(*free)
         # A whole operand that is constant along the contracted dim also counts as a shard.
-        for role, position in roles[side]:
-            if whole and role == "contract" and contract[1 - side][position] in other.constant:
-                return k.OWED
-        first += len(out)
+        equal = {use for dim, use in uses[1 - side].items() if dim in other.constant}
+        if whole and any(role == "contract" for role, _ in roles[side] & equal):
+            return k.OWED
     left, right = op.kinds
     return op.wrong(
         f"multiplies matrices whose dims do not meet: the left is {left}, the right {right}, "
         "over AXIS"
     )
-
-
-def _roles(kind: k.Kind, contract: Sequence[int], batch: Sequence[int]) -> set[tuple[str, int]]:
-    """Return the uses that a product makes of the dims along which an operand may be sharded.
-
-    A use is a pair of "contract", "batch" or "free" and a number. The number is the index of the
-    dim among the contracted or batch dims, or the dim itself if the dim is free.
-    """
-    dims = kind.dims if isinstance(kind, k.Shard) else ()
-    uses = (("contract", list(contract)), ("batch", list(batch)))
-    return {
-        next(((use, of.index(dim)) for use, of in uses if dim in of), ("free", dim)) for dim in dims
-    }
 
 
 def gather(op: Op) -> Found:
@@ -162,35 +178,7 @@ def _windows(op: Op) -> dict[int, int]:
 
 
 def scatter(op: Op) -> Found:
-    """Return the kind of a table after some of its rows were replaced.
-
-    The result is undecided if the indices differ between devices.
-    """
+    """Return the kind of a table after some of its rows were replaced."""
     table, indices, updates = op.values
-    if not isinstance(indices.kind, k.SAME):
-        return op.undecided("each device writes to places of its own")
-    return written(op, table, updates.of_kind(k.moved(updates.kind, _windows(op))))
-
-
-def convolution(op: Op) -> Found:
-    """Return the kind of a convolution.
-
-    The rule equals the rule for the matrix product of `[batch, in]` and `[in, out]`, where `in` and
-    `out` are the features.
-    """
-    plain = _plain(op)
-    if plain is not None:
-        return plain
-    numbers, kinds = op.params["dimension_numbers"], op.kinds
-    if op.params["feature_group_count"] != 1 or op.params["batch_group_count"] != 1:
-        return op.undecided("a grouped convolution of shards")
-    held = [kind.dims if isinstance(kind, k.Shard) else () for kind in kinds]
-    (batch, features), (out_features, in_features) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
-    whole = [isinstance(kind, k.Whole | k.Count) for kind in kinds]
-    if batch in held[0] and whole[1]:
-        return k.shard(numbers.out_spec[0])
-    if whole[0] and out_features in held[1]:
-        return k.shard(numbers.out_spec[1])
-    if features in held[0] and in_features in held[1]:
-        return k.OWED
-    return op.undecided(f"a convolution of {kinds[0]} with {kinds[1]}")
+    moved = updates.of_kind(k.moved(updates.kind, _windows(op)))
+    return written(op, table, moved, [indices.kind])

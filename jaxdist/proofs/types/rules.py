@@ -11,31 +11,25 @@ from jaxdist.proofs.types.elementwise import ELEMENTWISE, common, elementwise
 from jaxdist.proofs.types.op import Found, Op, Rule
 
 
-def along(parameter: str, *, linear: bool = False) -> Rule:
-    """Return the rule for an operation along a dim, such as a cumulative sum or a sort.
+def along(op: Op) -> Found:
+    """Return the kind of an operation along a dim, such as a cumulative sum or a sort.
 
-    Args:
-      parameter: the name of the equation's parameter that states the dim. If the equation has no
-        such parameter, the operation is along the last dim.
-      linear: whether the operation is linear, so that partial sums remain partial sums.
+    If the equation does not state the dim, the operation is along the last dim. Partial sums remain
+    partial sums only under a cumulative sum, which is linear.
     """
-
-    def rule(op: Op) -> Found:
-        dim = op.params.get(parameter, op.ins[0].ndim - 1)
-        if op.has(k.Owed):
-            keeps = linear and op.all(k.Owed)
-            return k.OWED if keeps else op.wrong(f"takes {op.name} of a partial sum over AXIS")
-        shards = [kind for kind in op.kinds if isinstance(kind, k.Shard)]
-        if shards:
-            dims = common(shards)
-            if dims and not dims - {dim}:
-                return op.undecided(f"{op.name} along a sharded dim")
-            return k.Shard(dims - {dim}) if dims else op.undecided("shards along unlike dims")
-        if {*op.kinds} == {k.ZERO}:
-            return k.ZERO
-        return k.OWN if op.has(k.APART) else k.WHOLE
-
-    return rule
+    dim = next((op.params[name] for name in ("axis", "dimension") if name in op.params), -1)
+    dim %= op.ins[0].ndim
+    if op.has(k.Owed):
+        keeps = op.name == "cumsum"
+        return k.OWED if keeps else op.wrong(f"takes {op.name} of a partial sum over AXIS")
+    if op.has(k.Shard):
+        dims = common(op.kinds)
+        if dims and not dims - {dim}:
+            return op.undecided(f"{op.name} along a sharded dim")
+        return k.Shard(dims - {dim}) if dims else op.undecided("shards along unlike dims")
+    if {*op.kinds} == {k.ZERO}:
+        return k.ZERO
+    return k.OWN if op.has(k.APART) else k.WHOLE
 
 
 def iota(op: Op) -> Found:
@@ -117,19 +111,16 @@ KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 """The primitives that call a kernel. The name of the kernel is part of the operation's name."""
 EACH: dict[str, Rule] = {"optimization_barrier": lambda op: list(op.values)}
 """The rules of operations with several results, each of which depends on one operand only."""
-_CUMULATIVE = {"cumsum": True, "cummax": False, "cummin": False, "cumprod": False}
+_ALONG = "cumsum cummax cummin cumprod cumlogsumexp sort top_k"
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
-_REDUCED = ("sum", "max", "min", "and", "or", "prod")
-_SHAPES = (
-    "broadcast_in_dim transpose reshape squeeze expand_dims concatenate stack unstack pad "
-    "dynamic_slice dynamic_update_slice"
-)
+_REDUCED = "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin"
+_SHAPES = "reshape concatenate stack unstack pad dynamic_slice dynamic_update_slice"
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **{name: getattr(shapes, name) for name in _SHAPES.split()},
     **dict.fromkeys(("slice", "rev", "split"), shapes.same_dims),
-    **{f"reduce_{name}": shapes.reduction(name) for name in _REDUCED},
-    **{name: shapes.reduction(name) for name in ("argmax", "argmin")},
+    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze"), shapes.renumbered),
+    **dict.fromkeys(_REDUCED.split(), shapes.reduction),
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
     "gather": products.gather,
@@ -137,10 +128,7 @@ RULES: dict[str, Rule] = {
     "scatter": products.scatter,
     "bitcast_convert_type": bitcast,
     "iota": iota,
-    **{name: along("axis", linear=linear) for name, linear in _CUMULATIVE.items()},
-    "cumlogsumexp": along("axis"),
-    "sort": along("dimension"),
-    "top_k": along("none"),
+    **dict.fromkeys(_ALONG.split(), along),
     **dict.fromkeys(["threefry2x32", *(f"random_{name}" for name in _RANDOM)], random_numbers),
 }
 """The rules by the name of the primitive, or by the name of a kernel that `label_of` returns."""

@@ -7,20 +7,23 @@ from collections.abc import Sequence
 
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.elementwise import common
-from jaxdist.proofs.types.op import Found, Op, Rule
+from jaxdist.proofs.types.op import Found, Op
 
 
-def broadcast_in_dim(op: Op) -> Found:
-    """Return the kind of a broadcast array, which is constant along its new dims."""
-    to = dict(enumerate(op.params["broadcast_dimensions"]))
-    kept = {new for old, new in to.items() if op.ins[0].shape[old] == op.out.shape[new]}
+def renumbered(op: Op) -> Found:
+    """Return the kind of an array whose dims are moved, added or removed.
+
+    The array is constant along new dims.
+    """
+    p, before = op.params, op.ins[0].shape
+    to = {
+        "broadcast_in_dim": lambda: dict(enumerate(p["broadcast_dimensions"])),
+        "transpose": lambda: {old: new for new, old in enumerate(p["permutation"])},
+        "squeeze": lambda: dropped(p["dimensions"], len(before)),
+    }[op.name]()
+    kept = {new for old, new in to.items() if before[old] == op.out.shape[new]}
     value = op.values[0].moved(to)
     return k.Value(value.kind, value.constant | (op.every - kept))
-
-
-def transpose(op: Op) -> Found:
-    """Return the kind of a transposed array."""
-    return op.values[0].moved({old: new for new, old in enumerate(op.params["permutation"])})
 
 
 def reshape(op: Op) -> Found:
@@ -51,28 +54,20 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     Each group is a pair of a list of successive dims before the reshape and a list of successive
     dims after the reshape. The dims of both lists have the same number of elements.
     """
-    found, at, shapes = [], [0, 0], (before, after)
-    while at[0] < len(before) or at[1] < len(after):
-        taken: tuple[list[int], list[int]] = [], []
-        sizes = [1, 1]
-
-        def take(side: int, taken: Sequence[list[int]] = taken, sizes: list[int] = sizes) -> None:
-            taken[side].append(at[side])
-            sizes[side] *= shapes[side][at[side]]
-            at[side] += 1
-
+    found, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        first, x, y = (i, j), 1, 1
         # A dim of size 1 is grouped with the dims that follow: a sharded dim may have one row.
-        while sizes[0] != sizes[1] or sizes[0] == 1:
-            if at[0] < len(before) and (sizes[0] <= sizes[1] or at[1] >= len(after)):
-                take(0)
-            elif at[1] < len(after):
-                take(1)
+        while (x != y or x == 1) and (i < len(before) or j < len(after)):
+            if i < len(before) and (x <= y or j == len(after)):
+                x, i = x * before[i], i + 1
             else:
-                break
-        for side in (0, 1):
-            while at[side] < len(shapes[side]) and shapes[side][at[side]] == 1:
-                take(side)
-        found.append(taken)
+                y, j = y * after[j], j + 1
+        while before[i : i + 1] == (1,):
+            i += 1
+        while after[j : j + 1] == (1,):
+            j += 1
+        found.append(([*range(first[0], i)], [*range(first[1], j)]))
     return found
 
 
@@ -119,31 +114,22 @@ def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
     return {old: new for new, old in enumerate(kept)}
 
 
-def reduction(name: str) -> Rule:
-    """Return the rule for a reduction over some dims.
-
-    Args:
-      name: the name of the reduction, such as "sum" or "max".
-    """
-
-    def rule(op: Op) -> Found:
-        (value,), shape, axes = op.values, op.ins[0].shape, op.params["axes"]
-        kind, sums = value.kind, name == "sum"
-        to = dropped(axes, len(shape))
-        if isinstance(kind, k.Shard):
-            kind = _reduced(op, name, kind, to)
-        elif isinstance(kind, k.Whole | k.Count) and sums:
-            equal = any(dim in value.constant and shape[dim] != 1 for dim in axes)
-            kind = k.COUNT if equal else kind
-        elif isinstance(kind, k.Joined):
-            kind = op.undecided(f"{op.name} of {kind}")
-        elif isinstance(kind, k.Owed) and not sums:
-            kind = op.wrong(f"takes {name} of a partial sum over AXIS")
-        elif isinstance(kind, k.Zero) and name not in ("sum", "max", "min", "or", "and"):
-            kind = k.WHOLE
-        return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
-
-    return rule
+def reduction(op: Op) -> Found:
+    """Return the kind of a reduction over some dims, such as a sum or a maximum."""
+    (value,), shape, axes = op.values, op.ins[0].shape, op.params["axes"]
+    kind, name, to = value.kind, op.name.removeprefix("reduce_"), dropped(axes, len(shape))
+    if isinstance(kind, k.Shard):
+        kind = _reduced(op, name, kind, to)
+    elif isinstance(kind, k.Whole | k.Count) and name == "sum":
+        equal = any(dim in value.constant and shape[dim] != 1 for dim in axes)
+        kind = k.COUNT if equal else kind
+    elif isinstance(kind, k.Joined):
+        kind = op.undecided(f"{op.name} of {kind}")
+    elif isinstance(kind, k.Owed) and name != "sum":
+        kind = op.wrong(f"takes {name} of a partial sum over AXIS")
+    elif isinstance(kind, k.Zero) and name not in ("sum", "max", "min", "or", "and"):
+        kind = k.WHOLE
+    return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
 
 
 def _reduced(op: Op, name: str, kind: k.Shard, to: dict[int, int]) -> k.Kind:
@@ -162,18 +148,6 @@ def _reduced(op: Op, name: str, kind: k.Shard, to: dict[int, int]) -> k.Kind:
     if name in ("and", "or"):
         return k.OWN
     return op.undecided(f"{op.name} over a sharded dim")
-
-
-def squeeze(op: Op) -> Found:
-    """Return the kind of an array from which dims of size 1 are removed."""
-    return op.values[0].moved(dropped(op.params["dimensions"], op.ins[0].ndim))
-
-
-def expand_dims(op: Op) -> Found:
-    """Return the kind of an array with new dims of size 1."""
-    new = {*op.params["dimensions"]}
-    value = op.values[0].moved(dict(enumerate(sorted(op.every - new))))
-    return k.Value(value.kind, value.constant | new)
 
 
 def concatenate(op: Op) -> Found:
@@ -295,17 +269,17 @@ def dynamic_slice(op: Op) -> Found:
 
 
 def dynamic_update_slice(op: Op) -> Found:
-    """Return the kind of an array in which a slice at a variable index is replaced.
+    """Return the kind of an array in which a slice at a variable index is replaced."""
+    return written(op, op.values[0], op.values[1], op.kinds[2:])
 
-    The result is undecided if the index differs between devices.
+
+def written(op: Op, target: k.Value, update: k.Value, places: Sequence[k.Kind]) -> k.Kind:
+    """Return the kind of an array in which `update` replaces the part of `target` at `places`.
+
+    The result is undecided if the places differ between devices.
     """
-    if any(isinstance(start, k.APART | k.Shard) for start in op.kinds[2:]):
-        return op.undecided("each device writes to a place of its own")
-    return written(op, op.values[0], op.values[1])
-
-
-def written(op: Op, target: k.Value, update: k.Value) -> k.Kind:
-    """Return the kind of an array in which `update` replaces a part of `target`."""
+    if not all(isinstance(place, k.SAME) for place in places):
+        return op.undecided("each device writes to places of its own")
     kinds = {target.kind, update.kind}
     if len(kinds - {k.ZERO}) <= 1:
         return next(iter(kinds - {k.ZERO}), k.ZERO)
