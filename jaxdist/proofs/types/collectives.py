@@ -37,9 +37,7 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
             return op.undecided(f"{op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm"))
         return [
-            k.Value(
-                kind if k.spoiled([kind]) else rule(op, kind), value.constant if keeps else NONE
-            )
+            k.Value(kind if k.passes(kind) else rule(op, kind), value.constant if keeps else NONE)
             for kind, value in zip(op.kinds, op.values, strict=True)
         ]
 
@@ -72,12 +70,10 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
     """
     if isinstance(kind, k.Joined):
         return k.each(kind, partial(summed, op))
-    if k.spoiled([kind]) or isinstance(kind, k.Zero):
+    if k.passes(kind) or isinstance(kind, k.Zero):
         return kind
     if isinstance(kind, k.Owed | k.Own | k.Count) or kind == k.TALLY:
         return k.WHOLE
-    if isinstance(kind, k.Part):
-        return _sent(op, kind)
     if isinstance(kind, k.Whole):
         return k.Multiple(op.at.place(op.eqn))
     if isinstance(kind, k.Shard):
@@ -88,7 +84,7 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
 def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `pmax` (`name` is "max") or `pmin` (`name` is "min")."""
     if isinstance(kind, k.Part):
-        return _sent(op, kind)
+        return op.undecided(f"{op.name} of {kind}")
     if isinstance(kind, k.Shard):
         return op.wrong(f"takes p{name} over AXIS of rows of other examples")
     if isinstance(kind, k.Owed) or (isinstance(kind, k.Extreme) and kind.name != name):
@@ -99,9 +95,7 @@ def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
 def _gathered(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `all_gather`, which makes a sharded value whole."""
     dim, tiled = op.params["all_gather_dimension"], op.params.get("tiled", False)
-    if isinstance(kind, k.Part):
-        return kind if kind == k.MESSAGE else k.WHOLE
-    if isinstance(kind, k.Shard) and (dim in kind.dims or not tiled):
+    if isinstance(kind, k.Part) or (isinstance(kind, k.Shard) and (dim in kind.dims or not tiled)):
         return k.WHOLE
     if tiled and isinstance(kind, k.Owed):
         return op.wrong(GATHERED)
@@ -120,8 +114,6 @@ def _scattered(op: Op, kind: k.Kind) -> k.Kind:
 def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `all_to_all`: shards along another dim."""
     split, joined = op.params["split_axis"], op.params["concat_axis"]
-    if isinstance(kind, k.Part):
-        return _sent(op, kind)
     if kind == k.shard(joined) and split != joined and op.params.get("tiled", False):
         return k.shard(split)
     return op.undecided(f"an all-to-all of a value that is {kind}")
@@ -133,22 +125,12 @@ def _permuted(op: Op, kind: k.Kind) -> k.Kind:
     A whole value remains whole only if every device receives a message, since a device without a
     message gets zeros.
     """
-    if isinstance(kind, k.Part):
-        return k.PART if op.at.axis in op.at.scheduled else _sent(op, kind)
+    if isinstance(kind, k.Part) and op.at.axis in op.at.scheduled:
+        return k.PART
     complete = isinstance(kind, k.Whole | k.Owed | k.Count) and len(op.params["perm"]) == op.at.size
     if complete or isinstance(kind, k.Zero | k.Own):
         return kind
     return op.undecided(f"a value that is {kind} goes to another device")
-
-
-def _sent(op: Op, kind: k.Part) -> k.Kind:
-    """Return the kind that a `Part` has after devices have exchanged it.
-
-    A message remains a message, and any other `Part` is undecided.
-    """
-    if kind == k.MESSAGE:
-        return kind
-    return op.undecided("devices send each other their own entries of a stack")
 
 
 def parted(op: Op) -> k.Kind:
@@ -283,7 +265,7 @@ def _all_blocks(op: Op, kind: k.Kind) -> k.Kind:
     def gathered(part: k.Kind) -> k.Kind:
         if isinstance(part, k.Owed):
             return op.wrong(GATHERED)
-        return part if k.spoiled([part]) else k.WHOLE
+        return part if k.passes(part) else k.WHOLE
 
     return k.each(kind, gathered, 1)
 
@@ -292,6 +274,6 @@ OWN_COLLECTIVES: dict[str, Any] = {
     "jaxdist_all_reduce": summed,
     "jaxdist_reduce_scatter": _own_block,
     "jaxdist_all_gather": _all_blocks,
-    "jaxdist_broadcast": lambda op, kind: k.spoiled([kind]) or k.WHOLE,
+    "jaxdist_broadcast": lambda op, kind: kind if k.passes(kind) else k.WHOLE,
     "jaxdist_all_to_all": lambda op, kind: op.undecided("an all-to-all of blocks"),
 }

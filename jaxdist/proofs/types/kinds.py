@@ -335,6 +335,11 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
     return Unknown(frozenset().union(*unknown)) if unknown else None
 
 
+def passes(kind: Kind) -> bool:
+    """Return whether a kind is wrong, unknown or a message, which no collective changes."""
+    return kind == MESSAGE or isinstance(kind, Wrong | Unknown)
+
+
 def joined(first: Value, second: Value, reason: str) -> Value:
     """Return the value of a branch or a loop, which may be either of two values.
 
