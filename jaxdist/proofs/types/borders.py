@@ -40,7 +40,7 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
     kind, axis = value.kind, at.axis
     held = kind.dims if isinstance(kind, k.Shard) else value.constant
     whole = isinstance(kind, k.SAME) if dim is None else (
-        (isinstance(kind, k.Part | k.Owed | k.Zero) and kind != k.MESSAGE)
+        (isinstance(kind, k.Part | k.Owed | k.Zero) and kind != k.CONTRACT)
         or (isinstance(kind, k.Shard | k.Whole) and dim in held)
     )  # fmt: skip
     if whole or k.spoiled([kind]):
@@ -49,7 +49,9 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
     message, reason = "", ""
     if isinstance(kind, k.Multiple):
         where, message = kind.where, at.copies
-    elif dim is None and (isinstance(kind, k.Own) or kind in (k.DOUBTFUL, k.PART, k.MESSAGE)):
+    elif dim is None and (
+        isinstance(kind, k.Own) or kind in (k.DOUBTFUL, k.PART, k.MESSAGE, k.CONTRACT)
+    ):
         reason = f"{kind} leaves as a whole value"
     elif dim is None:
         message = f"leaves as a whole value, and is {kind} over AXIS: {remedy}"

@@ -37,7 +37,7 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
             return op.undecided(f"{op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm"))
         return [
-            k.Value(kind if k.passes(kind) else rule(op, kind), value.constant if keeps else NONE)
+            k.Value(k.passes([kind]) or rule(op, kind), value.constant if keeps else NONE)
             for kind, value in zip(op.kinds, op.values, strict=True)
         ]
 
@@ -70,7 +70,7 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
     """
     if isinstance(kind, k.Joined):
         return k.each(kind, partial(summed, op))
-    if k.passes(kind) or isinstance(kind, k.Zero):
+    if k.passes([kind]) or isinstance(kind, k.Zero):
         return kind
     if isinstance(kind, k.Owed | k.Own | k.Count) or kind == k.TALLY:
         return k.WHOLE
@@ -140,9 +140,8 @@ def parted(op: Op) -> k.Kind:
     stack of results.
     """
     kinds, name = op.kinds, op.name
-    spoilt = k.spoiled(kinds)
-    if spoilt is not None or k.MESSAGE in kinds:
-        return spoilt or k.MESSAGE
+    if passing := k.passes(kinds):
+        return passing
     indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= {
         dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)
     }  # fmt: skip
@@ -198,21 +197,21 @@ def marked(op: Op) -> Found:
 def _crossed(op: Op, mark: str, side: str) -> k.Kind:
     """Return the kind of an operand or a result of a contract (see `jaxdist.hlo.source.marks`).
 
-    An operand must be what the contract takes, and is a message until the contract gives a result.
-    The result has the kind that the contract states. Nothing but a message or zeros can become a
-    result, so that code outside of the contract is not covered by it.
+    An operand must be what the contract takes, and is `CONTRACT` until the contract gives a result.
+    The result has the kind that the contract states. Only `CONTRACT` or zeros can become a result,
+    so that the contract does not cover code outside of it.
     """
     (value,), (kind,) = op.values, op.kinds
     states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))
     if mark == GIVES:
-        made = kind == k.MESSAGE or isinstance(kind, k.Zero)
+        made = kind == k.CONTRACT or isinstance(kind, k.Zero)
         return states if made else op.undecided(f"a result of a contract that is {kind}")
     if isinstance(kind, k.Owed):
         return op.wrong("gives a contract a partial sum over AXIS, which it takes for a value")
     equal = isinstance(kind, k.SAME)
     held = kind.dims if isinstance(kind, k.Shard) else value.constant if equal else NONE
     if equal if side == "whole" else int(side) in held:
-        return k.MESSAGE
+        return k.CONTRACT
     return op.undecided(f"a contract takes a value that is {states}, and this is {kind}")
 
 
@@ -265,7 +264,7 @@ def _all_blocks(op: Op, kind: k.Kind) -> k.Kind:
     def gathered(part: k.Kind) -> k.Kind:
         if isinstance(part, k.Owed):
             return op.wrong(GATHERED)
-        return part if k.passes(part) else k.WHOLE
+        return k.passes([part]) or k.WHOLE
 
     return k.each(kind, gathered, 1)
 
@@ -274,6 +273,6 @@ OWN_COLLECTIVES: dict[str, Any] = {
     "jaxdist_all_reduce": summed,
     "jaxdist_reduce_scatter": _own_block,
     "jaxdist_all_gather": _all_blocks,
-    "jaxdist_broadcast": lambda op, kind: kind if k.passes(kind) else k.WHOLE,
+    "jaxdist_broadcast": lambda op, kind: k.passes([kind]) or k.WHOLE,
     "jaxdist_all_to_all": lambda op, kind: op.undecided("an all-to-all of blocks"),
 }

@@ -99,10 +99,11 @@ class Part(Kind):
     """A value that belongs to one device, and may leave `shard_map` as the device's stack entry.
 
     Attributes:
-      role: "entry", "tally" or "message". An entry is from a stack with an entry for each device,
-        such as the layers of a pipeline stage. A tally is a sum that began with zeros, of terms
-        that are each computed on a single device. A message is a value between the two marks of
-        code of jaxdist that no rule can follow (see `collectives.marked`).
+      role: "entry", "tally", "message" or "contract". An entry is from a stack with an entry for
+        each device, such as the layers of a pipeline stage. A tally is a sum that began with zeros,
+        of terms that are each computed on a single device. Messages and values of a contract are
+        between two marks of code of jaxdist that no rule can follow (see `collectives.marked`). A
+        message may leave as an entry, such as the residual of a codec.
     """
 
     role: str = "entry"
@@ -111,6 +112,7 @@ class Part(Kind):
         return {
             "entry": "this device's own entry of a stack",
             "tally": "a sum of the terms that this device computed",
+            "contract": "from inside a contract",
         }.get(self.role, "a message")
 
 
@@ -213,7 +215,7 @@ PLACED = Placed()
 SAME, APART = Whole | Zero | Count, Own | Rank
 """`SAME` is the union of the kinds that are equal on every device, and `APART` is the union of the
 kinds that may differ between devices."""
-PART, TALLY, MESSAGE = Part(), Part("tally"), Part("message")
+PART, TALLY, MESSAGE, CONTRACT = Part(), Part("tally"), Part("message"), Part("contract")
 DOUBTFUL = Owed(sure=False)
 """The kind of a sum of which the program does not show whether it was over the sharded dim. The sum
 is a partial sum only if it was."""
@@ -335,9 +337,12 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
     return Unknown(frozenset().union(*unknown)) if unknown else None
 
 
-def passes(kind: Kind) -> bool:
-    """Return whether a kind is wrong, unknown or a message, which no collective changes."""
-    return kind == MESSAGE or isinstance(kind, Wrong | Unknown)
+def passes(kinds: Sequence[Kind]) -> Kind | None:
+    """Return the kind that any operation keeps: wrong, unknown, of a contract or a message.
+
+    The result is None if no kind is one of these.
+    """
+    return spoiled(kinds) or next((kind for kind in (CONTRACT, MESSAGE) if kind in kinds), None)
 
 
 def joined(first: Value, second: Value, reason: str) -> Value:
@@ -361,8 +366,8 @@ def joined(first: Value, second: Value, reason: str) -> Value:
         return Value(WHOLE, constant)
     if {a, b} == {COUNT, OWED}:
         return Value(OWED, constant)
-    if MESSAGE in (a, b) and not spoiled([a, b]):
-        return Value(MESSAGE, constant)
+    if sent := passes((a, b)):
+        return Value(sent, constant)
     for one, other, whole in ((a, b, second), (b, a, first)):
         if isinstance(one, Shard) and isinstance(other, Whole) and one.dims & whole.constant:
             return Value(one, constant)
