@@ -77,8 +77,8 @@ def _named(
 def takes(x: jax.Array, sides: Sides) -> jax.Array:
     """Return an operand of a contract, with the marks of the operand and of its gradient.
 
-    The gradient of an operand that is whole is a device's term of a sum over the devices. The contract
-    does not cover axes that `sides` does not have.
+    The gradient of an operand that is whole is a device's term of a sum over the devices. The
+    contract does not cover axes that `sides` does not have.
 
     Args:
       x: the operand.
