@@ -113,9 +113,23 @@ class TableRows:
         The ids of the batch are replaced by indices in the values of their block.
         """
         assert self.fetch is not None, "no servers and no files to fetch rows from"
+        touched, places = self.touched(batch["ids"])
+        return self.placed(batch, touched, places, self.fetch(touched.rows)), touched
+
+    def placed(
+        self,
+        batch: Mapping[str, jax.Array],
+        touched: Touched,
+        places: Mapping[int, np.ndarray],
+        values: np.ndarray,
+    ) -> dict[str, jax.Array]:
+        """Return a batch with the values of its rows.
+
+        Args:
+          touched, places: what `touched` returns for the batch.
+          values: the values `[n, D]` of the touched rows.
+        """
         ids = batch["ids"]
-        touched, places = self.touched(ids)
-        values = self.fetch(touched.rows)
         examples, fields = ids.sharding.shard_shape(ids.shape)
         per_block = examples * fields
 
@@ -131,7 +145,7 @@ class TableRows:
         shape = (ids.shape[0] * fields, self.form.width)
         pulled = jax.make_array_from_callback(shape, self._sharding, block_of_rows)
         placed = jax.make_array_from_callback(ids.shape, ids.sharding, block_of_ids)
-        return {**batch, "ids": placed, PULLED: pulled}, touched
+        return {**batch, "ids": placed, PULLED: pulled}
 
 
 class RowsLoader:

@@ -50,6 +50,9 @@ class TableClient:
             for server, wire in enumerate(wires)
         ]
         self._failure: str | None = None
+        self._rows: np.ndarray | None = None
+        self._found: tuple[np.ndarray, list[int | None]] | None = None
+        self._read: list[int | None] = [None for _ in self._links]
         self.sent_bytes = self.received_bytes = 0
         self.waited_seconds = 0.0
         self._exchange = Sessions(
@@ -79,6 +82,35 @@ class TableClient:
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.
         """
+        if self._rows is None:
+            self.begin(rows)
+            return self.take()
+        # Rows for the next step are under way; a server answers one pull after another.
+        kept = self._found or self._finish(self._rows)
+        found, _ = self._finish(rows, begins=True)
+        self._found = kept
+        return found
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Ask for the values of unique rows, which `take` returns; the call does not wait."""
+        assert self._rows is None, "an earlier pull is not taken"
+        self._rows = rows
+        self._ask(rows)
+
+    def take(self) -> np.ndarray:
+        """Wait for the values of the rows that `begin` asked for, and return them.
+
+        The next push counts as computed from these values.
+
+        Raises:
+          RunError: the deadline passed, or a server refused a message or has died.
+        """
+        assert self._rows is not None, "no pull has begun"
+        found, self._read = self._found or self._finish(self._rows)
+        self._rows = self._found = None
+        return found
+
+    def _ask(self, rows: np.ndarray) -> None:
         owner = servers_of(rows, len(self._links))
         with self._changed:
             for link in self._links:
@@ -88,12 +120,21 @@ class TableClient:
                 link.payloads[message.stamp.sequence] = mine
                 self.sent_bytes += mine.nbytes
                 link.send(message)
+
+    def _finish(
+        self, rows: np.ndarray, *, begins: bool = False
+    ) -> tuple[np.ndarray, list[int | None]]:
+        """Wait for rows; return their values, and the version of each server's rows."""
+        if begins:
+            self._ask(rows)
+        owner = servers_of(rows, len(self._links))
+        with self._changed:
             self._wait(lambda: all(one.copy is not None for one in self._links), "rows")
             found = np.empty((len(rows), self.width), np.float32)
             for link in self._links:
                 assert link.copy is not None
                 found[owner == link.server] = link.copy.view(np.float32).reshape(-1, self.width)
-        return found
+            return found, [link.state.version for link in self._links]
 
     def push(self, rows: np.ndarray, grads: np.ndarray, rate: float) -> None:
         """Send the gradients `[N, D]` of the unique rows that were pulled.
@@ -110,10 +151,10 @@ class TableClient:
         usable = bool(np.isfinite(grads).all())
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
-            for link in self._links:
+            for link, version in zip(self._links, self._read, strict=True):
                 mine = owner == link.server
                 payload = pack(np.array([rate], np.float32), rows[mine], grads[mine])
-                link.state, message = protocol.push(link.state, usable=usable)
+                link.state, message = protocol.push(link.state, version=version, usable=usable)
                 link.payloads[message.stamp.sequence] = payload
                 self.sent_bytes += payload.nbytes
                 link.send(message)

@@ -155,11 +155,20 @@ class TableServer(Server):
             payload = np.ascontiguousarray(self.store.read(rows)).reshape(-1).view(np.uint8)
         super()._reply(reply, payload)
 
-    def kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of all touched rows, and of their values with state."""
+    def kept(self, most: int = -1) -> tuple[bool, np.ndarray, np.ndarray]:
+        """Return copies of rows, and of their values with state.
+
+        Args:
+          most: the number of rows up to which only the rows are returned that were updated since
+            the last call; otherwise all touched rows are, and the first value is true.
+        """
         with self._changed:
             rows, values = self.store.kept()
-            return rows.copy(), values.copy()
+            changed = self.store.changed()
+            self.store.settle()
+            if len(changed) > most:
+                return True, rows.copy(), values.copy()
+            return False, rows[changed], values[changed]
 
 
 class ReplicatedTables(TableServer, ReplicatedServer):

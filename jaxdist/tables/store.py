@@ -57,6 +57,7 @@ class RowStore:
         self._slots = _reserved((own,), np.int32)
         self._known = _reserved((own,), np.uint32)
         self._values = _reserved((own, self.columns), np.float32)
+        self._changed = _reserved((own,), np.bool_)
         self.touched = 0
 
     def problem(self, rows: np.ndarray) -> str | None:
@@ -108,6 +109,15 @@ class RowStore:
         values = self._values[slots]
         self.optimizer.update(values, grads_ND, rate)
         self._values[slots] = values
+        self._changed[slots] = True
+
+    def changed(self) -> np.ndarray:
+        """Return the indices in `kept` of the rows that were updated since `settle`."""
+        return np.flatnonzero(self._changed[: self.touched])
+
+    def settle(self) -> None:
+        """Count updates for `changed` from now on."""
+        self._changed[: self.touched] = False
 
     def kept(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all existing rows (uint32), and their values with state, as views of the store."""

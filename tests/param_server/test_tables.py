@@ -13,11 +13,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document, validate
 from jaxdist.errors import CheckpointError, ConfigError, RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.recommend.rows import RowForm
-from jaxdist.param_server.consistency.arrival import Asynchronous
+from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Timeouts
@@ -32,8 +33,8 @@ from jaxdist.tables.optimizer import (
 )
 from jaxdist.tables.server import TableServer, TableShard
 from jaxdist.tables.store import RowStore, summed
-from jaxdist.tables.training.files import prune_tables, read_tables, write_tables
-from jaxdist.tables.training.program import TableProgram
+from jaxdist.tables.training.files import TableWriter, prune_tables, read_tables, write_tables
+from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.train.evaluate import evaluate
 from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES
@@ -307,6 +308,49 @@ def test_tables_of_three_servers_load_into_any_number(after: int, tmp_path: Path
         server.close()
 
 
+def test_a_checkpoint_has_the_rows_that_changed_since_the_one_before(tmp_path: Path) -> None:
+    """With the steps that it needs, it is all rows with the optimizer's state."""
+    tables, about = Tables(RowAdagrad(), 2), {"seed": SEED}
+    writers = [
+        TableWriter(tmp_path, at, {**about, "servers": 2}, server.kept)
+        for at, server in enumerate(tables.servers)
+    ]
+    wanted = {}
+    for step in range(1, 8):
+        for store in tables.stores:
+            count = 50 if step == 1 else 20
+            own = np.arange(step, step + count, dtype=np.uint32) * 2 + store.server
+            store.update(own, np.ones((count, 4), np.float32), 0.1)
+        wanted[step] = tables.whole()
+        for writer in writers:
+            writer.write(step)
+    files = sorted(tmp_path.glob("tables/server_0/step_*/arrays/000000.bin"))
+    # After two of 20 rows a third would exceed the 50 rows, so that all are written.
+    assert [file.stat().st_size // 4 for file in files] == [50, 20, 20, 50, 20, 20, 50]
+
+    def read(step: int) -> np.ndarray:
+        again = Tables(RowAdagrad(), 3)
+        for rows, values in read_tables(tmp_path, step, about):
+            for store in again.stores:
+                store.load(rows, values)
+        for server in again.servers:
+            server.close()
+        return again.whole()
+
+    for step, table in wanted.items():
+        np.testing.assert_array_equal(read(step), table)
+    prune_tables(tmp_path, [3])  # And the newest two: 7 has all rows, 6 needs 5, and 5 needs 4.
+    assert steps_present(tmp_path / "tables/server_0") == [1, 2, 3, 4, 5, 6, 7]
+    prune_tables(tmp_path, [2])
+    assert steps_present(tmp_path / "tables/server_0") == [1, 2, 4, 5, 6, 7]
+    other = np.zeros(1, np.uint32), np.ones((1, 5), np.float32)
+    write_tables(tmp_path, 0, 5, {**about, "servers": 2, "id": "new"}, *other)
+    with pytest.raises(CheckpointError, match="saved on top of another"):
+        read(6)
+    for server in tables.servers:
+        server.close()
+
+
 def test_tables_on_disk_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     rows, values = np.arange(4, dtype=np.uint32), np.ones((4, 5), np.float32)
     for step in (10, 20, 30, 40):
@@ -394,6 +438,57 @@ def test_a_run_with_tables_on_servers_equals_one_device(
     assert counts["ids"] == 4 * 64 * 4
     formula = counts["unique_ids"] * (8 + 2 * 4 * 8)
     assert formula <= counts["bytes"] <= 1.02 * formula
+
+
+class _AtOnce:
+    """A client of a single store, which reads the rows of a pull when the pull begins."""
+
+    sent_bytes = received_bytes = 0
+
+    def __init__(self, store: RowStore) -> None:
+        self.store, self.found = store, np.zeros(0)
+
+    def begin(self, rows: np.ndarray) -> None:
+        self.found = self.store.read(rows)
+
+    def take(self) -> np.ndarray:
+        return self.found
+
+    def push(self, rows: np.ndarray, grads: np.ndarray, rate: float) -> None:
+        self.store.update(rows, grads, rate)
+
+
+def test_rows_of_the_next_batch_are_pulled_before_the_push_of_this_one() -> None:
+    """Each step but the first lacks the push before it; an evaluation in between has all pushes."""
+    hybrid = _experiment(1, strategy=_HYBRID, mesh={"data": 1})
+    rows = hybrid.rows
+    assert rows is not None
+    model = SSP(bound=2, reads="ahead")
+    tables = Tables(RowSgd(), 2, form=rows.form, seed=rows.seed, model=model)
+    own = RowStore(rows.form, RowSgd(), rows.seed)
+    every = np.arange(rows.form.rows, dtype=np.uint32)
+
+    def train(client: Any) -> list[Any]:
+        found = []
+        loader: Any = LookAheadLoader(hybrid.loader)
+        program = TableProgram(hybrid.program, rows, client, None, 1, lambda: loader.following)
+        state = hybrid.program.init()
+        with loader.batches() as batches:
+            for _ in range(4):
+                state, values = program.train(state, next(batches))
+                if isinstance(client, TableClient):
+                    client.wait_until(lambda: len(client._links[0].payloads) <= 1, "a push")
+                    client.pull(every)
+                found.append(np.asarray(values))
+        return found
+
+    with tables.clients(1) as (client,):
+        found = train(client)
+        np.testing.assert_array_equal(found, train(_AtOnce(own)))
+        client.take()
+        np.testing.assert_array_equal(client.pull(every), own.read(every))
+    for server in tables.servers:
+        assert server.shard.staleness == {0: 1, 1: 3}
 
 
 def test_gradients_of_rows_cost_no_second_pass() -> None:

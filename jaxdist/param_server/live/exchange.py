@@ -64,7 +64,7 @@ class ServerLink:
             self.session.send(of_message(message, self.server, payload))
 
     def ask(self, envelope: Envelope) -> None:
-        """Send a request in place of the earlier one; it is sent again until it is answered."""
+        """Send a request, and again until it is answered; it replaces an earlier request."""
         self.asked, self._asked_seconds = envelope, time.monotonic()
         if self.session is not None and self.welcome:
             self.session.send(envelope)

@@ -24,7 +24,7 @@ from jaxdist.runtime.children import Parent
 from jaxdist.tables.messages import spec_of_reply
 from jaxdist.tables.server import ReplicatedTables, TableShard
 from jaxdist.tables.store import RowStore
-from jaxdist.tables.training.files import read_tables, write_tables
+from jaxdist.tables.training.files import TableWriter, read_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
@@ -44,6 +44,7 @@ class TableProcess:
         self._tls = tls and read_tls(tls)
         self._rpcs: list[RpcServer] = []
         self.seats: dict[int, Seat] = {}
+        self._writers: dict[int, TableWriter] = {}
         # A separate thread follows orders, which may take long: questions whether this process is
         # alive need an answer meanwhile.
         self._orders: SimpleQueue[JsonObject | None] = SimpleQueue()
@@ -79,9 +80,7 @@ class TableProcess:
             case {"view": order, "ports": ports, "range": int(at)}:
                 self.seats[at].view(RangeView(*order), dict(ports))
             case {"save": int(step), "range": int(at)}:
-                server = self._leader(at)
-                about = {**self.about, "servers": self.strategy.servers}
-                write_tables(self.run, at, step, about, *server.kept())
+                self._writer(at).write(step)
                 self.parent.say("done", range=at)
             case {"count": _, "range": int(at)}:
                 server = self._leader(at)
@@ -89,6 +88,13 @@ class TableProcess:
                 self.parent.say("done", range=at, stats=stats)
             case _:
                 raise AssertionError(what)
+
+    def _writer(self, at: int) -> TableWriter:
+        """Return the writer of a range; it begins with all rows when this server takes over."""
+        if at not in self._writers:
+            about = {**self.about, "servers": self.strategy.servers}
+            self._writers[at] = TableWriter(self.run, at, about, self._leader(at).kept)
+        return self._writers[at]
 
     def _leader(self, at: int) -> ReplicatedTables:
         server = self.seats[at].server
@@ -103,6 +109,7 @@ class TableProcess:
             RowForm(**self.about["form"]), strategy.optimizer, self.about["seed"], **given
         )
         shard: Any = TableShard(store, setup["most_rows"] * setup["clients"])
+        self._writers.pop(at, None)
         self.seats[at] = Seat(
             self.number,
             shard,

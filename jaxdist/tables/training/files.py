@@ -1,9 +1,13 @@
 """The checkpoints of tables: the touched rows of each server, for any number of servers.
 
+A checkpoint has only the rows that were updated since the previous checkpoint, unless the sum of
+such rows would exceed the number of all rows. Reading it costs at most twice the bytes of all rows.
+
 RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
     arrays/000000.bin                  row numbers, uint32
     arrays/000001.bin                  values and optimizer state, float32
-    metadata.json                      number of servers, and what the rows are
+    metadata.json                      number of servers, what the rows are, and the earlier step
+                                       to which these rows are added (base), or null
     manifest.json                      shapes, dtypes, sizes and digests
 """
 
@@ -11,8 +15,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -25,6 +30,8 @@ from jaxdist.errors import CheckpointError
 from jaxdist.types import JsonObject
 
 FOLDER = "tables"
+MOST_LINKS = 16
+"""The largest number of checkpoints that are added to one with all rows."""
 KEPT = 2
 """The number of newest steps that are never deleted, since their checkpoints may not be on disk
 yet."""
@@ -64,6 +71,42 @@ def write_tables(
         ) from error
 
 
+class TableWriter:
+    """A writer of the checkpoints of one server's rows.
+
+    Args:
+      server: the number of the server, or of the range that it leads.
+      about: the description of the rows, with the number of servers.
+      kept: the function that returns rows, as `jaxdist.tables.server.TableServer.kept` does.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        server: int,
+        about: JsonObject,
+        kept: Callable[[int], tuple[bool, np.ndarray, np.ndarray]],
+    ) -> None:
+        self._run, self._server, self._about, self._kept = run, server, about, kept
+        self._base: JsonObject | None = None
+        self._room, self._links = -1, 0
+
+    def write(self, step: int) -> None:
+        """Write the rows of a step: those that changed since the step before, or all.
+
+        Raises:
+          CheckpointError: the files cannot be written.
+        """
+        whole, rows, values = self._kept(self._room if self._links < MOST_LINKS else -1)
+        base = None if whole else self._base
+        own = {"id": token_hex(8)}
+        about = {**self._about, **own, "base": base}
+        write_tables(self._run, self._server, step, about, rows, values)
+        self._room = len(rows) if whole else self._room - len(rows)
+        self._links = 0 if whole else self._links + 1
+        self._base = {**own, "step": step}
+
+
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield row numbers and values from each server that saved a step, even if it no longer runs.
 
@@ -76,29 +119,70 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
     count = 1
     server = 0
     while server < count:
-        path = names.step_directory(_directory(run, server), step)
-        try:
-            check_files(path, read_manifest(path))
-            found: Any = read_json(path / names.METADATA)
-            count = int(found.pop("servers"))
-        except (DamageError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"the tables of step {step} in {path} cannot be trusted: {error}; resume from a "
-                "step whose tables are whole (jaxdist train with a copy of the run)"
-            ) from error
-        wrong = [name for name, value in about.items() if found.get(name) != value]
-        if wrong:
-            told = ", ".join(f"{one} {found.get(one)} there, {about[one]} here" for one in wrong)
-            raise CheckpointError(f"{path} holds other tables: {told}")
-        rows = np.fromfile(path / names.ARRAYS / "000000.bin", np.uint32)
-        values = np.fromfile(path / names.ARRAYS / "000001.bin", np.float32)
-        yield rows, values.reshape(len(rows), -1)
+        chain: list[Path] = []
+        base: JsonObject | None = {"step": step}
+        while base is not None:
+            path = names.step_directory(_directory(run, server), base["step"])
+            try:
+                found = _checked(path, base.get("id"))
+                count = int(found["servers"])
+            except (DamageError, OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"the tables of step {step} in {path} cannot be trusted: {error}; resume from "
+                    "a step whose tables are whole (jaxdist train with a copy of the run)"
+                ) from error
+            wrong = [name for name, value in about.items() if found.get(name) != value]
+            if wrong:
+                told = ", ".join(f"{at} {found.get(at)} there, {about[at]} here" for at in wrong)
+                raise CheckpointError(f"{path} holds other tables: {told}")
+            chain.append(path)
+            base = found.get("base")
+        for path in reversed(chain):
+            rows = np.fromfile(path / names.ARRAYS / "000000.bin", np.uint32)
+            values = np.fromfile(path / names.ARRAYS / "000001.bin", np.float32)
+            yield rows, values.reshape(len(rows), -1)
         server += 1
 
 
+def _checked(path: Path, given: str | None) -> JsonObject:
+    """Return the metadata of a step whose files are intact.
+
+    Args:
+      given: the identification of the step, or None if any step is meant.
+    """
+    check_files(path, read_manifest(path))
+    found = _metadata(path)
+    if given not in (None, found.get("id")):
+        raise ValueError("a later step was saved on top of another one")
+    return found
+
+
+def _metadata(path: Path) -> JsonObject:
+    found: Any = read_json(path / names.METADATA)
+    if not isinstance(found, dict):
+        raise TypeError(f"{names.METADATA} has no keys")
+    return found
+
+
 def prune_tables(run: Path, kept: Sequence[int]) -> None:
-    """Delete the tables of all steps except those in `kept` and the newest `KEPT` steps."""
+    """Delete the tables of all steps except `kept`, the newest `KEPT`, and what these need."""
     for directory in (run / FOLDER).glob("server_*"):
         steps = names.steps_present(directory)
-        for step in set(steps) - set(kept) - {*sorted(steps)[-KEPT:]}:
+        needed = {*kept, *sorted(steps)[-KEPT:]} & {*steps}
+        for step in sorted(needed, reverse=True):
+            needed |= set(_bases(directory, step))
+        for step in set(steps) - needed:
             names.delete(names.step_directory(directory, step))
+
+
+def _bases(directory: Path, step: int) -> Iterator[int]:
+    """Yield the earlier steps whose rows a step needs."""
+    while True:
+        try:
+            base = _metadata(names.step_directory(directory, step)).get("base")
+            step = base["step"] if base else -1
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # A reader of the step reports the error.
+        if step < 0:
+            return
+        yield step

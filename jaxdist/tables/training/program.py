@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxdist.models.recommend.tables import PULLED
-from jaxdist.tables.batch import TableRows
+from jaxdist.tables.batch import TableRows, Touched
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.tables.store import RowStore
@@ -22,6 +23,37 @@ from jaxdist.tables.training.files import read_tables
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.types import JsonObject
+
+TableBatch = Mapping[str, jax.Array]
+_Begun = tuple[Touched, Mapping[int, np.ndarray]]
+
+
+class LookAheadLoader:
+    """A loader whose batches tell which batch follows.
+
+    Attributes:
+      following: the batch after the newest yielded batch, or None after the last batch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.following: TableBatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    @contextmanager
+    def batches(self, start: int = 0) -> Iterator[Iterator[TableBatch]]:
+        """Return a context with an iterator over batches, as `Loader.batches` does."""
+        with self._loader.batches(start) as batches:
+            yield self._looking(batches)
+
+    def _looking(self, batches: Iterator[TableBatch]) -> Iterator[TableBatch]:
+        now = next(batches, None)
+        while now is not None:
+            self.following = next(batches, None)
+            yield now
+            now = self.following
 
 
 @dataclass(frozen=True)
@@ -31,6 +63,8 @@ class TableProgram:
     Attributes:
       rate: the constant learning rate of rows, or None to use the learning rate of each step.
       processes: the number of processes that push.
+      next_batch: a function that returns the batch after the current one, if its rows are pulled
+        while the current step is computed; otherwise None.
       counts: the numbers of ids, of unique rows and of bytes of payloads in training so far.
     """
 
@@ -39,7 +73,9 @@ class TableProgram:
     client: TableClient
     rate: float | None
     processes: int
+    next_batch: Callable[[], TableBatch | None] = lambda: None
     counts: Counter[str] = field(default_factory=Counter)
+    _begun: list[_Begun] = field(default_factory=list)
 
     @cached_property
     def _step(self) -> Any:
@@ -49,13 +85,27 @@ class TableProgram:
     def _rate_at(self) -> int:
         return self.program.metrics.index("learning_rate")
 
-    def train(
-        self, state: TrainState, batch: Mapping[str, jax.Array]
-    ) -> tuple[TrainState, jax.Array]:
+    def _begin(self, batch: TableBatch) -> None:
+        touched, places = self.rows.touched(batch["ids"])
+        self.client.begin(touched.rows)
+        self._begun.append((touched, places))
+
+    def _filled(self, batch: TableBatch) -> tuple[TableBatch, Touched]:
+        """Return a batch with the values of its rows, and begin to pull those of the next."""
+        if not self._begun:
+            self._begin(batch)
+        touched, places = self._begun.pop()
+        given = self.rows.placed(batch, touched, places, self.client.take())
+        following = self.next_batch()
+        if following is not None:
+            self._begin(following)
+        return given, touched
+
+    def train(self, state: TrainState, batch: TableBatch) -> tuple[TrainState, jax.Array]:
         """Take a step, and return its state and metrics; its pushes may still be pending."""
         client, counts = self.client, self.counts
         before = client.sent_bytes + client.received_bytes
-        given, touched = self.rows.filled(batch)
+        given, touched = self._filled(batch)
         state, values, grads = self._step(state, given)
         examples, fields = given["ids"].sharding.shard_shape(given["ids"].shape)
         found = touched.gathered(grads, examples * fields, examples)

@@ -25,7 +25,7 @@ from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.messages import payload_spec, spec_of_reply
 from jaxdist.tables.training.files import prune_tables
-from jaxdist.tables.training.program import TableProgram, about_tables
+from jaxdist.tables.training.program import LookAheadLoader, TableProgram, about_tables
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
@@ -74,9 +74,13 @@ def with_tables(
         rows.fetch = client.pull
         rate, processes = strategy.optimizer.learning_rate, jax.process_count()
         (stage,) = prepared.stages  # Batches of several sizes are refused.
-        program: Any = TableProgram(stage.program, rows, client, rate, processes)
+        loader: Any = LookAheadLoader(stage.loader)
+        ahead = strategy.consistency.ahead
+        following = (lambda: loader.following) if ahead else (lambda: None)
+        program: Any = TableProgram(stage.program, rows, client, rate, processes, following)
         rows.save = partial(_save, team, program, prepared, checkpoints)
-        yield replace(prepared, stages=[replace(stage, program=program)])
+        served = replace(stage, program=program, loader=loader if ahead else stage.loader)
+        yield replace(prepared, stages=[served])
         client.drain()
 
 

@@ -74,10 +74,10 @@ class Hybrid(Config):
     @field_validator("consistency")
     @classmethod
     def _reads(cls, model: RowConsistency) -> RowConsistency:
-        if getattr(model, "reads", "each_clock") != "each_clock":
+        if getattr(model, "reads", "each_clock") not in ("each_clock", "ahead"):
             raise ValueError(
                 "rows are pulled for each batch, since another batch has other rows: set reads: "
-                "each_clock"
+                "each_clock, or ahead to pull them while the batch before is computed"
             )
         unfit = {"backups": 0, "delay_compensation": None, "value_bound": None}
         for name, off in unfit.items():
