@@ -303,7 +303,7 @@ def report(
     from jaxdist.errors import ConfigError
 
     if html is None:
-        from jaxdist.run.report.goodput import report as tell
+        from jaxdist.run.report.goodput import report_goodput as tell
 
         if live or (json_file is not None and len(runs) > 1):
             wrong = "--live rewrites a page" if live else "--json is about one run"

@@ -35,7 +35,7 @@ from jaxdist.interchange.stream import Streamed, write_streamed
 from jaxdist.interchange.table import match_with, read_table
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
 from jaxdist.run.directory import RunDirectory, prepare_directory
-from jaxdist.run.loading.model import is_model
+from jaxdist.run.loading.model import is_downloaded_model
 from jaxdist.types import JsonObject
 
 WINDOW = 512
@@ -187,7 +187,7 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
         data["transform"] = scaling
     # A model is loaded with its buffers. From a run only the parameters are loaded, unless the
     # config names the buffers too.
-    buffers = source.family.kind == "resnet" and not is_model(begin_with)
+    buffers = source.family.kind == "resnet" and not is_downloaded_model(begin_with)
     parts: JsonObject = {"parts": ["params", BUFFERS]} if buffers else {}
     return {
         "model": source.family.model(source.config),

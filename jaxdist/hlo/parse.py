@@ -223,10 +223,10 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
-def members(type_text: str) -> list[str]:
+def tuple_types(type_text: str) -> list[str]:
     """Return the types of a tuple's elements, given the text of the tuple's type.
 
-    >>> members("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
+    >>> tuple_types("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
     ['f32[2,3]{1,0:T(8,128)}', '/*index=1*/(u32[], s8[4])']
     """
     found, depth, begun = [], 0, 1
@@ -254,7 +254,7 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
         for index in path:
             element = f"{whole}#{index}"
             if element not in known:
-                text = members(known[whole].type_text)[int(index)]
+                text = tuple_types(known[whole].type_text)[int(index)]
                 known[element] = Instruction(
                     element, "get-tuple-element", text, f"%{whole}", f", index={index}", False
                 )

@@ -98,7 +98,7 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
         yield AgentLink(run_folder, publisher, fence)
 
 
-def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
+def departure_reporter(run_folder: RunFolder | None) -> Callable[[str], None]:
     """Return a function that reports to the agent, if any, why this machine has to stop."""
 
     def tell(name: str) -> None:

@@ -98,7 +98,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
     # These modules are imported here, since they import gRPC, an optional dependency.
     from jaxdist.param_server.training.state import Sharded
     from jaxdist.param_server.training.supervisor import supervise
-    from jaxdist.train.strategy.statistics import held
+    from jaxdist.train.strategy.statistics import with_statistics
 
     if jax.process_count() > 1:
         raise ConfigError(
@@ -113,7 +113,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
         assert prepared.optim is not None
         assert prepared.directory is not None
         program = prepared.stages[0].program
-        whole = held(program.model.params, program.model.buffers)
+        whole = with_statistics(program.model.params, program.model.buffers)
         placement = strategy.placed(whole, prepared.optim)
         sharded = Sharded(strategy, program, prepared.optim, placement)
         config = RunDirectory(prepared.directory).config

@@ -23,7 +23,7 @@ from jaxdist.mesh import Device
 from jaxdist.metrics.goodput import joined_lives
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.metrics.writer import read_metrics
-from jaxdist.run.agent_link import leaving, watched
+from jaxdist.run.agent_link import departure_reporter, watched
 from jaxdist.run.directory import LockedDirectory, RunDirectory, directory_identity, take_directory
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
@@ -134,7 +134,7 @@ def train(
     with (
         compilation_cache.enabled(cache_directory() / "compiled"),
         _taken(taking) as (directory, goes_on),
-        Termination(say, leaving(run_folder)) as termination,
+        Termination(say, departure_reporter(run_folder)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
         watched(run_folder, directory_identity(directory)) as agent,
     ):

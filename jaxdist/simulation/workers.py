@@ -19,7 +19,7 @@ from jaxdist.simulation.engine.problem import Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program, StepGradients
-from jaxdist.train.strategy.statistics import change, divided, held
+from jaxdist.train.strategy.statistics import divided, pushed_values, with_statistics
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 
@@ -76,7 +76,7 @@ class ModelProblem:
 
     @cached_property
     def _start(self) -> Arrays:
-        return _by_name(held(self._begun.params, self._begun.buffers))
+        return _by_name(with_statistics(self._begun.params, self._begun.buffers))
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
         """Compute the mean gradient and the tokens of a worker's part of a step's batch."""
@@ -87,7 +87,7 @@ class ModelProblem:
         state = replace(self._begun, step=draw, params=given, buffers=buffers)
         size, pieces = self._shares[worker], self._microbatches[worker]
         found: StepGradients = self._of_size(size, pieces)(state, batch)
-        pushed = change(found.grads, buffers, found.buffers)
+        pushed = pushed_values(found.grads, buffers, found.buffers)
         grads, weight = jax.device_get((pushed, found.sums["loss"].weight))
         return Computed(_by_name(grads), float(weight))
 
@@ -112,7 +112,7 @@ class ModelProblem:
 
     def _tree(self, params: Arrays) -> Params:
         shapes = self._program.state_shapes
-        like = held(shapes.params, shapes.buffers)
+        like = with_statistics(shapes.params, shapes.buffers)
         leaves = [params[name] for name, _ in flatten_with_names(like)]
         tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
         return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))

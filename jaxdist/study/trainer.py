@@ -21,7 +21,7 @@ from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.optim.build import Optimizer
 from jaxdist.study.definition import Contender, contenders
-from jaxdist.study.trial import Trial, TrialOutcome, TrialT, identity
+from jaxdist.study.trial import Trial, TrialOutcome, TrialT, trial_key
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -104,7 +104,7 @@ class ConfigTrainer(ABC, Generic[TrialT]):
     def identity(self, trial: TrialT) -> str:
         """Return a key for a trial, which is equal for trials that must have the same result."""
         _, config = self._load(trial)
-        return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
+        return trial_key(config.model_dump(mode="json", exclude=_NOT_OURS))
 
     def experiment(self, trial: TrialT) -> Experiment:
         """Build the experiment of a trial."""

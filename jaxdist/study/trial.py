@@ -105,7 +105,7 @@ def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOu
     return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
-def identity(settings: Mapping[str, Json]) -> str:
+def trial_key(settings: Mapping[str, Json]) -> str:
     """Return a key for settings, which is the first 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -9,8 +9,6 @@ next example.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -18,9 +16,6 @@ from jax.typing import ArrayLike
 from jaxdist.optim.batch_scaling import RULES, BatchPhase, ScaleFromConfig
 from jaxdist.optim.build import Rate
 from jaxdist.types import Json
-
-if TYPE_CHECKING:
-    pass
 
 Sizes = tuple[tuple[int, int], ...]
 """The batch sizes of a run, in order: pairs of the step after which a size began, and the size."""

@@ -28,7 +28,7 @@ from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.train.strategy.config import ParameterServer
-from jaxdist.train.strategy.statistics import held
+from jaxdist.train.strategy.statistics import with_statistics
 from jaxdist.wire.frames import spec_for
 from jaxdist.wire.local import LocalWire
 
@@ -51,7 +51,7 @@ class Training:
         assert isinstance(config.strategy, ParameterServer)
         self.cluster = config.strategy
         program = self.experiment.program
-        whole = held(program.model.params, program.model.buffers)
+        whole = with_statistics(program.model.params, program.model.buffers)
         placement = self.cluster.placed(whole, config.optim)
         self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
         self.start = program.init()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome, identity
+from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome, trial_key
 
 TRIAL = Trial("lamb", 64, 3, 0.01, 7)
 DONE = TrialOutcome(TRIAL, 40, {"loss": 0.5, "accuracy": 0.9}, False, 1.5)
@@ -64,8 +64,8 @@ def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_identity_is_of_the_values_not_of_their_order() -> None:
-    assert identity({"a": 1, "b": 2}) == identity({"b": 2, "a": 1})
-    assert identity({"a": 1}) != identity({"a": 2})
+    assert trial_key({"a": 1, "b": 2}) == trial_key({"b": 2, "a": 1})
+    assert trial_key({"a": 1}) != trial_key({"a": 2})
 
 
 def test_scores_put_better_runs_first() -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.data.recommend.rows import hashed, lines_of, parsed, read_file
+from jaxdist.data.recommend.rows import hashed, numbered_lines, parsed, read_file
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.errors import DataError
 
@@ -70,7 +70,7 @@ def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
     labels: list[float] = []
     counts: list[list[float]] = []
     ids: list[list[int]] = []
-    for number, values in lines_of(read_file(path, f"data.{key}"), str(path)):
+    for number, values in numbered_lines(read_file(path, f"data.{key}"), str(path)):
         if len(values) != COLUMNS:
             raise DataError(
                 f"data: {path}, line {number} has {len(values)} values, expected {COLUMNS} "

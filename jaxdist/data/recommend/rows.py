@@ -14,7 +14,7 @@ from jaxdist.errors import DataError, did_you_mean
 Value = TypeVar("Value")
 
 
-def lines_of(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
+def numbered_lines(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the values of each line that is not empty; tabs separate the values.
 
     Raises:
@@ -49,7 +49,7 @@ def table_of(
     Raises:
       DataError: a column is missing, or a line has another number of values.
     """
-    rows = lines_of(text, where)
+    rows = numbered_lines(text, where)
     _, head = next(rows, (1, [""]))
     names = [name.split(":")[0] for name in head]
     for column in columns:

@@ -49,7 +49,7 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
     return Auxiliary(penalty, {**sums, LOAD: Mean(load_NE, weight)})
 
 
-def settled(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
+def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
     """Return the buffers after the routers' biases have moved by the load of a whole batch.
 
     The biases are the only buffers of the model.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.models.feed_forward.config import ExpertsConfig
-from jaxdist.models.feed_forward.measure import Auxiliary, Settle, auxiliary, settled
+from jaxdist.models.feed_forward.measure import Auxiliary, Settle, auxiliary, moved_biases
 from jaxdist.models.feed_forward.router import Statistics
 from jaxdist.models.layers import Stacked, scan_blocks
 
@@ -64,4 +64,4 @@ class RoutedStack(Stacked):
         """Return the function that moves routers' biases after a step, or None without biases."""
         if self.experts is None or not self.experts.bias_rate:
             return None
-        return partial(settled, rate=self.experts.bias_rate)
+        return partial(moved_biases, rate=self.experts.bias_rate)

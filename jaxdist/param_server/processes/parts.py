@@ -7,7 +7,7 @@ from jaxdist.experiment.experiment import Experiment
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
-from jaxdist.train.strategy.statistics import held
+from jaxdist.train.strategy.statistics import with_statistics
 
 
 def sharded_of(experiment: Experiment) -> Sharded:
@@ -16,7 +16,7 @@ def sharded_of(experiment: Experiment) -> Sharded:
     strategy = config.strategy
     assert isinstance(strategy, ParameterServer), strategy.type
     model = experiment.program.model
-    placement = strategy.placed(held(model.params, model.buffers), config.optim)
+    placement = strategy.placed(with_statistics(model.params, model.buffers), config.optim)
     return Sharded(strategy, experiment.program, config.optim, placement, config.seed)
 
 

@@ -26,7 +26,7 @@ from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.statistics import averaging, divided, held, is_statistic
+from jaxdist.train.strategy.statistics import averaging, divided, is_statistic, with_statistics
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree, Updates
 from jaxdist.wire.contract import Spec
@@ -106,7 +106,7 @@ class Sharded:
     @property
     def held(self) -> PyTree:
         """The shapes of the parameters and statistics that servers hold."""
-        return held(self.program.model.params, self.program.model.buffers)
+        return with_statistics(self.program.model.params, self.program.model.buffers)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -168,7 +168,7 @@ class Sharded:
 
         If `keeps_moments` is false, the optimizers of the servers start with new states.
         """
-        names = flatten_with_names(held(state.params, state.buffers))
+        names = flatten_with_names(with_statistics(state.params, state.buffers))
         arrays = {name: np.asarray(leaf) for name, leaf in names}
         saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
         found: list[ShardState] = []
@@ -207,7 +207,7 @@ class Sharded:
         """
         wanted = self.program.state_shapes
         arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)
-        placed = _placed(held(wanted.params, wanted.buffers), arrays)
+        placed = _placed(with_statistics(wanted.params, wanted.buffers), arrays)
         params, buffers = divided(placed, state.buffers)
         number = jax.device_put(np.int32(step), wanted.step.sharding)
         new = replace(state, step=number, params=params, buffers=buffers)

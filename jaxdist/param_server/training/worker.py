@@ -23,7 +23,7 @@ from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.statistics import change, divided, held
+from jaxdist.train.strategy.statistics import divided, pushed_values, with_statistics
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
@@ -83,7 +83,7 @@ class _OnDevices:
     def tree(self, flats: Flats) -> PyTree:
         arrays = joined_shards(self.sharded.layouts, flats, self.sharded.shapes)
         wanted = self.program.state_shapes
-        shapes = held(wanted.params, wanted.buffers)
+        shapes = with_statistics(wanted.params, wanted.buffers)
         leaves = [
             jax.device_put(arrays[name], shape.sharding)
             for name, shape in flatten_with_names(shapes)
@@ -100,7 +100,7 @@ class _OnDevices:
         return replace(state, params=params, buffers=buffers)
 
     def flats_of(self, state: TrainState) -> Flats:
-        return self.flats(held(state.params, state.buffers))
+        return self.flats(with_statistics(state.params, state.buffers))
 
 
 @dataclass
@@ -118,7 +118,7 @@ class GradientOnly(_OnDevices):
         params, buffers = divided(self._held, shapes.buffers)
         state = TrainState(self.draw(clock), params, (), buffers, None, shapes.exchange)
         found = self.program.gradients(state, batch)
-        return self.flats(change(found.grads, buffers, found.buffers)), found.sums
+        return self.flats(pushed_values(found.grads, buffers, found.buffers)), found.sums
 
 
 @dataclass

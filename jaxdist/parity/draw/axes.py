@@ -17,7 +17,7 @@ EXPERTS = 8
 DEVICES = 8
 
 
-def stages_of(config: Sections) -> int:
+def stage_count(config: Sections) -> int:
     """Return the number of pipeline stages of a config, or 1 if it has no pipeline."""
     return config["mesh"].get("stage", 1)
 
@@ -49,7 +49,7 @@ def experts(random: Random, config: Sections) -> Sections | None:
     The caller must ensure that the config computes in float32, since rounding of scores would
     select other experts. Axis stage does not combine with experts, and becomes axis expert.
     """
-    model, stages, train = config["model"], stages_of(config), config["train"]
+    model, stages, train = config["model"], stage_count(config), config["train"]
     if model["type"] != "gpt" or EXPERTS % stages:
         return None
     if config["sharding"].get("collective_matmul") or {"phases", "batch_ramp"} & {*train}:
@@ -149,7 +149,7 @@ def _placed(random: Random, config: Sections) -> Sections | None:
     def fits(size: int) -> bool:
         return size > 1 and _length(config) % (size * further) == 0
 
-    if (stages := stages_of(config)) > 1:
+    if (stages := stage_count(config)) > 1:
         return without_stages(config, "context") if fits(stages) else None
     most, data = DEVICES // mesh["fake_devices"], mesh.get("data", 1)
     found = [("", n) for n in range(2, most + 1) if fits(n)]

@@ -186,7 +186,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     }
 
 
-def axis_size(mesh: Mapping[str, Json], axis: str) -> int:
+def mesh_axis_size(mesh: Mapping[str, Json], axis: str) -> int:
     """Return the size of an axis of a section `mesh`, or 1 for an absent axis."""
     size = mesh.get(axis, 1)
     return size if isinstance(size, int) else math.prod(size.values())
@@ -200,7 +200,7 @@ def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}
     """
-    return {name: axis_size(mesh, name) for name in ("data", "stage", "tensor")}
+    return {name: mesh_axis_size(mesh, name) for name in ("data", "stage", "tensor")}
 
 
 def _composition(random: Random, total: int, parts: int) -> list[int]:
@@ -422,4 +422,4 @@ def seeds_of(count: int, seed: int, axes: Sequence[str] = ()) -> Sequence[int]:
 
 def _has_axis(drawn: Draw, axes: Sequence[str]) -> bool:
     mesh = drawn.sections["mesh"]
-    return any(axis_size(mesh, name) > 1 for name in axes)
+    return any(mesh_axis_size(mesh, name) > 1 for name in axes)

@@ -92,7 +92,7 @@ class Weighted:
         return {**take(self.source, indices), "weight": weights}
 
 
-def weighted(data: Mapping[str, Json]) -> Dataset:
+def weighted_dataset(data: Mapping[str, Json]) -> Dataset:
     """Return the dataset of a section `data`, with a weight that depends on an example's index."""
     made = TypeAdapter[DataConfig](DataConfig).validate_python(data).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
@@ -110,4 +110,4 @@ def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
     Args:
       config: the other settings of the section `data`.
     """
-    return weighted({"type": "synthetic", **config})
+    return weighted_dataset({"type": "synthetic", **config})

@@ -16,7 +16,7 @@ from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
 from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
-from jaxdist.parity.draw.draw import COMMON, axis_size, axis_sizes
+from jaxdist.parity.draw.draw import COMMON, axis_sizes, mesh_axis_size
 from jaxdist.parity.draw.model import Sections, has_batch_norm, model_key
 from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.draw.settings import SETTINGS, in_half_precision
@@ -86,7 +86,7 @@ def features_of(sections: Sections) -> dict[str, str]:
         "BatchNorm": "yes" if has_batch_norm(model) else "no",
         "optimizer": sections["optim"]["type"],
         "devices": str(mesh["fake_devices"]),
-        "axes": " x ".join(name for name in AXES if axis_size(mesh, name) > 1) or "none",
+        "axes": " x ".join(name for name in AXES if mesh_axis_size(mesh, name) > 1) or "none",
         "attention over context": _shared(sections, "context"),
         "order over context": _shared(sections, "context_order"),
         "data over two networks": "yes" if isinstance(mesh.get("data"), dict) else "no",
@@ -108,7 +108,7 @@ def features_of(sections: Sections) -> dict[str, str]:
 
 
 def _shared(sections: Sections, setting: str) -> str:
-    shares = axis_size(sections["mesh"], "context") > 1
+    shares = mesh_axis_size(sections["mesh"], "context") > 1
     return sections["sharding"].get(setting, "auto") if shares else "none"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, stages_of, with_values
+from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, stage_count, with_values
 from jaxdist.parity.draw.model import has_batch_norm
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
@@ -143,7 +143,7 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
     found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
     parallel = {name: value for name, value in config["parallel"].items() if name != "compression"}
     zero, reduce = parallel["zero"], parallel["reduce"]
-    messages = data_size(config) > 1 and stages_of(config) == 1 and zero["stage"] <= 1
+    messages = data_size(config) > 1 and stage_count(config) == 1 and zero["stage"] <= 1
     flat = reduce is None or reduce["type"] != "hierarchical"
     if messages and flat and zero["scope"] == "all" and not config["sharding"]["rules"]:
         feedback = {"type": "compressed_momentum", "b1": 0.9}
@@ -210,7 +210,7 @@ def _dropout(random: Random, config: Sections) -> Sections | None:
     changes too.
     """
     model = config["model"]
-    if stages_of(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
+    if stage_count(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
         return None
     return {
         **with_values(config, "model", args={**model["args"], "dropout": 0.5}),
@@ -260,7 +260,7 @@ def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
       microbatches: the number of microbatches of the full batch.
       full: the size of the full batch.
     """
-    return math.ceil(size * microbatches / full) if stages_of(config) == 1 else microbatches
+    return math.ceil(size * microbatches / full) if stage_count(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
@@ -285,7 +285,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (
         "data" in config["mesh"]
-        and stages_of(config) == 1
+        and stage_count(config) == 1
         and "batch_ramp" not in config["train"]
         and config["sharding"]["rules"].get("embed") is None
         and not config["optim"]["type"].startswith(("onebit", "muon"))
@@ -341,7 +341,7 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
     # The gradient of a rounded cnn differed from the gradient in float32 by 0.056 in a pipeline and
     # by 0.040 without a pipeline, and the limit is 0.016. The reason is not known: rounding may
     # move the maxima in the pooling layers.
-    parts = config["model"]["type"] == "cnn" and stages_of(config) > 1
+    parts = config["model"]["type"] == "cnn" and stage_count(config) > 1
     return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 and not parts else None
 
 
@@ -358,7 +358,7 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
     if (
         not fits
-        or stages_of(config) > 1
+        or stage_count(config) > 1
         or {"compression", "deterministic"} & {*config["parallel"]}
     ):
         return None

@@ -18,12 +18,11 @@ PRODUCTS = 2, 5
 """The numbers of attention's matrix products in the forward and in the backward pass."""
 
 
-def needs_of(model: Decoder, plan: Plan, rows: int) -> ContextNeeds:
+def needs_of(model: Decoder, rows: int) -> ContextNeeds:
     """Return the sizes of attention in a block for `rows` sequences, from which costs are computed.
 
     Args:
       model: the model.
-      plan: the plan, which has no effect.
       rows: the number of sequences that the devices share.
     """
     return ContextNeeds(
@@ -42,7 +41,7 @@ def split_of(model: Decoder, plan: Plan, rows: int) -> SequenceSplit | None:
 
     The choice is that of `sharding.context: auto`. The result is None if no algorithm is possible.
     """
-    found = best_split(splits_of("auto", ("context",), plan.context), needs_of(model, plan, rows))
+    found = best_split(splits_of("auto", ("context",), plan.context), needs_of(model, rows))
     return None if found is None else found[0]
 
 
@@ -90,7 +89,7 @@ def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, 
     split = None if plan.context == 1 else split_of(model, plan, rows)
     if split is None:
         return 0.0
-    ahead, back = needs_of(model, plan, rows).bytes_received(split)
+    ahead, back = needs_of(model, rows).bytes_received(split)
     passes = (1 if "attention" in plan.kept else 2) * ahead + back
     dims = places.inner_dims
     rate = target.link_rate(dims)

@@ -17,7 +17,7 @@ from jaxdist.errors import CheckpointError
 from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.misordered import check_order
-from jaxdist.run.loading.model import initial_state, is_model, matched
+from jaxdist.run.loading.model import initial_state, is_downloaded_model, matched
 from jaxdist.train.parts import only, part_names
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -43,7 +43,7 @@ def begin_with(
       ConfigError: the program's state does not have the part.
     """
     names = check_begin(program, begin)
-    if is_model(Path(begin.run)):
+    if is_downloaded_model(Path(begin.run)):
         state = initial_state(program, matched(program, Path(begin.run)))
         return _restarted(program, program.home.from_files(state)), 0
     directory = RunDirectory(Path(begin.run))
@@ -62,7 +62,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
       ConfigError: the program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
-    if is_model(Path(begin.run)):
+    if is_downloaded_model(Path(begin.run)):
         if begin.parts != ("params",) or begin.step is not None:
             raise CheckpointError(
                 f"{begin.run} is a model, which is loaded as a whole: leave out "

@@ -21,7 +21,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 
 
-def is_model(path: Path) -> bool:
+def is_downloaded_model(path: Path) -> bool:
     """Return whether a path is a file or directory of a downloaded model, not a run directory."""
     return path.is_file() or ((path / CONFIG).is_file() and not RunDirectory(path).occupied)
 

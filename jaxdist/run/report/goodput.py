@@ -23,7 +23,7 @@ from jaxdist.types import JsonObject
 _IDLE = re.compile(r"worker_\d+_idle_share")
 
 
-def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
+def report_goodput(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
     """Print how a run used its time, write it to `json_file` if given, and return it.
 
     The run may still be in progress. All lives of a resumed run are added up. Steps after the

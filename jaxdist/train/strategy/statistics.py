@@ -21,7 +21,7 @@ from jaxdist.types import Buffers, OptState, Params, PyTree, Updates
 _KEY = "running-statistics"
 
 
-def held(params: Params, buffers: Buffers) -> PyTree:
+def with_statistics(params: Params, buffers: Buffers) -> PyTree:
     """Return the tree of values that servers hold: the parameters, and any statistics."""
     return {**params, _KEY: buffers} if jax.tree.leaves(buffers) else params
 
@@ -37,14 +37,14 @@ def divided(tree: PyTree, buffers: Buffers) -> tuple[Params, Buffers]:
     return {name: one for name, one in tree.items() if name != _KEY}, tree[_KEY]
 
 
-def change(grads: Updates, before: Buffers, after: Buffers) -> PyTree:
+def pushed_values(grads: Updates, before: Buffers, after: Buffers) -> PyTree:
     """Return the values that a worker pushes: gradients, and the negated change of statistics.
 
     Args:
       before: the statistics before the batch.
       after: the statistics after the batch.
     """
-    return held(grads, jax.tree.map(jnp.subtract, before, after))
+    return with_statistics(grads, jax.tree.map(jnp.subtract, before, after))
 
 
 def is_statistic(name: str) -> bool:

@@ -81,7 +81,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     return found, records
 
 
-def curves(records: RunRecords, points: int) -> list[Json]:
+def run_curves(records: RunRecords, points: int) -> list[Json]:
     """Return the curves of a run, with about `points` points in total."""
     most = max(points // max(len(records.curves), 1), 20)
     return [

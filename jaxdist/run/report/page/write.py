@@ -14,8 +14,8 @@ from jaxdist.errors import RunError
 from jaxdist.run.lock import BEAT_SECONDS, FILE_NAME, PATIENCE_SECONDS
 from jaxdist.run.report.page.data import (
     Compile,
-    curves,
     program_data,
+    run_curves,
     run_data,
     setting_differences,
 )
@@ -82,7 +82,7 @@ def write_page(
     while True:
         each = points // len(runs)
         data = [
-            {**known, "curves": curves(records, each), "loads": records.loads.as_json(2 * each)}
+            {**known, "curves": run_curves(records, each), "loads": records.loads.as_json(2 * each)}
             for known, records in found
         ]
         page = render(data, reload_seconds=reload_seconds, now=time.time()).encode()
