@@ -291,6 +291,8 @@ def test_replicas_that_are_apart_are_found(devices):
     assert parity_draw_run.replicas_apart({"a": apart, "b": split}) == (0.25, "a")
     lost = array((), [1.0], [math.nan])
     assert parity_draw_run.replicas_apart({"a": apart, "b": lost}) == (math.inf, "b")
+    both = array((), [math.nan], [math.nan])  # the gradient of a step that is skipped
+    assert parity_draw_run.replicas_apart({"a": apart, "b": both}) == (0.25, "a")
 
 
 @pytest.mark.full

@@ -190,7 +190,7 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
         for shard in leaf.addressable_shards:
             own = np.asarray(shard.data, np.float64)
             other = first.setdefault(str(shard.index), own)
-            if not np.array_equal(own, other):
+            if not np.array_equal(own, other, equal_nan=True):
                 with np.errstate(all="ignore"):  # elements may be zero, infinite or NaN
                     apart = np.abs(own - other).max() / np.abs(other).max()
                 worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
