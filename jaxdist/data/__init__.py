@@ -12,6 +12,7 @@ from jaxdist.data.imported import ImportConfig
 from jaxdist.data.recommend.clicks import ClicksConfig
 from jaxdist.data.recommend.criteo import CriteoConfig
 from jaxdist.data.recommend.movielens import MovieLensConfig
+from jaxdist.data.records.dataset import RecordsConfig
 from jaxdist.data.source import Dataset, Source
 from jaxdist.data.synthetic import SyntheticConfig
 from jaxdist.data.text.chat import ChatConfig
@@ -25,6 +26,7 @@ DataConfig = Annotated[
     | ChatConfig
     | PreferencesConfig
     | ImagesConfig
+    | RecordsConfig
     | MovieLensConfig
     | CriteoConfig
     | ClicksConfig
@@ -44,6 +46,7 @@ __all__ = [
     "LabelledTextConfig",
     "MovieLensConfig",
     "PreferencesConfig",
+    "RecordsConfig",
     "Source",
     "SyntheticConfig",
     "TextConfig",

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,14 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 TRAIN = ("train", "training")
 HELDOUT = ("val", "valid", "validation", "test", "heldout")
 _SHOWN = 5
+
+
+class Encoded(Protocol):
+    """The bytes of an encoded image, whose text is its name in messages."""
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        ...
 
 
 class ImagePlace(NamedTuple):
@@ -69,7 +77,7 @@ class EncodedImages:
 
     def take(self, indices: np.ndarray) -> Example:
         first = self._first
-        images = list(_decoders().map(self._decoded, indices.tolist()))
+        images = list(decoders().map(self._decoded, indices.tolist()))
         for index, image in zip(indices.tolist(), images, strict=True):
             if image.shape != first:
                 raise DataError(
@@ -90,7 +98,7 @@ class EncodedImages:
 
 
 @cache
-def _decoders() -> ThreadPoolExecutor:
+def decoders() -> ThreadPoolExecutor:
     """Return the pool of threads that decode images.
 
     Threads suffice, because the decoders of JPEG and PNG release the interpreter lock.
@@ -98,7 +106,7 @@ def _decoders() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
-def decode_image(place: ImagePlace, size: int | None) -> np.ndarray:
+def decode_image(place: Encoded, size: int | None) -> np.ndarray:
     """Decode a JPEG or PNG to uint8 [H, W, 3].
 
     Args:

@@ -1,0 +1,1 @@
+"""Examples in files of other frameworks: Hugging Face datasets, and ArrayRecord files."""

@@ -1,0 +1,208 @@
+"""Examples of Hugging Face data sets and of ArrayRecord files: columns of numbers and images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from jaxdist.config.importing import describe_exception
+from jaxdist.config.schema import Config, Count
+from jaxdist.data.images.files import HELDOUT, TRAIN, decode_image, decoders
+from jaxdist.data.records.readers import Reader, array_record, hugging_face
+from jaxdist.data.source import Dataset, Example, Source, narrow, take_one
+from jaxdist.data.transform import TransformConfig, transformed
+from jaxdist.errors import DataError
+
+_SHOWN = 5
+
+
+class RecordsConfig(Config):
+    """Columns of numbers and images, in files of other frameworks."""
+
+    type: Literal["records"]
+    """Selects records."""
+    format: Literal["huggingface", "array_record"]
+    """huggingface: a data set of the package datasets, from save_to_disk or a downloaded folder of
+    the hub. array_record: ArrayRecord files of tf.train.Example, as TensorFlow Datasets write them
+    (train*.array_record, NAME-train.array_record-00000-of-00001)."""
+    directory: str
+    """Folder of the files."""
+    columns: dict[str, str] = Field(default={})
+    """Names of an example's fields, each with the name of its column; {} takes all columns under
+    their own names."""
+    size: Count | None = None
+    """Side of the square to which images are scaled and cropped; null keeps their size, which must
+    then be the same for all."""
+    skip_broken: bool = False
+    """Leave out records with an image that cannot be decoded (each record is decoded once at the
+    start); false ends the run at the first broken record."""
+    vocab_size: Count | None = None
+    """Size of the vocabulary: `tokens` are from 0 to vocab_size - 1; null if there are none."""
+    classes: Count | None = None
+    """Number of classes: `label` is from 0 to classes - 1; null takes the number that the files
+    declare."""
+    transform: TransformConfig | None = None
+    """Transform of each image; null keeps uint8, 0 to 255 (jaxdist's loss divides by 255)."""
+
+    def build(self) -> Dataset:
+        """Open the files; records are read and decoded when a batch is read.
+
+        Raises:
+          DataError: files are missing, damaged or contradictory; columns are missing or have no
+            numbers; the package datasets is not installed.
+          ConfigError: the transform cannot be imported.
+        """
+        folder = Path(self.directory).expanduser()
+        found = hugging_face(folder) if self.format == "huggingface" else array_record(folder)
+        train = next((found[name] for name in TRAIN if name in found), None)
+        if train is None:
+            raise DataError(
+                f"data.directory: {folder} has no split train of {self.format} (it has: "
+                f"{', '.join(found) or 'none'})"
+            )
+        heldout = next((found[name] for name in HELDOUT if name in found), None)
+        broken: list[str] = []
+        splits = [
+            None if reader is None else self._split(reader, broken) for reader in (train, heldout)
+        ]
+        assert splits[0] is not None
+        examples = [0 if split is None else len(split) for split in splits]
+        note = f"; {len(broken)} broken records left out: " if broken else ""
+        note += ", ".join(broken[:_SHOWN])
+        label = self.columns.get("label", "label")
+        dataset = Dataset(
+            train=splits[0],
+            heldout=splits[1],
+            vocab_size=self.vocab_size,
+            classes=train.classes.get(label) if self.classes is None else self.classes,
+            description=f"records: {self.format} in {folder}: {examples[0]:,} + {examples[1]:,} "
+            f"examples{note}",
+            facts={"train_examples": examples[0], "heldout_examples": examples[1]},
+        )
+        return transformed(dataset, self.transform)
+
+    def _split(self, reader: Reader, broken: list[str]) -> Source:
+        records = Records(reader, self.columns, self.size, np.arange(len(reader)))
+        if not self.skip_broken:
+            return records
+        kept = []
+        for index in range(len(records)):
+            try:
+                records.read(np.array([index]))
+            except BrokenImageError:
+                broken.append(f"{index} of {reader.name}")
+            else:
+                kept.append(index)
+        if not kept:
+            raise DataError(f"data: all {len(reader)} records of {reader.name} are broken")
+        return replace(records, kept=np.array(kept))
+
+
+class BrokenImageError(DataError):
+    """The error of a record whose image cannot be decoded."""
+
+
+class _Held(NamedTuple):
+    """The bytes of an image, and their name in messages."""
+
+    content: bytes
+    name: str
+
+    def read(self) -> bytes:
+        return self.content
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Records:
+    """A source of records.
+
+    Attributes:
+      columns: the column of each field, or {} for all columns under their own names.
+      size: the side of the square to which images are scaled and cropped, or None.
+      kept: the indices of the records that are examples.
+    """
+
+    reader: Reader
+    columns: Mapping[str, str]
+    size: int | None
+    kept: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        read = self.kept[indices]
+        first, rows = self._first, self.read(read)
+        for index, row in zip(read.tolist(), rows, strict=True):
+            for name, value in first.items():
+                if (row[name].shape, row[name].dtype) != (value.shape, value.dtype):
+                    raise DataError(
+                        f"data: {name!r} of record {index} of {self.reader.name} is "
+                        f"{row[name].dtype} {row[name].shape}, and the first is {value.dtype} "
+                        f"{value.shape}: set data.size for images, or pad the records to one shape"
+                    )
+        return {
+            name: np.array([row[name] for row in rows], value.dtype).reshape(-1, *value.shape)
+            for name, value in first.items()
+        }
+
+    @cached_property
+    def _first(self) -> Mapping[str, np.ndarray]:
+        return self.read(self.kept[:1])[0]
+
+    def read(self, indices: np.ndarray) -> list[Mapping[str, np.ndarray]]:
+        """Read and decode records, whose indices are not those of examples."""
+        if not len(indices):
+            return []
+        names = [f"record {index} of {self.reader.name}" for index in indices.tolist()]
+        try:
+            found = self.reader.read(indices)
+        except DataError:
+            raise
+        except Exception as error:  # Packages raise errors of many kinds on damaged files.
+            raise DataError(
+                f"data: {self.reader.name} cannot be read, from {names[0]} on: "
+                f"{describe_exception(error)}"
+            ) from error
+        return list(decoders().map(self._fields, found, names))
+
+    def _fields(self, row: Mapping[str, Any], name: str) -> Mapping[str, np.ndarray]:
+        columns = self.columns or {column: column for column in row}
+        if absent := [column for column in columns.values() if column not in row]:
+            raise DataError(
+                f"data.columns: {name} has no column {', '.join(absent)}; it has "
+                f"{', '.join(sorted(row))}"
+            )
+        return {key: self._value(row[column], column, name) for key, column in columns.items()}
+
+    def _value(self, value: Any, column: str, name: str) -> np.ndarray:
+        # A list of one value is how an Example writes a value.
+        value = (
+            value[0] if isinstance(value, list | np.ndarray) and np.shape(value) == (1,) else value
+        )
+        if isinstance(value, bytes):
+            try:
+                return decode_image(_Held(value, f"{column!r} of {name}"), self.size)
+            except DataError as error:
+                raise BrokenImageError(
+                    f"{error}; if the column has no images, name those to read in data.columns"
+                ) from error
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise DataError(
+                f"data: {column!r} of {name} is {array.dtype}, expected numbers or an image: name "
+                "the columns to read in data.columns, and tokenize texts before"
+            )
+        return narrow(f"{column!r} of {name}", array)
