@@ -34,6 +34,7 @@ BENCHES: dict[str, str] = {
     "experts": "benchmarks.experts:bench",
     "gpu": "benchmarks.gpu:bench",
     "hybrid": "benchmarks.param_server.hybrid:bench",
+    "jobs": "benchmarks.jobs.report:bench",
     "models": "benchmarks.models.report:bench",
     "optim": "benchmarks.optim:bench",
     "overhead": "benchmarks.overhead:bench",

@@ -37,6 +37,14 @@ Weights = Annotated[
     Path | None, typer.Option(help="models: a directory, or a GGUF file, with real weights.")
 ]
 
+Sigterms = Annotated[
+    int | None, typer.Option(min=1, help="elastic: number of further runs that a signal stops.")
+]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", help="jobs: cnn, flops, augmentation, packing, targets; repeatable."),
+]
+
 
 def bench(
     name: Annotated[
@@ -44,7 +52,7 @@ def bench(
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
             "pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts, "
-            "hybrid."
+            "hybrid, jobs."
         ),
     ],
     json_file: shared.JsonFile = None,
@@ -59,15 +67,14 @@ def bench(
     ] = False,
     torch: Annotated[
         str | None,
-        typer.Option(help="compression --lab, elastic, models: another Python, which has torch."),
+        typer.Option(
+            help="compression --lab, elastic, models, jobs: another Python, which has torch."
+        ),
     ] = None,
     ray: Annotated[
         str | None, typer.Option(help="param-server: a Python with ray, jax and numpy.")
     ] = None,
-    sigterms: Annotated[
-        int | None,
-        typer.Option(min=1, help="elastic: number of further runs that a signal stops."),
-    ] = None,
+    sigterms: Sigterms = None,
     scoreboard: Annotated[
         str | None,
         typer.Option(help="elastic: rows of injected faults: all, or a list such as R08=20,R29."),
@@ -85,6 +92,7 @@ def bench(
         typer.Option(help="plan: dumps of MaxText's programs, written by scripts/maxtext."),
     ] = None,
     weights: Weights = None,
+    part: Parts = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw the figures into this directory.")
     ] = None,
@@ -111,6 +119,7 @@ def bench(
         "programs": programs,
         "maxtext": maxtext,
         "weights": weights,
+        "part": part or None,
     }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)

@@ -1,0 +1,220 @@
+"""The bench of the jobs that review articles show, in parts that can run alone.
+
+    jaxdist bench jobs --part cnn --torch PYTHON
+
+The parts that train read their targets from the heads of the configs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.core.report import Figure, Report
+from benchmarks.quickstart import plain_environment, train
+from jaxdist.data.loader import Loader
+from jaxdist.data.source import take
+from jaxdist.data.text.dataset import TextConfig
+from jaxdist.data.text.masking import MaskingConfig
+from jaxdist.errors import JaxdistError, RunError, did_you_mean
+from jaxdist.experiment import build, load
+from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.metrics.writer import read_metrics
+from jaxdist.runtime.environment import python_module
+from jaxdist.runtime.rendezvous import free_port
+
+CNN, STEPS, BATCH, SEEDS = Path("configs/cnn/fashion.yaml"), 300, 128, (0, 1, 2)
+RESNET = Path("configs/resnet/fashion.yaml")
+VIT = "model={type: vit, patch: 4, layers: 12, embed: 384, heads: 6}"
+ONE = "mesh={data: 1}"
+PROGRAMS: Mapping[str, tuple[Path, Sequence[str]]] = {
+    "ResNet-18": (RESNET, [ONE, "model.width=64"]),
+    "BERT-small": (Path("configs/bert/small.yaml"), [ONE]),
+    "ViT-small": (RESNET, [ONE, VIT]),
+}
+TRAINED = tuple(
+    Path(f"configs/{name}.yaml")
+    for name in ("mlp/digits", "cnn/digits", "mlp/fashion", "cnn/fashion")
+)
+TIMEOUT_SECONDS = 1800.0
+
+
+def bench(torch: str | None = None, part: Sequence[str] = ()) -> Report:
+    """Run the named parts, or all.
+
+    Args:
+      torch: a Python with torch, for the part `cnn`; None is this Python.
+      part: the names of parts.
+
+    Raises:
+      JaxdistError: no part has this name, or a run fails.
+    """
+    if unknown := [name for name in part if name not in PARTS]:
+        raise JaxdistError(
+            f"bench jobs has no part {unknown[0]!r}: {did_you_mean(unknown[0], PARTS)}"
+        )
+    chosen = part or [*PARTS]
+    return Report("jobs", [figure for name in chosen for figure in PARTS[name](torch)])
+
+
+def cnn(torch: str | None) -> Iterator[Figure]:
+    """Compare the accuracy of two processes of jaxdist with two processes of torch."""
+    name = "the CNN in two processes: distance of accuracies"
+    program = [torch or sys.executable, str(Path(__file__).parent / "peer_cnn.py")]
+    with tempfile.TemporaryDirectory() as folder:
+        write_images(Path(folder) / "images.npz")
+        given = [f"{folder}/images.npz", str(STEPS), str(BATCH), *map(str, SEEDS)]
+        done = subprocess.run(
+            [*program, *given], capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
+    if done.returncode:
+        yield Figure.skipped(name, (done.stderr.strip().splitlines() or ["no output"])[-1][:200])
+        return
+    theirs = [float(line) for line in done.stdout.split()]
+    ours = [two_processes(seed) for seed in SEEDS]
+    apart = abs(statistics.mean(ours) - statistics.mean(theirs))
+    spread = max(max(found) - min(found) for found in (ours, theirs))
+    shown = ["/".join(f"{one:.4f}" for one in found) for found in (ours, theirs)]
+    note = f"held-out accuracy of seeds {SEEDS}: {shown[0]}, torch {shown[1]}; the reference is the"
+    yield Figure(name, apart, spread, "<= 1", "", f"{note} larger range of seeds")
+
+
+def write_images(path: Path) -> None:
+    """Write the images of the CNN's config as an npz archive."""
+    dataset = load(CNN)[1].data.build()
+    assert dataset.heldout is not None
+    splits = {"train": dataset.train, "test": dataset.heldout}
+    rows = {name: take(split, np.arange(len(split))) for name, split in splits.items()}
+    fields = {"x": "image", "y": "label"}
+    held = {f"{x}_{name}": rows[name][field] for x, field in fields.items() for name in rows}
+    np.savez(path, **held)  # pyright: ignore[reportArgumentType]
+
+
+def two_processes(seed: int) -> float:
+    """Train the CNN by two commands that meet at a port; return the held-out accuracy.
+
+    Raises:
+      RunError: a process fails or takes too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run, port = Path(folder) / "run", free_port()
+        environ = plain_environment(os.environ, cache=Path(folder) / "cache")
+        environ.pop("JAXDIST_CACHE")  # which may hold Fashion-MNIST
+        given = [str(CNN), f"seed={seed}", f"run.directory={run}", "--num-processes", "2"]
+        command = python_module(
+            "jaxdist.cli", "train", *given, "--coordinator", f"localhost:{port}"
+        )
+        children = [
+            subprocess.Popen(
+                [*command, "--process-id", str(index)],
+                env=environ,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        try:
+            said = [child.communicate(timeout=TIMEOUT_SECONDS)[1] for child in children]
+        except subprocess.TimeoutExpired as error:
+            raise RunError(
+                f"two processes of {CNN} took more than {TIMEOUT_SECONDS:g} s"
+            ) from error
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
+        for child, err in zip(children, said, strict=True):
+            if child.returncode:
+                raise RunError(f"a process of {CNN} failed: {err.strip()[-500:]}")
+        return accuracy(run)
+
+
+def accuracy(run: Path) -> float:
+    """Return the last held-out accuracy of a run.
+
+    Raises:
+      RunError: the run evaluated nothing.
+    """
+    found = [one["accuracy"] for one in read_metrics(run) if one["split"] == "heldout"]
+    if not found:
+        raise RunError(f"{run} has no held-out accuracy: its config needs a held-out split")
+    return found[-1]
+
+
+def flops(_: str | None) -> Iterator[Figure]:
+    """Compare the FLOPs of compiled steps with those of models and optimizers."""
+    for name, (path, overrides) in PROGRAMS.items():
+        found = inspect_step(open_subject(path, overrides, None))
+        given = found.ledger.flops_high, found.ideal_flops
+        yield Figure(f"{name}: FLOPs", *given, "<= 1.03", "", "compiled for one device, over ideal")
+
+
+def augmentation(_: str | None) -> Iterator[Figure]:
+    """Compare the CPU time of steps whose images are changed at random with those only scaled."""
+    scaled = "data.transform={type: scale, mean: 73.0, std: 90.0}"
+    spent: dict[str, list[float]] = {"augmented": [], "scaled": []}
+    runs = [_stepper(["model.width=64", ONE, *more]) for more in ([], [scaled])]
+    for _index in range(5):
+        for found, step in zip(spent.values(), runs, strict=True):
+            begun = time.process_time()
+            step()
+            found.append(time.process_time() - begun)
+    ours, reference = (statistics.median(found[1:]) for found in spent.values())
+    note = "CPU seconds of a step of ResNet-18 with its batch, in turn"
+    yield Figure("augmentation", ours, reference, "<= 1.02", "s", note)
+
+
+def _stepper(overrides: Sequence[str]) -> Callable[[], object]:
+    """Return a function that reads the next batch of the ResNet's config and takes a step."""
+    document, config = load(RESNET, overrides)
+    experiment = build(config, document)
+    state, numbers = [experiment.program.init()], itertools.count()
+    loader: Loader = experiment.loader
+
+    def step() -> object:
+        state[0], metrics = experiment.program.train(state[0], loader.batch(next(numbers)))
+        return metrics.block_until_ready()
+
+    return step
+
+
+def packing(_: str | None) -> Iterator[Figure]:
+    """Compare the inputs of packed windows with their inputs that are not padding."""
+    config = TextConfig(packing="documents", window=512, masking=MaskingConfig())
+    packed: Any = config.build().train
+    padding: float = packed.source.padding
+    note = "inputs of windows of 512 bytes of Python's standard library, over those without padding"
+    yield Figure("packing", 1.0, 1 - padding, "<= 1.02", "", note)
+
+
+def targets(_: str | None) -> Iterator[Figure]:
+    """Train configs as their heads say, and compare accuracies with the targets there."""
+    for path in TRAINED:
+        found = re.search(r"# target: +held-out accuracy (\d\.\d+)", path.read_text())
+        assert found is not None, path
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = train(path, Path(folder) / "run", TIMEOUT_SECONDS)
+            reached = accuracy(Path(folder) / "run")
+        note = f"{seconds:.0f} s from start to end"
+        yield Figure(f"{path}: accuracy", reached, float(found[1]), ">= 1", "", note)
+
+
+PARTS: Mapping[str, Callable[[str | None], Iterator[Figure]]] = {
+    "cnn": cnn,
+    "flops": flops,
+    "augmentation": augmentation,
+    "packing": packing,
+    "targets": targets,
+}
