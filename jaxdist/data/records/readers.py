@@ -54,7 +54,7 @@ class HuggingFaceSplit:
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded image as its bytes, and another value as it is."""
+    """Return an encoded image as its bytes, and another value unchanged."""
     if not isinstance(value, dict) or not {"bytes", "path"} <= set(value):
         return value
     return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
@@ -64,7 +64,7 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
     """Open a data set that `save_to_disk` wrote, or that a hub's folder holds, by split.
 
     Raises:
-      DataError: the package is not installed, or the folder is no data set.
+      DataError: the package is not installed, or the folder cannot be read.
     """
     try:
         import datasets  # pyright: ignore[reportMissingImports]
