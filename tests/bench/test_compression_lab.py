@@ -34,6 +34,7 @@ def timed(names, hosts, **seconds):
     return Found(hosts, {**found, **own}, predicted, sent)
 
 
+@pytest.mark.full
 def test_figures_of_steps_as_predicted():
     names = (*(one.name for one in FLAT), *TORCH)
     slow, fast = (timed(names, hosts, one=4e-4) for hosts in (SLOW, FAST))
@@ -90,7 +91,7 @@ def test_the_network_of_the_step():
 
 
 @live
-@pytest.mark.full
+@pytest.mark.slow
 def test_steps_between_two_sites():
     hosts = Lab(sites=2, across=LabLink(200e6))
     chosen = [one for one in FLAT if one.name in ("nothing sent", "sign")]

@@ -12,6 +12,7 @@ from jaxdist.cost.context import splits_of
 NEEDS = replace(context.NEEDS, length=256, heads=8, kv_heads=4, head_dim=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degree",
     [
@@ -34,6 +35,7 @@ def test_bytes_and_balance_are_those_of_the_formulas(degree):
     assert contiguous.ours == pytest.approx(contiguous.reference, rel=1 / context.BLOCKS)
 
 
+@pytest.mark.full
 def test_a_window_ends_the_way_of_the_keys():
     split = splits_of("ring", ("context",), 4)[0]
     needs = replace(NEEDS, window=3)

@@ -26,7 +26,7 @@ def test_the_models_have_their_published_sizes(shapes, tensors, parameters):
     assert sum(map(math.prod, shapes.values())) == parameters
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bytes_and_temporaries_are_the_compiled_steps_own():
     figures = {figure.name: figure for figure in counted()}
     assert 52 < figures["BERT-base: LAMB traffic"].ours < 53.5

@@ -102,6 +102,7 @@ def last_acknowledged(output: str, before: int) -> int:
     return max(numbers, default=before)
 
 
+@pytest.mark.full
 def test_sigkill_at_random_times(tmp_path: Path) -> None:
     rng = random.Random(0)
     newest = 0

@@ -86,10 +86,14 @@ DOUBLE_TREE = {"reduce": {"type": "double_tree"}}
 @pytest.mark.parametrize(
     ("parallel", "mesh"),
     [
-        pytest.param(DOUBLE_TREE, None, marks=pytest.mark.full),
+        pytest.param(DOUBLE_TREE, None, marks=pytest.mark.slow),
         pytest.param({**DOUBLE_TREE, "zero": {"stage": 1}}, None, marks=pytest.mark.full),
         ({**DOUBLE_TREE, "zero": {"stage": 3}}, None),
-        ({"pipeline": {"schedule": {"type": "1f1b"}}}, {"data": 4, "stage": 2}),
+        pytest.param(
+            {"pipeline": {"schedule": {"type": "1f1b"}}},
+            {"data": 4, "stage": 2},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_each_collective_of_the_step_has_a_channel(parallel, mesh, devices):

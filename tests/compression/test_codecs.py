@@ -137,10 +137,10 @@ def test_topk_keeps_the_largest(method, size, fraction):
     ("size", "fraction"),
     [
         (65_537, 0.005),
-        (50_000, 0.2),
-        *(pytest.param(size, 0.01, marks=pytest.mark.full) for size in (50_000, 65_537)),
-        pytest.param(50_000, 0.005, marks=pytest.mark.full),
-        pytest.param(65_537, 0.2, marks=pytest.mark.full),
+        pytest.param(50_000, 0.2, marks=pytest.mark.full),
+        *(pytest.param(size, 0.01, marks=pytest.mark.slow) for size in (50_000, 65_537)),
+        pytest.param(50_000, 0.005, marks=pytest.mark.slow),
+        pytest.param(65_537, 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_a_sampled_threshold_takes_nearly_the_largest(size, fraction):

@@ -79,18 +79,18 @@ COMBINED = (
     ),
     pytest.param(Adaptive(bits=3, block=8), CLASSIC, marks=pytest.mark.full),
     (Sign(block=8), CLASSIC),
-    pytest.param(Sign(block=8), Ef21(), marks=pytest.mark.full),
+    pytest.param(Sign(block=8), Ef21(), marks=pytest.mark.slow),
     (TopK(fraction=0.1), MomentumCorrection(clip_norm=1.0)),
     pytest.param(TopK(fraction=0.1, method="exact"), Ef21(), marks=pytest.mark.full),
-    pytest.param(RandomK(fraction=0.1), CLASSIC, marks=pytest.mark.full),
+    pytest.param(RandomK(fraction=0.1), CLASSIC, marks=pytest.mark.slow),
     pytest.param(RandomK(fraction=0.1, scaled=True), NoFeedback(), marks=pytest.mark.full),
     (PerParameter(otherwise=LowRank(rank=2)), CLASSIC),
-    pytest.param(PerParameter(otherwise=LowRank(rank=2)), Ef21(), marks=pytest.mark.full),
+    pytest.param(PerParameter(otherwise=LowRank(rank=2)), Ef21(), marks=pytest.mark.slow),
     pytest.param(
         Chain(first=TopK(fraction=0.1), then=Quantize(block=8)), CLASSIC, marks=pytest.mark.full
     ),
     pytest.param(
-        Chain(first=RandomK(fraction=0.25), then=Sign(block=8)), CLASSIC, marks=pytest.mark.full
+        Chain(first=RandomK(fraction=0.25), then=Sign(block=8)), CLASSIC, marks=pytest.mark.slow
     ),
     (MIXED, CLASSIC),
     (Stages(stages=(Stage(start=0, codec=WholeCodec()), Stage(start=2, codec=TopK()))), Ef21()),

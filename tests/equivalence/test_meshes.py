@@ -258,7 +258,10 @@ def test_the_comparison_can_fail(reference):
 
 @pytest.mark.parametrize(
     ("name", "mesh", "parallel", "changes"),
-    and_in_full(PIPELINES[:1], PIPELINES[1:]),
+    [
+        *and_in_full(PIPELINES[:1], PIPELINES[3:]),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in PIPELINES[1:3]),
+    ],
     ids=str,
 )
 def test_a_pipeline_equals_one_device(name, mesh, parallel, changes, reference):

@@ -80,7 +80,7 @@ AWKWARD = {
 """Layers that change their order or their stages, and none of it through the hub."""
 
 
-ALONE = {STAGED: full, "zero 2, two networks": full}
+ALONE = {STAGED: full}
 """Plans whose steps the full tests take; those of the others are taken in tests/equivalence."""
 
 
@@ -111,7 +111,7 @@ def restored(path, program):
 @pytest.mark.parametrize(
     "reader",
     [
-        V_SHAPED,
+        pytest.param(V_SHAPED, marks=full),
         *(pytest.param(plan, marks=ALONE.get(plan, slow)) for plan in PLANS if plan != V_SHAPED),
     ],
 )

@@ -26,7 +26,7 @@ PLANS = [
     slow({"data": 4}, 4, {**RING, "zero": {"stage": 2, "whole_below": 0}}),
     slow({"data": 4}, 1, {"deterministic": {"type": "strict", "shards": 8}}),
     slow({"data": 4, "tensor": 2}, 2, {}),
-    full({"data": 2, "stage": 2, "tensor": 2}, 4, {"zero": {"stage": 2, "whole_below": 0}}),
+    slow({"data": 2, "stage": 2, "tensor": 2}, 4, {"zero": {"stage": 2, "whole_below": 0}}),
 ]
 
 

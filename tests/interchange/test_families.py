@@ -27,7 +27,7 @@ from jaxdist.interchange.write import config_of
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 QUICK = ("llama3", "gpt2", "bert", "resnet")
-SLOW = ("qwen2", "mistral", "bert_classes", "resnet_basic")
+SLOW = ("qwen2", "qwen3", "llama", "mistral", "bert_classes", "resnet_basic")
 """Options that others have too; the quick ones have all layouts of text, and one of images."""
 
 

@@ -130,7 +130,10 @@ def test_pairs_side_by_side_are_not_our_halves(tmp_path):
     assert set(NAMES) >= set(family.rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("gpt2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)],
+)
 def test_an_exported_file_is_the_model_that_was_imported(name, tmp_path):
     write_drawn(name, tmp_path / "given")
     small = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]

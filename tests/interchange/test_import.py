@@ -28,7 +28,7 @@ from jaxdist.trees import flatten_with_names
 
 SMALL = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
 QUIET = Console(quiet=True)
-FULL, SLOW = ("qwen3", "bert_classes", "vit"), ("bert", "resnet_basic")
+FULL, SLOW = ("vit", "bert"), ("qwen3", "bert_classes", "resnet_basic")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,7 @@ def test_a_model_comes_back_to_the_bit(name, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.full
 def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
     """As files of a BertModel are, some of them with older names of norms."""
     whole, bare = tmp_path / "whole", tmp_path / "bare"

@@ -96,7 +96,7 @@ def of(mesh, parallel=None, *, own_loss, multiple=WIDE, **train):
 @pytest.mark.parametrize(
     ("mesh", "own_loss"),
     [
-        full({"tensor": 4}, False),
+        slow({"tensor": 4}, False),
         slow({"tensor": 4}, True),
         slow({"data": 1}, False),
         slow({"stage": 2, "tensor": 2}, False),

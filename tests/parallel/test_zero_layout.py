@@ -78,7 +78,7 @@ def gathered_and_copied(topology, embed, mlp, up_dim, down_dim):
 @pytest.mark.parametrize(
     ("topology", "embed", "mlp"),
     [
-        ("v5p:4x4x4", 512, 1792),
+        pytest.param("v5p:4x4x4", 512, 1792, marks=pytest.mark.full),
         pytest.param("v5p:4x8x8", 2048, 7168, marks=pytest.mark.slow),
         pytest.param("v5p:8x8x16", 8192, 28672, marks=pytest.mark.slow),
         pytest.param("v5p:16x16x16", 32768, 114688, marks=pytest.mark.slow),

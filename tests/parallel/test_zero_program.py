@@ -172,7 +172,7 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     [
         slow(1, "xla"),
         slow(2, "ring"),
-        (3, "xla"),
+        full(3, "xla"),
         slow(1, "ring"),
         slow(2, "xla"),
         slow(3, "ring"),

@@ -184,7 +184,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(FIVE, 2, XLA, {}),
         full(FIVE, 3, RING, {}),
         slow(THREE, 1, XLA, {}),
-        full(THREE, 2, RING, {}),
+        slow(THREE, 2, RING, {}),
         (THREE, 3, None, {}),
         slow(NETWORKS, 1, RING, {"scope": "ici"}),
         slow(NETWORKS, 2, None, {}),
@@ -306,8 +306,8 @@ def test_the_state_is_split(stage, reduce, devices):
     ("stage", "reduce"),
     [
         slow(1, None), slow(2, None), full(3, None),
-        slow(1, XLA), slow(2, XLA), (3, XLA),
-        full(1, RING), slow(2, RING), slow(3, RING),
+        slow(1, XLA), slow(2, XLA), full(3, XLA),
+        slow(1, RING), slow(2, RING), slow(3, RING),
     ],
     ids=str,
 )  # fmt: skip

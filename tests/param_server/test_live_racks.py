@@ -227,13 +227,13 @@ def test_rounds_have_the_bits_of_the_simulated_run(workers, size):
         assert np.asarray(array, np.float32).tobytes() == found[name].tobytes(), name
 
 
-FULL = pytest.mark.full
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 MODELS = [
-    pytest.param({"type": "bsp", "backups": 1}, id="backups", marks=FULL),
-    pytest.param({"type": "ssp", "bound": 1}, id="ssp", marks=FULL),
+    pytest.param({"type": "bsp", "backups": 1}, id="backups", marks=SLOW),
+    pytest.param({"type": "ssp", "bound": 1}, id="ssp", marks=SLOW),
     pytest.param({"type": "ssp", "bound": 2, "reads": "ahead"}, id="ahead"),
     pytest.param({"type": "async", "delay_compensation": {"decay": 0.9}}, id="async", marks=FULL),
-    pytest.param({"type": "adaptive", "least": 1, "most": 3}, id="adaptive", marks=FULL),
+    pytest.param({"type": "adaptive", "least": 1, "most": 3}, id="adaptive", marks=SLOW),
     pytest.param({"type": "decoupled", "local_steps": 3}, id="decoupled", marks=FULL),
 ]
 

@@ -114,7 +114,7 @@ def replays():
         pytest.param(MODELS[0], {"type": "sign"}, id="ssp-sign"),
         pytest.param(BACKUP, {"type": "sign"}, id="bsp-backup-sign", marks=pytest.mark.full),
         pytest.param(MODELS[6], {"type": "quantize", "bits": 4}, id="decoupled-int4",
-                     marks=pytest.mark.full),
+                     marks=pytest.mark.slow),
     ]  # fmt: skip
     return kept + sign
 

@@ -106,9 +106,9 @@ def test_state_is_the_experiments(values: dict[str, Any], plan: Plan, tmp_path: 
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(data=2, expert=4, zero=1, remat=None),
+        pytest.param(Plan(data=2, expert=4, zero=1, remat=None), marks=pytest.mark.full),
         pytest.param(Plan(data=8, zero=3, remat=None), marks=pytest.mark.slow),
-        pytest.param(Plan(data=1, expert=8, zero=0, remat=None), marks=pytest.mark.full),
+        Plan(data=1, expert=8, zero=0, remat=None),
     ],
     ids=Plan.words,
 )

@@ -50,8 +50,9 @@ def assert_refused(refused: Finished, code: int, parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "code", "parts"),
     [
-        (["mesh.data=3", "--devices", "4"], 2,
-         ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit", "{data: 4}"]),
+        pytest.param(["mesh.data=3", "--devices", "4"], 2,
+                     ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit",
+                      "{data: 4}"], marks=pytest.mark.full),
         (["run.directory=/proc/run"], 3,
          ["run directory /proc/run cannot be written", "choose another"]),
     ],

@@ -160,6 +160,7 @@ def test_in_a_thread_of_a_notebook():
     assert found[0].step == 6
 
 
+@pytest.mark.full
 def test_a_fresh_python_needs_no_preparation(tmp_path: Path, compiled: Path):
     """Fake devices are there though `jax` was never prepared; a hook may be defined first."""
     code = f"""

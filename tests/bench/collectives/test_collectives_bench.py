@@ -185,6 +185,7 @@ def test_the_table_has_nccl_tests_bandwidths():
     assert list(listing.columns) == ["size", "algorithm", "time", "algbw", "busbw"]
 
 
+@pytest.mark.full
 def test_times_are_taken_in_turn_and_the_first_round_is_left_out():
     calls = []
     runs = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}

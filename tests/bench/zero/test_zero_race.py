@@ -210,7 +210,7 @@ def test_both_sides_are_one_model_and_one_optimizer(small, monkeypatch):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_our_forms_train_one_model_and_send_a_whole_one_each(small):
     zero_race.SIZES["layers"] = 1  # of the fixture's own; it is quicker to compile
     losses = []

@@ -34,7 +34,7 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
-        ({"stage": 2}, {}),
+        pytest.param({"stage": 2}, {}, marks=pytest.mark.slow),
         pytest.param({"stage": 4}, {"schedule": {"type": "zb_h1"}}, marks=pytest.mark.full),
         ({"data": 2, "stage": 2}, {"layers": [1, 3], "activations": "stash"}),
     ],
