@@ -101,7 +101,8 @@ def weighted_dataset(data: Mapping[str, Json]) -> Dataset:
 
 def with_weights(data: JsonObject) -> JsonObject:
     """Return a section `data` for the same examples with unequal weights."""
-    return {"type": "import", "path": f"{__name__}:weighted", "args": {"data": data}}
+    path = f"{__name__}:{weighted_dataset.__name__}"
+    return {"type": "import", "path": path, "args": {"data": data}}
 
 
 def weighted_synthetic(**config: Mapping[str, Json]) -> Dataset:
