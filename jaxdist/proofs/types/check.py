@@ -87,18 +87,20 @@ def check_types(
         at = Pass(axis, size, scheduled)
         values = at.run(closed.jaxpr, [k.Value(k.PLACED)] * len(closed.jaxpr.invars))
         kinds = [at.used(value.kind) for value in values]
-        if size > 1:
-            found |= {(axis, where, message): {} for where, message in at.findings}
+        outputs |= {
+            leaf: None for leaf, kind in zip(out_names, kinds, strict=True) if kind != k.PLACED
+        }
+        if size == 1:
+            continue
+        found |= {(axis, where, message): {} for where, message in at.findings}
         for leaf, kind in zip(out_names, kinds, strict=True):
-            if kind != k.PLACED:
-                outputs[leaf] = None
-            if isinstance(kind, k.Wrong) and size > 1:
+            if isinstance(kind, k.Wrong):
                 for where, message in kind.findings:
                     found.setdefault((axis, where, message), {})[leaf] = None
-            elif isinstance(kind, k.Unknown) and size > 1:
+            elif isinstance(kind, k.Unknown):
                 undecided.setdefault(leaf, {}).update(dict.fromkeys(sorted(kind.reasons)))
         known = {reason for why in undecided.values() for reason in why}
-        if size > 1 and (lost := [reason for reason in at.unknown if reason not in known]):
+        if lost := [reason for reason in at.unknown if reason not in known]:
             undecided.setdefault(INSIDE, {}).update(dict.fromkeys(lost))
     findings = [
         Finding(axis, message, where, tuple(spoils))

@@ -224,8 +224,10 @@ COLLECTIVES: dict[str, Rule] = {
     "ppermute": collective(_permuted),
     "axis_index": lambda op: k.Rank() if op.at.axis in op.over else k.WHOLE,
     "name": marked,
+    "optimization_barrier": lambda op: list(op.values),
 }
-"""The rules of jax's collectives by the name of the primitive."""
+"""The rules of jax's collectives, and of other operations with a result for each operand, by the
+name of the primitive."""
 
 
 def named(name: str, op: Op, *, spans: bool) -> k.Value | None:

@@ -9,20 +9,19 @@ from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.op import Found, Op
 
 _LINEAR = (
-    "add sub add_any neg mul div select_n convert_element_type copy copy_p real imag complex conj "
-    "reduce_precision optimization_barrier stop_gradient name pvary pcast reshard "
+    "add sub add_any neg mul div select_n convert_element_type copy copy_p real imag complex "
+    "conj reduce_precision optimization_barrier stop_gradient name pvary pcast reshard "
     "sharding_constraint"
 )
 LINEAR = frozenset(_LINEAR.split())
 """The elementwise operations whose result is a partial sum if an operand is a partial sum and the
 other operands allow it."""
 _OTHERS = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos "
-    "cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow "
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
+    "cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow "
     "is_finite le lgamma log log1p logistic lt max min mulhi ne nextafter not or polygamma "
     "population_count pow regularized_incomplete_beta rem round rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh "
-    "xor"
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor"
 )
 ELEMENTWISE = LINEAR | frozenset(_OTHERS.split())
 """All elementwise operations."""

@@ -11,10 +11,10 @@ from typing import Any
 
 LIBRARY = "in a library"
 """The text that is reported instead of a line for code that only libraries have called."""
-LIBRARIES = (
-    *("site-packages", "dist-packages"),
-    *("/jaxdist/proofs/", "/jaxdist/collectives/", "/jaxdist/hlo/source/"),
+_LIBRARIES = (
+    "site-packages dist-packages /jaxdist/proofs/ /jaxdist/collectives/ /jaxdist/hlo/source/"
 )
+LIBRARIES = _LIBRARIES.split()
 """Parts of paths. A file whose path has any of them is never reported as the cause of an error."""
 
 OPTIMIZERS = ("/optax/", "/flax/training/")

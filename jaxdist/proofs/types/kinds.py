@@ -303,16 +303,14 @@ def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
     return Shard(dims, kind.inner) if dims else PART
 
 
-def shard(*dims: int, inner: int = 1) -> Shard:
+def shard(*dims: int) -> Shard:
     """Return the kind of a shard along one of the given dims."""
-    return Shard(frozenset(dims), inner)
+    return Shard(frozenset(dims))
 
 
 def doubtful(kind: Kind) -> bool:
     """Return whether a kind is `DOUBTFUL`, or has a `DOUBTFUL` part."""
-    return kind == DOUBTFUL or (
-        isinstance(kind, Joined) and (DOUBTFUL in [part for _, part in kind.parts])
-    )
+    return DOUBTFUL in ([part for _, part in kind.parts] if isinstance(kind, Joined) else [kind])
 
 
 def doubted(kind: Kind) -> Kind:

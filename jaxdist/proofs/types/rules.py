@@ -109,8 +109,6 @@ def _by_rows(dim: int) -> Rule:
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 """The primitives that call a kernel. The name of the kernel is part of the operation's name."""
-EACH: dict[str, Rule] = {"optimization_barrier": lambda op: list(op.values)}
-"""The rules of operations with several results, each of which depends on one operand only."""
 _ALONG = "cumsum cummax cummin cumprod cumlogsumexp sort top_k"
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
 _REDUCED = "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin"

@@ -8,21 +8,13 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.borders import leaving, split_dim
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, parted
 from jaxdist.proofs.types.elementwise import KEEPING
-from jaxdist.proofs.types.jaxprs import (
-    LIBRARY,
-    axes_over,
-    called_by,
-    function_name,
-    line_of,
-    lines_of,
-    sub_programs,
-)
 from jaxdist.proofs.types.op import Found, Op
-from jaxdist.proofs.types.rules import EACH, RULES, by_default, label_of
+from jaxdist.proofs.types.rules import RULES, by_default, label_of
 
 PASSES = 8
 """The number of iterations after which a loop is undecided if its kinds still change."""
@@ -73,8 +65,8 @@ class Pass:
         """
         if self._doubts:
             return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
-        library = lines_of(eqn)[1]
-        inside = f" (in {library})" if library != LIBRARY else ""
+        library = jaxprs.lines_of(eqn)[1]
+        inside = f" (in {library})" if library != jaxprs.LIBRARY else ""
         return self.wrong_at(self.place(eqn), message + inside)
 
     def wrong_at(self, where: str, message: str) -> k.Kind:
@@ -88,7 +80,8 @@ class Pass:
     def place(self, eqn: Any) -> str:
         """Return the file and line of an equation, or of the innermost call with a known line."""
         return next(
-            (line for line in (line_of(eqn), *self._calls[::-1]) if line != LIBRARY), LIBRARY
+            (line for line in (jaxprs.line_of(eqn), *self._calls[::-1]) if line != jaxprs.LIBRARY),
+            jaxprs.LIBRARY,
         )
 
     def too_large(self, where: str) -> k.Kind:
@@ -149,16 +142,16 @@ class Pass:
         nested = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
         if nested is not None:
             return nested(eqn, values)
-        called = called_by(eqn)
+        called = jaxprs.called_by(eqn)
         if name == "shard_map" and self.axis in eqn.params["newly_manual_axes"]:
             return self._region(eqn, called, values)
         if called is not None:
-            op, function = Op(self, eqn, values[-1:]), function_name(eqn, called)
+            op, function = Op(self, eqn, values[-1:]), jaxprs.function_name(eqn, called)
             spans = self.axis in axes_of(called)
             own = named(function, op, spans=spans) if values and self._inside else None
             if own is not None:
                 return [own]
-            self._calls.append(line_of(eqn))
+            self._calls.append(jaxprs.line_of(eqn))
             found = self.run(called, values)
             self._calls.pop()
             return found
@@ -190,7 +183,7 @@ class Pass:
         ]
 
     def _by_rule(self, op: Op) -> list[k.Value]:
-        alone = COLLECTIVES.get(op.name) or EACH.get(op.name)
+        alone = COLLECTIVES.get(op.name)
         found: Found
         if alone is not None:
             found = alone(op)
@@ -255,7 +248,7 @@ class Pass:
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
             maker = eqn if isinstance(var, core.Literal) else makers.get(var, eqn)
             dim = split_dim(spec, self.axis)
-            kind = leaving(self, value, dim, line_of(maker))
+            kind = leaving(self, value, dim, jaxprs.line_of(maker))
             found.append(k.Value(kind if dim is None else k.Stacked(dim, value, kind)))
             if dim is None:
                 self.used(k.Stacked(0, value, kind))
@@ -346,12 +339,23 @@ class Pass:
         carry = list(values[of_test + of_body :])
         carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
         (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        if isinstance(goes_on.kind, k.SAME) or not self._inside:
-            return carry
-        kind = k.spoiled([goes_on.kind]) or self.undecided(
-            eqn, "a loop's number of passes differs between devices"
+        return self._agreed(
+            eqn, goes_on, carry, "a loop's number of passes differs between devices"
         )
-        return [k.Value(kind)] * len(carry)
+
+    def _agreed(self, eqn: Any, test: k.Value, found: list[k.Value], said: str) -> list[k.Value]:
+        """Return the results of a loop or branch, which are undecided if devices may disagree.
+
+        Args:
+          eqn: the equation.
+          test: the value that decides about the loop or branch.
+          found: the results.
+          said: the reason for undecided results.
+        """
+        if isinstance(test.kind, k.SAME) or not self._inside:
+            return found
+        kind = k.spoiled([test.kind]) or self.undecided(eqn, said)
+        return [k.Value(k.spoiled([one.kind, kind]) or kind) for one in found]
 
     def _cond(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         index, operands = values[0], values[1:]
@@ -365,24 +369,22 @@ class Pass:
             found = [k.joined(a, b, reason) for a, b in pairs]
         assert found is not None
         self.chosen = outer
-        if isinstance(index.kind, k.SAME) or not self._inside:
-            return found
-        if own:
-            kept = (k.ZERO, k.TALLY)
-            return [
-                one if one.kind in kept else one.of_kind(parted(Op(self, eqn, [index, one])))
-                for one in found
-            ]
-        kind = k.spoiled([index.kind]) or self.undecided(eqn, "devices take different branches")
-        return [k.Value(k.spoiled([one.kind, kind]) or kind) for one in found]
+        if not own or not self._inside:
+            return self._agreed(eqn, index, found, "devices take different branches")
+        return [
+            one
+            if one.kind in (k.ZERO, k.TALLY)
+            else one.of_kind(parted(Op(self, eqn, [index, one])))
+            for one in found
+        ]
 
 
 def axes_of(jaxpr: Any) -> set[str]:
     """Return the mesh axes that a program's collectives span."""
     found: set[str] = set()
     for eqn in jaxpr.eqns:
-        found |= {*axes_over(eqn)} if eqn.primitive.name in COLLECTIVES else set()
-        for inner in sub_programs(eqn):
+        found |= {*jaxprs.axes_over(eqn)} if eqn.primitive.name in COLLECTIVES else set()
+        for inner in jaxprs.sub_programs(eqn):
             found |= axes_of(inner)
     return found
 
