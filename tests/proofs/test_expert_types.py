@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.prove.faults import PLANS
+from benchmarks.prove.faults import PLANS, Fault
+from benchmarks.prove.mutations import planted
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import gives, takes
@@ -21,6 +22,7 @@ from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.mixture import INTO, OUT, Experts
 from jaxdist.models.feed_forward.products import Loop
 from jaxdist.models.feed_forward.router import corrected, route
+from jaxdist.parity.draw.foreign import with_weights
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.proofs.types.program import types_of
 from jaxdist.sharding import ShardingConfig, make_layout
@@ -147,21 +149,38 @@ PLANNED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in PLANNED],
-)
-def test_a_plan_with_experts_is_proved(name):
+def planned(name: str, **sections: Any) -> Typed:
+    """The types of a step of a small model with experts, with these sections."""
     given = PLANNED[name]
     experts = {"count": 4, "top_k": 2, "mlp": 8, **given.get("model", {})}
     sections = {
         **GPT,
+        **sections,
         "model": {**GPT["model"], "experts": experts},
         "parallel": given.get("parallel", {}),
         "mesh": {**given.get("mesh", {"data": 2, "expert": 2}), "fake_devices": 4},
         "sharding": given.get("sharding", {}),
     }
     config = validate(Document(sections), ExperimentConfig)
-    found = types_of(build(config, devices=jax.devices()[:4]).program)
+    return types_of(build(config, devices=jax.devices()[:4]).program)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in PLANNED]
+)
+def test_a_plan_with_experts_is_proved(name):
+    found = planned(name)
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs) != set()
+
+
+@pytest.mark.full
+def test_a_penalty_over_a_local_count_is_reported_at_the_router():
+    was = 'penalty = experts.balance * totals["balance_loss"]'
+    becomes = f"{was} / weight"
+    fault = Fault("count", "models/feed_forward/measure.py", was, becomes, "", ())
+    with planted(fault):
+        (finding, *_) = planned("no axis of experts", data=with_weights(GPT["data"])).findings
+    assert "divides by a partial sum over 'data'" in finding.message
+    assert finding.where.startswith("measure.py:")
+    assert "state/params/blocks/mlp/router" in finding.leaves
