@@ -151,7 +151,12 @@ EVERY += [
     replace(with_settings(**RESCALED, optim__scale_from="{}"), shards=8),
     with_settings(parallel__zero="{}"),
     replace(DATA, strategy="parameter_server", mesh={"data": 2, "context": 4}),
-    replace(DATA, mesh={"data": 2, "context": 2, "stage": 2}, settings=SHARED),
+    replace(DATA, mesh={"context": 2, "stage": 2}, settings=SHARED | {"sharding.context": "ring"}),
+    replace(
+        DATA,
+        mesh={"context": 2},
+        settings=SHARED | {"sharding.context": "ring", "model.attention": "splash"},
+    ),
     replace(DATA, mesh={"context": 2}, settings=SHARED | {"sharding.context": "ulysses"}),
     replace(DATA, mesh={"context": 2}, settings=SHARED | {"sharding.context": "ring"}),
     with_settings(train__batch_ramp="{}", train__phases="[]", train__check_replicas="{}"),

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-Way = Literal["gather", "ring", "ulysses", "ring_ulysses"]
+Way = Literal["gather", "ring", "ulysses", "ring_ulysses", "gather_ulysses"]
 Order = Literal["contiguous", "zigzag", "striped"]
 
 
@@ -49,12 +49,25 @@ class SequenceSplit:
         if self.groups == 1:
             return "ulysses"
         if self.swapped > 1:
-            return "ring_ulysses"
+            return "ring_ulysses" if self.rotates else "gather_ulysses"
         return "ring" if self.rotates else "gather"
 
     def describe(self) -> str:
-        """Return the name of the method, and for `ring_ulysses` the size of a group."""
-        return f"ring_ulysses of {self.swapped}" if self.way == "ring_ulysses" else self.way
+        """Return the name of the method, with the size of a group between 1 and all devices."""
+        return f"{self.way} of {self.swapped}" if 1 < self.swapped < self.size else self.way
+
+    def in_order(self, x: Any) -> Any:
+        """Return an array `[B, L, ...]` in the order of the sequence, from this split's order.
+
+        The positions move in large parts, which is faster on TPUs than a gather of positions.
+        """
+        R, (B, L, *rest) = self.groups, x.shape
+        if self.order == "striped":
+            return x.reshape(B, R, L // R, *rest).swapaxes(1, 2).reshape(x.shape)
+        if self.order == "zigzag":
+            early, late = np.arange(0, 2 * R, 2), np.arange(2 * R - 1, 0, -2)
+            return x.reshape(B, 2 * R, -1, *rest)[:, np.concatenate([early, late])].reshape(x.shape)
+        return x
 
 
 def positions_of(order: Order, length: int, groups: int) -> np.ndarray:
@@ -87,7 +100,10 @@ class ContextNeeds:
       rows: the number of sequences of a device.
       itemsize: the bytes of a number in an activation.
       window, causal: as in `AttentionRequest`.
-      fused: whether the kernel needs whole sequences.
+      fused: whether a kernel computes attention that cannot be computed block by block.
+      rotates: whether keys may rotate, which they cannot in a pipeline.
+      gathers: whether a kernel computes attention to gathered keys. It is faster than rings, which
+        are computed block by block.
     """
 
     heads: int
@@ -99,6 +115,8 @@ class ContextNeeds:
     window: int | None = None
     causal: bool = True
     fused: bool = False
+    gathers: bool = False
+    rotates: bool = True
 
     def hops(self, split: SequenceSplit) -> int:
         """Return the number of times that keys and values move to the next group.
@@ -123,6 +141,12 @@ class ContextNeeds:
         hops = self.hops(split) if split.rotates else split.groups - 1
         moved = hops * keys * self.itemsize
         return exchanged + moved, exchanged + moved + hops * keys * 4
+
+    def computes(self, split: SequenceSplit) -> bool:
+        """Return whether the attention of a split can be computed."""
+        if split.rotates and not self.rotates:
+            return False
+        return not self.fused or split.groups == 1 or (self.gathers and not split.rotates)
 
     def why_not(self, split: SequenceSplit) -> str | None:
         """Return why these heads do not fit a split, or None if they do.
@@ -151,6 +175,7 @@ def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> l
         "ring_ulysses": mixed,
         "ring": [ring],
         "gather": [replace(ring, rotates=False)],
+        "gather_ulysses": [replace(one, rotates=False) for one in mixed],
     }
     return found[way] if way != "auto" else [one for each in found.values() for one in each]
 
@@ -161,14 +186,13 @@ def best_split(
     """Return the split with the fewest received bytes, and the reason, or None if no split fits.
 
     If several splits have equal bytes, the first is returned. A ring therefore precedes a gather,
-    in which every device has all keys.
+    in which every device has all keys. If a kernel serves gathered keys, rings come last.
     """
-    fitting = [
-        one for one in splits if needs.why_not(one) is None and not (needs.fused and one.groups > 1)
-    ]
+    fitting = [one for one in splits if needs.why_not(one) is None and needs.computes(one)]
     if not fitting:
         return None
-    ranked = sorted(fitting, key=lambda one: sum(needs.bytes_received(one)))
+    by_block = {one: needs.gathers and one.rotates for one in fitting}
+    ranked = sorted(fitting, key=lambda one: (by_block[one], sum(needs.bytes_received(one))))
     shown = ", ".join(
         f"{one.describe()} {sum(needs.bytes_received(one)) / 1e6:.3g} MB" for one in ranked
     )

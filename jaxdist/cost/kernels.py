@@ -22,6 +22,7 @@ from jaxdist.hlo.estimates import Effort
 OTHERS = 0.5
 """The assumed fraction of the peak at which kernels that are not in `SPLASH` compute."""
 
+_FLOATS = ("bf16", "f32")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 
@@ -91,7 +92,13 @@ LARGEST_ELSEWHERE = 1024
 
 
 def splash_block(
-    kernel: str, family: str, length: int, *, window: int | None = None, narrow: bool = True
+    kernel: str,
+    family: str,
+    length: int,
+    *,
+    window: int | None = None,
+    narrow: bool = True,
+    chunks: int = 1,
 ) -> int:
     """Return the block length with which a kernel of splash attention is fastest.
 
@@ -106,6 +113,7 @@ def splash_block(
       window: the number of earlier positions that a query sees, or None for all of them.
       narrow: whether numbers have two bytes; for wider numbers, a block has at most 1,024
         positions.
+      chunks: the number of equal parts of the sequence that the block must divide.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
     (512, 1024)
@@ -114,9 +122,10 @@ def splash_block(
     """
     rates = _rates(kernel, family)
     most = LARGEST.get(family, LARGEST_ELSEWHERE) if narrow else LARGEST_ELSEWHERE
-    fitting = [size for size in rates if size <= most and length % size == 0]
+    chunk = length // chunks
+    fitting = [size for size in rates if size <= most and chunk % size == 0]
     if not fitting:
-        return max(n for n in range(LANES, LARGEST_ELSEWHERE + 1, LANES) if length % n == 0)
+        return max(n for n in range(LANES, LARGEST_ELSEWHERE + 1, LANES) if chunk % n == 0)
     return min(fitting, key=lambda size: computed_share(length, size, window) / rates[size])
 
 
@@ -151,12 +160,13 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
         return effort.flops, OTHERS, f"{effort.what}: {OTHERS:.0%} of peak"
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
-    query = max(effort.operands, key=lambda shape: shape.elements)
+    query, key = [s for s in effort.operands if len(s.dims) > 2 and s.dtype in _FLOATS][:2]
     # A fused backward kernel also computes the gradient of the queries, which has their shape.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
-    share_computed = computed_share(query.dims[-2], block)
-    flops = products * 2.0 * query.elements * query.dims[-2] * share_computed
+    # Devices that share a sequence have equal shares of its causal blocks, if they are balanced.
+    share_computed = computed_share(key.dims[-2], block)
+    flops = products * 2.0 * query.elements * key.dims[-2] * share_computed
     share = splash_share(found[1], family, block, query.dims[-1])
     words = f"{found[0]}, blocks of {block}: causal blocks at {share:.0%} of peak"
     return flops, share, words

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.cost.context import ContextNeeds
 from jaxdist.experiment.config import ExperimentConfig
+from jaxdist.models.attention.choose import KernelName, kernel_refusal, piecewise_kernel
+from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.bert import BertConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.sharding import Layout, ShardingConfig
@@ -29,8 +32,9 @@ def with_context(
     model = config.model
     if not isinstance(model, GptConfig | BertConfig) or "segments" not in batch:
         return layout, ()
-    ask = model.ask(hint=layout)
     rows, length = batch["segments"].shape[0], batch["segments"].shape[-1]
+    platform = layout.mesh.devices.flat[0].platform
+    ask = model.ask(platform, layout, length)
     needs = ContextNeeds(
         heads=ask.heads // ask.head_parts,
         kv_heads=ask.kv_heads // ask.kv_head_parts,
@@ -41,10 +45,20 @@ def with_context(
         window=ask.window,
         causal=ask.causal,
         fused=model.attention not in ("auto", "blockwise"),
+        rotates=layout.mesh.shape.get("stage", 1) == 1,
+        gathers=_gathers(model.attention, ask, layout),
     )
     own_loss = config.loss is None or config.loss.type == "next_token"
     reorders = isinstance(model, GptConfig) and own_loss
     return share_sequences(layout, config.sharding, needs, reorders=reorders)
+
+
+def _gathers(name: KernelName, ask: AttentionRequest, layout: Layout) -> bool:
+    """Return whether a kernel computes attention to gathered keys."""
+    split, inside = layout.split, replace(ask, head_parts=1, kv_head_parts=1)
+    if split is None or kernel_refusal(name, inside) is not None:
+        return False
+    return piecewise_kernel(name, inside, split) is not None
 
 
 def context_notices(config: ShardingConfig, layout: Layout) -> tuple[str, ...]:

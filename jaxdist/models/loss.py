@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from pydantic import Field
 
@@ -123,9 +124,7 @@ class NextTokenConfig(Config):
         if hint.parts("seq") == 1:
             return loss
         loss = partial(loss, hint=hint)
-        if hint.split is None or hint.split.order == "contiguous":
-            return loss
-        return InOrder(loss, hint.split)
+        return loss if hint.split is None else InOrder(loss, hint.split)
 
 
 class MaskedTokensConfig(Config):
@@ -295,14 +294,34 @@ class InOrder:
     split: SequenceSplit
 
     def __call__(self, module: Model, batch: Batch) -> Sums:
-        """Compute the loss of a batch whose positions are in the order of the text."""
+        """Compute the loss of a batch in the order of the text, or from `arranged`."""
+        moved = self.arranged(batch)
+        order = jnp.asarray(self._order(moved["tokens"].shape[1]))[None]
+        return self.loss(module, {**moved, "order": order})
+
+    def arranged(self, batch: Batch) -> Batch:
+        """Return a batch with targets, in which positions are in the order of the split.
+
+        A batch that has targets already is returned unchanged.
+        """
+        if "targets" in batch:
+            return batch
         (tokens, segments), targets = _shifted(batch)
-        order = positions_of(self.split.order, tokens.shape[1], self.split.groups)
         moved = {"tokens": tokens, "segments": segments, "targets": targets}
         if "answer" in batch:
             moved["answer"] = batch["answer"]
-        moved = {name: x[:, order] for name, x in moved.items()}
-        return self.loss(module, {**batch, **moved, "order": jnp.asarray(order)[None]})
+        if self.split.order != "contiguous":
+            order = self._order(tokens.shape[1])
+            moved = {name: x[:, order] for name, x in moved.items()}
+        return {**batch, **moved}
+
+    def _order(self, length: int) -> np.ndarray:
+        return positions_of(self.split.order, length, self.split.groups)
+
+
+def arranged(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
+    """Return a batch that a loss need not permute, so that a pipeline's tasks do not permute it."""
+    return dict(loss.arranged(batch) if isinstance(loss, InOrder) else batch)
 
 
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:

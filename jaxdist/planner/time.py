@@ -178,7 +178,7 @@ def seconds(
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
-    ahead_passes, back_passes = piecewise(model, plan, rows) or (
+    ahead_passes, back_passes = piecewise(model, plan, target, rows) or (
         _attention_passes(model, target, rates, ("fwd",)),
         _attention_passes(model, target, rates, ("dq", "dkv")),
     )

@@ -78,8 +78,9 @@ class ShardingConfig(Config):
     context: Way | Literal["auto"] = "auto"
     """The method by which the devices of mesh axis `context` share the attention of a sequence:
     gather (each device gathers all keys and values), ring (keys and values rotate), ulysses
-    (devices exchange chunks of the sequence for heads), ring_ulysses (both, in groups), or auto
-    (the method that sends the fewest bytes)."""
+    (devices exchange chunks of the sequence for heads), ring_ulysses or gather_ulysses (ulysses in
+    groups of devices, ring or gather between groups), or auto (the method that sends the fewest
+    bytes; on TPU, where a kernel serves the others, not a ring)."""
     context_order: Order | Literal["auto"] = "auto"
     """The order of the positions of a training batch over the devices of axis `context`:
     contiguous, zigzag (each device has an early and a late chunk), striped (each device has every

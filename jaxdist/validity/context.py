@@ -22,7 +22,10 @@ CONTEXT: tuple[ValidityRow, ...] = (
     ValidityRow(
         (
             ("mesh.context",),
-            ("sharding.context: gather, ring or ring_ulysses",),
+            (
+                "sharding.context: gather or gather_ulysses",
+                "sharding.context: ring or ring_ulysses",
+            ),
             ("a kernel for whole sequences",),
         ),
         "each device would attend piece by piece, in blocks",
@@ -30,10 +33,24 @@ CONTEXT: tuple[ValidityRow, ...] = (
         ("sharding", "context"),
     ),
     ValidityRow(
-        (("mesh.context",), ("stage (a pipeline)",)),
-        "what moves among the devices that share a sequence would wait for those of other stages",
-        "remove mesh.stage or mesh.context",
-        ("mesh", "context"),
+        (
+            ("mesh.context",),
+            ("sharding.context: ring or ring_ulysses",),
+            ("model.attention: splash",),
+        ),
+        "keys that rotate are computed in blocks, without the kernel",
+        "set sharding.context: auto",
+        ("sharding", "context"),
+    ),
+    ValidityRow(
+        (
+            ("mesh.context",),
+            ("stage (a pipeline)",),
+            ("sharding.context: ring or ring_ulysses",),
+        ),
+        "keys that rotate among the devices of a stage would wait for those of other stages",
+        "set sharding.context: auto",
+        ("sharding", "context"),
     ),
     ValidityRow(
         (("mesh.context",), _ORDERS, ("sharding.context: ulysses",)),

@@ -169,14 +169,16 @@ SECTIONS: Mapping[str, Feature] = {
     "mesh.context": Feature(
         lambda f: bool(_context(f)), lambda f: f"mesh.context of {math.prod(_context(f))}"
     ),
-    "sharding.context: gather, ring or ring_ulysses": _value(
-        "sharding.context", "gather", "ring", "ring_ulysses"
+    "sharding.context: gather or gather_ulysses": _value(
+        "sharding.context", "gather", "gather_ulysses"
     ),
+    "sharding.context: ring or ring_ulysses": _value("sharding.context", "ring", "ring_ulysses"),
     "sharding.context: ulysses": _value("sharding.context", "ulysses"),
     "sharding.context_order: zigzag or striped": _value(
         "sharding.context_order", "zigzag", "striped"
     ),
-    "a kernel for whole sequences": _value("model.attention", "plain", "splash", "cudnn"),
+    "a kernel for whole sequences": _value("model.attention", "plain", "cudnn"),
+    "model.attention: splash": _value("model.attention", "splash"),
     "sharding.collective_matmul": Feature(
         lambda f: "sharding.collective_matmul" in f.settings,
         lambda f: "sharding.collective_matmul true",

@@ -62,6 +62,10 @@ def numbers(found):
                 ({"data": 2, "context": 2, "tensor": 2}, {
                     "sharding__context": "gather", "sharding__context_order": "zigzag",
                 }),
+                ({"context": 4, "stage": 2}, {
+                    "sharding__context": "gather_ulysses", "model__layers": 2,
+                    "train__microbatches": 2,
+                }),
                 ({"context": 2, "expert": 2, "data": 2}, {
                     "sharding__context": "ring", "model__experts": EXPERTS,
                     "parallel__zero": {"stage": 3, "whole_below": 0},
@@ -81,6 +85,10 @@ def numbers(found):
                     "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,
                     "parallel__reduce": {"type": "ring"},
                     "parallel__zero": {"stage": 3, "whole_below": 0},
+                }),
+                ({"data": 2, "context": 2, "stage": 2}, {
+                    "sharding__context": "gather", "model__layers": 2, "train__microbatches": 2,
+                    "parallel__reduce": {"type": "ring"}, "parallel__zero": {"stage": 1},
                 }),
                 ({"context": 4, "expert": 2}, {
                     "sharding__context": "ring", "sharding__context_order": "striped",
@@ -167,8 +175,11 @@ def test_settings_without_effect_are_reported():
          r"context ring with model\.attention plain: .*; set model\.attention: auto, or"),
         ({"context": 4}, {"model__attention": "plain"},
          r"context auto exchanges heads among 4 devices"),
-        ({"context": 2, "stage": 2}, {"train__microbatches": 2, "model__layers": 2},
-         r"context of 2 with mesh .*: what moves .*; remove mesh\.stage or mesh\.context"),
+        ({"context": 2, "stage": 2}, {"train__microbatches": 2, "model__layers": 2,
+                                      "sharding__context": "ring"},
+         r"context of 2 with mesh .* ring: keys that rotate .*; set sharding\.context: auto"),
+        ({"context": 2}, {"sharding__context": "ring", "model__attention": "splash"},
+         r"context ring with model\.attention splash: keys that rotate .*context: auto"),
         ({"context": 2, "tensor": 2}, {"sharding__collective_matmul": True,
                                        "sharding__rules": {"residual_seq": "tensor"}},
          r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),

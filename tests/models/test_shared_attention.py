@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxdist.cost.context import ContextNeeds, SequenceSplit, best_split, positions_of, splits_of
+from jaxdist.models.attention.masks import Near, NearMask
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.shared import attend_shared
+from jaxdist.models.attention.splash import Splash
 from jaxdist.models.attention.visits import Pieces
 from jaxdist.models.hints import no_hint
 
@@ -20,7 +22,7 @@ AXES = ("context",)
 
 
 def largest_difference(
-    size, swapped, rotates, order, length, *, window=None, causal=True, documents=True, most=4
+    size, swapped, rotates, order, length, *, window=None, causal=True, documents=True, **more
 ):
     """The largest difference of results and gradients between `size` devices and one."""
     split = SequenceSplit(AXES, size, swapped, rotates, order)
@@ -37,7 +39,7 @@ def largest_difference(
     order_L = positions_of(order, length, split.groups)
     spec = PartitionSpec(None, "context")
     shared = jax.shard_map(
-        partial(attend_shared, split, plain, most=most, **given),
+        partial(attend_shared, split, plain, **{"most": 4, **more}, **given),
         mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
 
@@ -56,7 +58,12 @@ def largest_difference(
     return max(float(jnp.abs(one - many).max()) for one, many in pairs)
 
 
+SPLASH = {"pieces": Splash(interpret=True).pieces}
 FULL = [
+    (4, 2, False, "zigzag", 32, {}),
+    (2, 1, False, "striped", 256, SPLASH),
+    (4, 2, False, "contiguous", 256, {**SPLASH, "window": 100, "documents": False}),
+    (2, 1, False, "contiguous", 256, {**SPLASH, "causal": False}),
     (4, 1, True, "contiguous", 32, {"causal": False, "window": 3}),
     (4, 1, False, "zigzag", 32, {"documents": False}),
     (8, 2, True, "striped", 64, {}),
@@ -81,12 +88,35 @@ SLOW = [
         (3, 1, True, "contiguous", 24, {"window": 5}),
         (2, 1, True, "striped", 14, {}),
         (2, 2, False, "contiguous", 16, {}),
+        (2, 1, False, "zigzag", 512, SPLASH),
         *(pytest.param(*one, marks=pytest.mark.full) for one in FULL),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
 def test_shared_attention_equals_one_device(size, swapped, rotates, order, length, more):
     assert largest_difference(size, swapped, rotates, order, length, **more) < 1e-5
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("rule", [Near(None, 0), Near(5, 0), Near(5, 5)])
+def test_a_block_of_the_mask_is_summed_up_correctly(order, rule):
+    """One element stands for a block whose elements are equal."""
+    mask = NearMask(rule, positions_of(order, 16, 2))
+    whole = rule(mask.q_sequence[:, None], np.arange(16)[None])
+    for i, j in np.ndindex(4, 4):
+        block = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+        assert (mask[block] == whole[block]).all()
+    assert (
+        mask == NearMask(rule, positions_of(order, 16, 2)) != NearMask(rule, mask.q_sequence[::-1])
+    )
+
+
+def test_a_mask_of_long_sequences_computes_only_blocks_that_are_partly_visible():
+    mask, size = NearMask(Near(None, 0), positions_of("zigzag", 2**17, 8)), 1024
+    rows = range(0, 2**17, size)
+    shapes = [mask[slice(i, i + size), slice(j, j + size)].shape for i in rows for j in rows]
+    assert shapes.count((size, size)) == 2**17 // size
+    assert shapes.count((1, 1)) == len(shapes) - 2**17 // size
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
@@ -134,6 +164,9 @@ def needs(**changes):
         (4, {"kv_heads": 1}, "ring"),
         (8, {"window": 16}, "ring"),
         (16, {}, "ring_ulysses"),
+        (16, {"gathers": True}, "gather_ulysses"),
+        (4, {"kv_heads": 1, "gathers": True, "fused": True}, "gather"),
+        (2, {"fused": True}, "ulysses"),
     ],
 )
 def test_auto_takes_the_fewest_bytes(size, changes, way):

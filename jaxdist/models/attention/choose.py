@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 
+from jaxdist.cost.context import SequenceSplit
+from jaxdist.cost.kernels import LANES
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.contract import AttentionRequest, Kernel
@@ -76,6 +78,22 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
     return kernel.platform in (None, ask.platform) and kernel.fits(ask) is None
 
 
+def piecewise_kernel(
+    name: KernelName, ask: AttentionRequest, split: SequenceSplit
+) -> Callable[..., jax.Array] | None:
+    """Return the kernel that computes a piece's attention to gathered keys, or None.
+
+    Args:
+      name: the name of the kernel, or auto.
+      ask: the request for whole sequences.
+      split: the method by which devices share a sequence.
+    """
+    kernel = KERNELS[choose_kernel(name, ask)]
+    if not isinstance(kernel, Splash) or (ask.length or 0) % (split.groups * LANES):
+        return None
+    return replace(kernel, family=ask.family).pieces
+
+
 @dataclass(frozen=True)
 class Attend:
     """Attention by a kernel, which `choose_kernel` selects again for the shapes of each call.
@@ -124,7 +142,14 @@ class Attend:
             split = replace(split, order="contiguous")
         inside = replace(ask, head_parts=1, kv_head_parts=1, seq_parts=1)
         kernel = partial(self._whole, inside, no_hint)
-        local = partial(attend_shared, split, kernel, window=ask.window, causal=ask.causal)
+        local = partial(
+            attend_shared,
+            split,
+            kernel,
+            window=ask.window,
+            causal=ask.causal,
+            pieces=piecewise_kernel(self.name, inside, split),
+        )
         dims = (QUERIES, KEYS, KEYS, *([QUERIES[:2]] if segments_BL is not None else []))
         # XLA's partitioner cannot tell which blocks a mask hides, so each device computes its own
         # list of visible blocks.

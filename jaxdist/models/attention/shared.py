@@ -80,6 +80,21 @@ class Groups:
         given: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": self._members()}
         return lax.all_gather(segments_Bl, self.split.axes, **given)
 
+    def gathered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
+        """Gather an array from all groups, joined along a dim, or stacked along a new dim."""
+        peers = self._peers()
+        return lax.all_gather(x, self.split.axes, axis_index_groups=peers, axis=axis, tiled=tiled)
+
+    def scattered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
+        """Sum an array over all groups, and return this group's part, as `gathered` joins them."""
+        given: dict[str, Any] = {"scatter_dimension": axis, "tiled": tiled}
+        return lax.psum_scatter(x, self.split.axes, axis_index_groups=self._peers(), **given)
+
+    def _peers(self) -> list[list[int]] | None:
+        """Return the devices that have the same number in each group."""
+        U = self.split.swapped
+        return None if U == 1 else [[*range(n, self.split.size, U)] for n in range(U)]
+
     def _members(self) -> list[list[int]] | None:
         U = self.split.swapped
         if self.split.size == U:
@@ -98,6 +113,7 @@ def attend_shared(
     window: int | None,
     causal: bool,
     most: int = MOST,
+    pieces: Whole | None = None,
 ) -> jax.Array:
     """Compute attention, as `Kernel` specifies, from this device's pieces of all arrays.
 
@@ -106,17 +122,55 @@ def attend_shared(
       kernel: the kernel for whole sequences. It is used only if there is a single group, whose
         devices then have whole sequences of some heads.
       most: the largest number of positions in a block.
+      pieces: a kernel as `Splash.pieces` for queries of a piece and gathered keys, or None. Without
+        it, or if keys rotate, attention is computed block by block.
     """
     groups = Groups(split)
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
     segments_Bl = groups.whole(segments_Bl)
     if split.groups == 1:
         out: Any = kernel(*given, segments_Bl)
+    elif pieces is not None and not split.rotates:
+        local = partial(_to_gathered, groups, partial(pieces, window=window, causal=causal))
+        # Keys are gathered again for the backward pass, so that no device keeps those of others.
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+        out = jax.checkpoint(local, policy=policy)(*given, segments_Bl)
     else:
         length = given[0].shape[1]
-        pieces = Pieces.of(split.order, split.groups, length, most, window, causal=causal)
-        out = _among_groups(pieces, groups, *given, segments_Bl)
+        cut = Pieces.of(split.order, split.groups, length, most, window, causal=causal)
+        out = _among_groups(cut, groups, *given, segments_Bl)
     return groups.exchanged(out, 1, 2)
+
+
+def _to_gathered(
+    groups: Groups,
+    pieces: Whole,
+    q_BlHd: jax.Array,
+    k_BlKd: jax.Array,
+    v_BlKd: jax.Array,
+    segments_Bl: jax.Array | None,
+) -> jax.Array:
+    split = groups.split
+    k_BLKd, v_BLKd = (split.in_order(_whole_keys(groups, x)) for x in (k_BlKd, v_BlKd))
+    segments = None
+    if segments_Bl is not None:
+        whole_BL = groups.gathered(segments_Bl, axis=1, tiled=True)
+        segments = segments_Bl, split.in_order(whole_BL)
+    return pieces(split, groups.own(), q_BlHd, k_BLKd, v_BLKd, segments)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole_keys(groups: Groups, x_BlKd: jax.Array) -> jax.Array:
+    """Gather keys along the sequence; their gradients are summed in float32."""
+    return groups.gathered(x_BlKd, axis=1, tiled=True)
+
+
+def _scattered_grads(groups: Groups, _: None, grads_BLKd: jax.Array) -> tuple[jax.Array]:
+    sums = groups.scattered(grads_BLKd.astype(jnp.float32), axis=1, tiled=True)
+    return (sums.astype(grads_BLKd.dtype),)
+
+
+_whole_keys.defvjp(lambda groups, x: (_whole_keys(groups, x), None), _scattered_grads)
 
 
 @dataclass(frozen=True)
@@ -154,7 +208,7 @@ class _Gathered:
 def _source(groups: Groups, keys: Keys) -> _Rotating | _Gathered:
     if groups.split.rotates:
         return _Rotating(groups, keys)
-    return _Gathered(groups, jax.tree.map(lambda x: lax.all_gather(x, groups.split.axes), keys))
+    return _Gathered(groups, jax.tree.map(groups.gathered, keys))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -316,7 +370,7 @@ class _Home:
             sums = jnp.zeros((R, *zeros.shape), jnp.float32)
             for t, each in self.by_hop.items():
                 sums = lax.dynamic_update_index_in_dim(sums, each[n], (own - t) % R, 0)
-            found.append(lax.psum_scatter(sums, self.groups.split.axes))
+            found.append(self.groups.scattered(sums))
         return found
 
 

@@ -3,7 +3,7 @@
 XLA cannot partition a Pallas kernel, so the kernel runs on each device's rows and heads separately.
 The kernel declares no cost, so a ledger of the compiled program counts none of its FLOPs.
 
-Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
+Dims: B batch, L sequence, l a device's piece of it, H heads, K kv_heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 
+from jaxdist.cost.context import SequenceSplit, positions_of
 from jaxdist.cost.kernels import LANES, splash_block
 from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
@@ -78,36 +81,77 @@ class Splash:
         def local(
             q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
         ) -> jax.Array:
-            length, heads = q_BLHd.shape[1], q_BLHd.shape[2]
-            attend = self._kernel(
-                length, heads, window, causal=causal, narrow=q_BLHd.dtype.itemsize == 2
-            )
-            by_head = [x.swapaxes(1, 2) for x in (q_BLHd, k_BLKd, v_BLKd)]
-            if segments_BL is None:
-                return jax.vmap(attend)(*by_head).swapaxes(1, 2)
-            return jax.vmap(attend)(*by_head, _both(segments_BL)).swapaxes(1, 2)
+            ordered = np.arange(q_BLHd.shape[1], dtype=np.int32)
+            kernel = self._kernel(q_BLHd, ordered, 1, 0, window, causal=causal)
+            both = None if segments_BL is None else (segments_BL, segments_BL)
+            return _each(kernel, q_BLHd, k_BLKd, v_BLKd, both)
 
         return hint.on_blocks(local, *dims)(*given)
 
-    def _kernel(
-        self, length: int, heads: int, window: int | None, *, causal: bool, narrow: bool
-    ) -> Callable[..., Any]:
-        """Return a function from (q, k, v, segments) of one example to the result `[H, L, d]`.
+    def pieces(
+        self,
+        split: SequenceSplit,
+        group: jax.Array,
+        q_BlHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments: tuple[jax.Array, jax.Array] | None,
+        *,
+        window: int | None,
+        causal: bool,
+    ) -> jax.Array:
+        """Compute the attention of a group's queries to the keys of the whole sequence.
 
-        The function takes scaled queries `[H, L, d]`, and keys and values `[K, L, d]`.
+        Args:
+          split: the method by which devices share the sequence.
+          group: the number of this device's group.
+          q_BlHd: the group's queries, in the order of the split.
+          k_BLKd, v_BLKd: all keys and values, in the order of the sequence.
+          segments: the document numbers of the queries and of the keys, or None.
+          window, causal: as in `AttentionRequest`.
+        """
+        q_BlHd = (q_BlHd * q_BlHd.shape[-1] ** -0.5).astype(q_BlHd.dtype)
+        positions = positions_of(split.order, k_BLKd.shape[1], split.groups)
+        kernel = self._kernel(q_BlHd, positions, split.groups, group, window, causal=causal)
+        return _each(kernel, q_BlHd, k_BLKd, v_BLKd, segments)
+
+    def _kernel(
+        self,
+        q_BlHd: jax.Array,
+        positions: np.ndarray,
+        groups: int,
+        group: jax.Array | int,
+        window: int | None,
+        *,
+        causal: bool,
+    ) -> Callable[..., Any]:
+        """Return a function from (q, k, v, segments) of one example to the result `[H, l, d]`.
+
+        The function takes scaled queries `[H, l, d]`, and keys and values `[K, L, d]`.
+
+        Args:
+          q_BlHd: the queries of a group.
+          positions: the positions of the queries of all groups, int32 `[L]`.
+          groups: the number of groups, each with an equal part of the queries.
+          group: the number of this group.
+          window, causal: as in `AttentionRequest`.
         """
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-        shape = (length, length)
+        from jaxdist.models.attention.masks import Near, NearMask
+
+        length, heads, narrow = len(positions), q_BlHd.shape[2], q_BlHd.dtype.itemsize == 2
+        # A block inside a chunk of consecutive positions computes least beyond the diagonal.
+        chunks = 1 if groups == 1 else 2 * groups if length % (2 * groups * LANES) == 0 else groups
         forward, keys, queries = (
-            splash_block(name, self.family, length, window=window, narrow=narrow)
+            splash_block(name, self.family, length, window=window, narrow=narrow, chunks=chunks)
             for name in ("fwd", "dkv", "dq")
         )
-        if window is not None and window < length:
-            mask = splash.LocalMask(shape, (window, 0 if causal else window), offset=0)
-        else:
-            mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+        span = None if window is None or window >= length else window
+        mask: Any = NearMask(Near(span, 0 if causal else span), positions)
+        if span is None and not causal:
+            mask, groups = splash.FullMask((q_BlHd.shape[1], length)), 1  # equal for all groups
         sizes = splash.BlockSizes(
             block_q=forward,
             block_kv=forward,
@@ -116,17 +160,35 @@ class Splash:
             block_q_dq=queries,
             block_kv_dq=queries,
         )
-        return splash.make_splash_mha(
+        kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * heads),
             block_sizes=sizes,
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=groups,
             residual_checkpoint_name=KEPT,
             interpret=self.interpret,
         )
+        return kernel if groups == 1 else jax.tree.map(lambda x: _part(x, group, groups), kernel)
 
 
-def _both(segments_BL: jax.Array) -> Any:
+def _part(x: jax.Array, group: jax.Array | int, groups: int) -> jax.Array:
+    """Return a group's part of an array of the mask, which lists rows of blocks or positions."""
+    axis = min(1, x.ndim - 1)
+    size = x.shape[axis] // groups
+    return lax.dynamic_slice_in_dim(x, group * size, size, axis)
+
+
+def _each(
+    kernel: Callable[..., Any],
+    q_BlHd: jax.Array,
+    k_BLKd: jax.Array,
+    v_BLKd: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """Compute each example of a batch, from queries that are scaled."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    return splash.SegmentIds(segments_BL, segments_BL)
+    given: list[Any] = [x.swapaxes(1, 2) for x in (q_BlHd, k_BLKd, v_BLKd)]
+    if segments is not None:
+        given.append(splash.SegmentIds(*segments))
+    return jax.vmap(kernel)(*given).swapaxes(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdist.cost.context import ContextNeeds, SequenceSplit, best_split, splits_of
+from jaxdist.cost.kernels import LANES
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, ring_hops
@@ -18,11 +19,13 @@ PRODUCTS = 2, 5
 """The numbers of attention's matrix products in the forward and in the backward pass."""
 
 
-def needs_of(model: Decoder, rows: int) -> ContextNeeds:
+def needs_of(model: Decoder, plan: Plan, target: Target, rows: int) -> ContextNeeds:
     """Return the sizes of attention in a block for `rows` sequences, from which costs are computed.
 
     Args:
       model: the model.
+      plan: the plan.
+      target: the chips.
       rows: the number of sequences that the devices share.
     """
     return ContextNeeds(
@@ -33,15 +36,17 @@ def needs_of(model: Decoder, rows: int) -> ContextNeeds:
         rows=rows,
         itemsize=model.width,
         window=model.span,
+        gathers=target.is_tpu and model.window % (plan.context * LANES) == 0,
     )
 
 
-def split_of(model: Decoder, plan: Plan, rows: int) -> SequenceSplit | None:
+def split_of(model: Decoder, plan: Plan, target: Target, rows: int) -> SequenceSplit | None:
     """Return the algorithm with which devices share `rows` sequences.
 
     The choice is that of `sharding.context: auto`. The result is None if no algorithm is possible.
     """
-    found = best_split(splits_of("auto", ("context",), plan.context), needs_of(model, rows))
+    needs = needs_of(model, plan, target, rows)
+    found = best_split(splits_of("auto", ("context",), plan.context), needs)
     return None if found is None else found[0]
 
 
@@ -65,15 +70,17 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
     return None
 
 
-def piecewise(model: Decoder, plan: Plan, rows: int) -> tuple[float, float] | None:
+def piecewise(model: Decoder, plan: Plan, target: Target, rows: int) -> tuple[float, float] | None:
     """Return the times of attention block by block, in the forward and in the backward pass.
 
     The unit is an ideal forward pass, which computes all products at the peak, also those that the
-    mask discards. The result is None if each device computes attention for whole sequences, for
-    which kernels exist.
+    mask discards. The result is None if a kernel exists: for whole sequences, and on TPU for
+    gathered keys.
     """
-    split = None if plan.context == 1 else split_of(model, plan, rows)
+    split = None if plan.context == 1 else split_of(model, plan, target, rows)
     if split is None or split.groups == 1:
+        return None
+    if needs_of(model, plan, target, rows).gathers and not split.rotates:
         return None
     seen = 0.5 if model.span is None else min(0.5, model.span / model.window)
     ahead, back = (seen * count / 2 / PIECEWISE for count in PRODUCTS)
@@ -86,10 +93,10 @@ def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, 
     The exchanges are assumed not to overlap with computation. A recomputed forward pass has another
     exchange.
     """
-    split = None if plan.context == 1 else split_of(model, plan, rows)
+    split = None if plan.context == 1 else split_of(model, plan, target, rows)
     if split is None:
         return 0.0
-    ahead, back = needs_of(model, rows).bytes_received(split)
+    ahead, back = needs_of(model, plan, target, rows).bytes_received(split)
     passes = (1 if "attention" in plan.kept else 2) * ahead + back
     dims = places.inner_dims
     rate = target.link_rate(dims)

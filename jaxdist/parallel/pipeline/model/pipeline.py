@@ -15,7 +15,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names, entry_names, mesh_axis_size
 from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
-from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.models.loss import Batch, Loss, Sums, arranged, as_sums, weighted
 from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
@@ -109,7 +109,7 @@ class Pipeline:
           The gradients, in the form in which the parameters are stored, with sums and buffers.
         """
         (layers, shared), frozen = self._divided(held.params)
-        rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
+        rows = split_rows(arranged(self.loss, batch), self.ticks.microbatches, self.layout)
         factor = None
         if held.scale is not None:
             factor = held.scale.scale / self._weight(shared, frozen, rows)
@@ -160,7 +160,7 @@ class Pipeline:
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """Compute the sums of the loss and its metrics over a batch, in evaluation mode."""
         (layers, shared), frozen = self._divided(params)
-        rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
+        rows = split_rows(arranged(self.loss, batch), self.forward.microbatches, self.layout)
         everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self._axes_of("batch")
 
         def local(chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree) -> Sums:
@@ -359,7 +359,7 @@ def plan_pipeline(
     """
     axis = layout.axis_of(RESIDUAL[1])
     if (
-        axis
+        axis not in (None, layout.axis_of("seq"))
         and mesh_axis_size(layout.mesh, axis) > 1
         and layout.mesh.devices.flat[0].platform == "cpu"
     ):
