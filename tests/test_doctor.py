@@ -79,7 +79,11 @@ WARNINGS = {
     "accelerator": ({"nvidia_driver": True}, "jax runs on the CPU", "jax[cuda13]"),
     "memory": ({"available_bytes": GIB}, "1.0 GiB free of 24.0 GiB", "smaller model"),
     "cpus": ({"cpus": 64, "cpu_quota": 2.0}, "64 visible, but the container may use 2", "NPROC=2"),
-    "fake devices": (flags(MANY, NPROC="15"), "8 asked for in XLA_FLAGS, NPROC is 15", "NPROC=16"),
+    "fake devices": (
+        flags(MANY, NPROC="15"),
+        "XLA_FLAGS requests 8 devices, but NPROC is 15",
+        "NPROC=16",
+    ),
     "XLA_FLAGS": (flags(f"--a=1 --a=2 {TIMEOUTS}"), "--a=1 and --a=2", "only the last"),
     "collective timeout": (
         flags(TIMEOUTS.replace("120", "1800")),
@@ -157,7 +161,7 @@ def test_timeouts_that_are_missing_or_no_number_are_a_warning():
     for text in ("", TIMEOUTS.replace("120", "soon"), TIMEOUTS.split()[0]):
         check = judged("collective timeout", **flags(text))
         assert check.status == "warning"
-        assert "a lost peer hangs the run" in check.remedy
+        assert "the loss of another process hangs the run" in check.remedy
 
 
 def test_prerelease_and_four_part_versions_are_taken_and_jaxlib_follows_three_parts():

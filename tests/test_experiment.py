@@ -116,16 +116,17 @@ ONEBIT = {**ADAMW, "type": "onebit_adam", "freeze_step": 3}
     ("optim", "compression", "setting", "message"),
     [
         (ADAMW, {**SIGN, "error_feedback": {"type": "momentum"}}, "error_feedback",
-         "which has momentum 0.9 of its own: momentum would count twice; set optim: {type: sgd"),
-        (ADAMW, MOMENTUM, "error_feedback", "not linear in its gradients; set optim"),
+         "which has momentum 0.9 of its own: both the optimizer and the error feedback would apply "
+         "momentum to the gradient; set optim: {type: sgd"),
+        (ADAMW, MOMENTUM, "error_feedback", "update is linear in its input; set optim"),
         ({**ONEBIT, "b1": 0.8}, {**MOMENTUM, "warmup_steps": 3}, "error_feedback",
-         "compressed_momentum, b1 0.9 with optim.type onebit_adam, b1 0.8: both are"),
+         "compressed_momentum, b1 0.9 with optim.type onebit_adam, b1 0.8: both settings are"),
         (ONEBIT, {**SIGN, "warmup_steps": 3}, "error_feedback",
-         "needs its momentum compressed, not the gradient; set error_feedback: {type: compressed_"),
+         "compresses the momentum, not the gradient; set error_feedback: {type: compressed_"),
         (ONEBIT, MOMENTUM, "warmup_steps",
-         "warmup_steps 0 with optim.freeze_step 3: the second moment is frozen when"),
+         "warmup_steps 0 with optim.freeze_step 3: this optimizer freezes its second moment in"),
         (ADAMW, {"type": "lowrank", "rank": 40}, "",
-         "layers/0/kernel float32[64, 16]: rank 40 is above that of a 64 x 16"),
+         "layers/0/kernel float32[64, 16]: rank 40 exceeds the largest rank of a"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_does_not_go_with_messages_is_refused(
@@ -164,7 +165,7 @@ def test_auto_chooses_by_the_links(slow: float, axis: str, chosen: str) -> None:
 def test_auto_says_what_it_does_not_know() -> None:
     messages = {"type": "auto", "device": "abacus"}
     config = config_of(MLP, DIGITS, mesh={"data": 2}, parallel={"compression": messages})
-    with pytest.raises(ConfigError, match=r"parallel\.compression.*has no figures of the device"):
+    with pytest.raises(ConfigError, match=r"parallel\.compression.*does not know the links"):
         build(config, devices=jax.devices()[:2])
 
 

@@ -14,17 +14,17 @@ from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
 NOT_IN_THE_STEP: Mapping[str, str] = {
-    "data": "what is learned, not how",
+    "data": "defines what is learned, not how",
     "run": "names files",
     "seed": "draws parameters and the data's order",
     "eval": "evaluates between steps",
     "checkpoint": "saves between steps",
     "strategy": "exchanges parameters between steps or processes",
-    "mesh.fake_devices": "the devices to compile for",
+    "mesh.fake_devices": "chooses the devices to compile for",
     "train.log_every": "prints between steps",
     "train.check_replicas": "compares replicas between steps",
     "train.prefetch": "loads batches while a step runs",
-    "train.batch_ramp.ramp_examples": "says when, not what",
+    "train.batch_ramp.ramp_examples": "determines when the batch grows, not what a step computes",
     "optim.max_skipped": "ends a run between steps",
 }
 """The purpose of each setting or section that is not part of a train step."""

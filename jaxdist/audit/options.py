@@ -88,7 +88,8 @@ def audit_options(
         _print(effect, console)
     if not found:
         console.print(
-            f"no preset has options for {subject.device_kind}, and parallel.xla.options gives none"
+            f"no preset has compiler options for {subject.device_kind}, and parallel.xla.options "
+            "sets none"
         )
     if json_file is not None:
         report = {

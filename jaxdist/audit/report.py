@@ -90,9 +90,9 @@ def _print_count(findings: Sequence[KnobEffect], console: Console) -> None:
     for finding in findings:
         if finding.verdict == "NO EFFECT":
             console.print(
-                f"{finding.knob} = {finding.value!r} ({finding.origin}) changes neither the "
-                "program nor what it sends and holds: remove it, or fix the code that should read "
-                "it",
+                f"{finding.knob} = {finding.value!r} ({finding.origin}) has no effect: without the "
+                "setting, the compiled program, its bytes and its memory are the same. Remove the "
+                "setting, or fix the code that should read it",
                 soft_wrap=True,
                 markup=False,
             )

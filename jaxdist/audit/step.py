@@ -151,8 +151,10 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if path[:2] == ("sharding", "params"):
         # On a mesh that splits parameters, a config without names of dims is refused, so that the
         # knob is `required`. On other meshes the names have no effect, which is not a mistake.
-        return found("not in the step", "names dims for meshes that split parameters")
-    return found("NO EFFECT", "the same step without it")
+        return found(
+            "not in the step", "it names dims, which only meshes that split parameters need"
+        )
+    return found("NO EFFECT", "without the setting the step is the same")
 
 
 def _repeats_signature(document: Document, path: KeyPath) -> bool:
@@ -219,7 +221,7 @@ def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> s
     try:
         old = before.inspection
     except RunError:
-        return "does not fit without it"
+        return "without the setting the step does not fit into memory"
     if not difference(old, new).changes and before.structure == after.structure:
         return ""
     changes = (

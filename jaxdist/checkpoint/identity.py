@@ -76,22 +76,22 @@ def read_identity(run: Path) -> Identity | None:
         told: Any = read_json(path)
         found = told["id"], told.get("begun", ""), told.get("asked")
         if not (isinstance(found[0], str) and found[0] and isinstance(found[1], str)):
-            raise ValueError("its id is not text")
+            raise ValueError("the value of id is not text")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise RunError(_damaged(path, error.strerror or error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            _damaged(path, f"it does not hold the identity of a run ({error})")
+            _damaged(path, f"the file does not contain the identity of a run ({error})")
         ) from error
     return Identity(found[0], run, found[1], found[2])
 
 
 def _damaged(path: Path, why: object) -> str:
     return (
-        f"{path} cannot be used: {why}; restore it from a copy, or remove it, and the next "
-        "--resume gives the run a new id"
+        f"{path} cannot be used: {why}; restore the file from a copy, or remove the file, after "
+        "which the next --resume gives the run a new id"
     )
 
 
@@ -139,9 +139,9 @@ def check_identity(run: Path, wanted: str) -> None:
         has = "has no id" if found is None else f"is run {found.id}, begun {found.begun}"
         raise RunError(
             f"run directory {run} {has}, but this process continues run {wanted}: the directory "
-            "was removed, moved or replaced. Put it back, or choose another run with --resume "
-            "run.directory=PATH (agents need another --rendezvous, unless they were given a "
-            "directory)"
+            "was removed, moved or replaced. Put the directory back, or choose another run with "
+            "--resume run.directory=PATH. Agents also need another --rendezvous, unless "
+            "run.directory was set"
         )
 
 

@@ -181,7 +181,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamageError(f"{MANIFEST}: {_reason(error)}") from error
     body = raw[_HEAD_BYTES:-_TAIL_BYTES]
     if _wrap(body) != raw:
-        raise DamageError(f"{MANIFEST}: its content does not match its digest")
+        raise DamageError(f"{MANIFEST}: the content does not match the recorded digest")
     try:
         return Manifest.model_validate_json(body)
     except ValueError as error:
@@ -201,9 +201,11 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         except OSError as error:
             return f"{name}: {_reason(error)}"
         if found.bytes != expected.bytes:
-            return f"{name}: {found.bytes} bytes long, {expected.bytes} were written"
+            return (
+                f"{name}: the file has {found.bytes} bytes, but {expected.bytes} bytes were written"
+            )
         if found != expected:
-            return f"{name}: its content does not match its digest"
+            return f"{name}: the content does not match the recorded digest"
         return None
 
     with ThreadPoolExecutor() as pool:

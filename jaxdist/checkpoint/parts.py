@@ -28,8 +28,8 @@ def _path(pattern: str) -> str:
     names = pattern.removeprefix("!").split("/")
     if not all(names) or any(name.strip() != name for name in names):
         raise ValueError(
-            f"{pattern!r} is not a path: write names joined by '/', such as params/encoder or "
-            "!opt_state"
+            f"{pattern!r} is not a path of arrays: write names joined by '/', such as "
+            "params/encoder or !opt_state"
         )
     return pattern
 
@@ -92,11 +92,12 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:
         raise CheckpointError(
-            f"{', '.join(unknown)}: nothing in {of} has such a path; choose from {outline(names)}"
+            f"{', '.join(unknown)}: {of} has no array with such a path; choose from "
+            f"{outline(names)}"
         )
     if not taken(patterns, names):
         raise CheckpointError(
-            f"{', '.join(patterns)} together select nothing of {of}; choose from {outline(names)}"
+            f"{', '.join(patterns)} together select no array of {of}; choose from {outline(names)}"
         )
 
 
@@ -126,14 +127,18 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
     lines = [
         line
         for line in structure_differences(dict(saved), target)
-        if not line.endswith(", not wanted")
+        if not line.endswith(", not expected")
     ]
     if lines:
         rest = len(lines) - _LISTED
         listed = lines[:_LISTED] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
-            f"{where} lacks arrays that were asked for, or has them in other shapes:\n  "
+            f"{where} lacks arrays of the requested parts, or has these arrays with "
+            "different shapes:\n  "
             + "\n  ".join(listed)
-            + f"\nit has {outline(list(saved))}; leave out what does not fit, as with "
-            f"'!{lines[0].split(':')[0]}', or give the model the same shapes"
+            + (
+                f"\nthe checkpoint has {outline(list(saved))}; leave out the arrays that "
+                f"do not fit, such as with '!{lines[0].split(':')[0]}', or give the model "
+                "the same shapes"
+            )
         )

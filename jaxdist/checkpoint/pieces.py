@@ -171,7 +171,7 @@ class Known:
             return False
         try:
             if record_of(source) != record:
-                self._on_event(f"{source} is damaged: it is written again instead of linked")
+                self._on_event(f"{source} is damaged: the file is written again instead of linked")
                 return False
             os.link(source, path)
         except OSError:  # The file is gone, or links to it are impossible.

@@ -138,10 +138,12 @@ def restore_as(
     directory = directory.absolute()  # Orbax accepts only absolute paths.
     steps = broadcast_json(steps_present(directory))
     if not steps:
-        raise CheckpointError(f"no checkpoint in {directory}: nothing was saved there yet")
+        raise CheckpointError(
+            f"{directory} has no checkpoint: no step was saved in this directory yet"
+        )
     if step is not None and step not in steps:
         raise CheckpointError(
-            f"no checkpoint of step {step} in {directory}; choose from steps {steps}"
+            f"{directory} has no checkpoint of step {step}; choose from steps {steps}"
         )
     remaining = [step] if step is not None else steps[::-1]
     refused: list[str] = []
@@ -165,7 +167,7 @@ def restore_as(
         else f"leave the step out to use the newest complete checkpoint of {steps}"
     )
     raise CheckpointError(
-        f"no checkpoint in {directory} can be trusted:\n  " + "\n  ".join(refused) + f"\n{advice}"
+        f"no checkpoint in {directory} can be used:\n  " + "\n  ".join(refused) + f"\n{advice}"
     )
 
 
@@ -197,7 +199,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     # All processes must take or skip the same checkpoint.
     if any_process(problem is not None):
-        return None, problem or f"{ARRAYS}: another process could not load it"
+        return None, problem or f"{ARRAYS}: another process could not load the arrays"
     return Restored(step, finish(state), metadata), None
 
 
@@ -221,7 +223,7 @@ def _metadata(path: Path) -> JsonObject:
     except (OSError, ValueError) as error:
         raise DamageError(f"{METADATA}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict):
-        raise DamageError(f"{METADATA}: it does not hold a mapping")
+        raise DamageError(f"{METADATA}: the file does not contain a mapping")
     return found
 
 
@@ -229,7 +231,7 @@ def _read(directory: Path, step: int) -> Manifest:
     manifest = read_manifest(step_directory(directory, step))
     if manifest.step != step:
         raise DamageError(
-            f"manifest.json: it belongs to step {manifest.step}, but the directory's name is "
-            f"that of step {step}"
+            f"manifest.json: the manifest belongs to step {manifest.step}, but the name of its "
+            f"directory belongs to step {step}"
         )
     return manifest

@@ -144,7 +144,9 @@ class Snapshots:
             if times & (times - 1) == 0:
                 again = f" ({times} times in a row)" if times > 1 else ""
                 why = error.strerror or error
-                self._say(f"no snapshot of step {step} in {self.folder}: {why}{again}")
+                self._say(
+                    f"cannot write the snapshot of step {step} into {self.folder}: {why}{again}"
+                )
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:
@@ -253,7 +255,7 @@ def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
         head, _, raw = read_regular(path).partition(b"\n")
         sealed: Any = parse_json(head)
         if _digest(sealed["body"], raw) != sealed["blake2b"]:
-            raise ValueError("its content does not match its digest")
+            raise ValueError("the content does not match the recorded digest")
         told: Any = parse_json(sealed["body"])
         pieces, offset = [], 0
         for name, span, dtype in told["pieces"]:

@@ -212,7 +212,9 @@ class CheckpointStore:
         if self._thread is not None and jax.process_count() > 1:
             self._thread.join(LOST_PEERS_SECONDS)
             if self._thread.is_alive():
-                self._on_event("the last save is abandoned: other processes did not finish it")
+                self._on_event(
+                    "the last save is abandoned, because other processes did not finish the save"
+                )
                 return
         outcome = self._join()
         if outcome is not None and outcome.failure is not None:
@@ -253,11 +255,12 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints cannot be written to {self.directory}: {one_line(error)}; choose a "
-                "directory that exists or can be made, on a disk with room, and that you may write"
+                "directory that exists or can be created, in which you may write, on a disk with "
+                "free space"
             ) from error
         if leftovers:
             self._on_event(
-                f"{self.directory}: removed the remains of an interrupted save: "
+                f"{self.directory}: removed the files of an interrupted save: "
                 f"{', '.join(leftovers)}"
             )
         if self._primary:
@@ -267,7 +270,9 @@ class CheckpointStore:
         torn = set(layout.steps_present(self.directory)) - set(committed_steps(self.directory))
         for step in sorted(torn):
             path = layout.step_directory(self.directory, step)
-            self._on_event(f"{path} has no valid manifest and does not count as a checkpoint")
+            self._on_event(
+                f"{path} has no valid manifest, so the directory does not count as a checkpoint"
+            )
 
     def _finish(self, pending: _Pending) -> None:
         """Do the part of a save that runs in the background."""
@@ -362,8 +367,8 @@ class CheckpointStore:
         later = [manifest.step for manifest in manifests if manifest.step > step]
         if later:
             self._on_event(
-                f"{self.directory} holds steps {later}, later than step {step} just saved: they "
-                "are kept, and a resume takes the latest complete checkpoint"
+                f"{self.directory} holds steps {later}, later than step {step} just saved: the "
+                "later steps are kept, and --resume uses the latest complete checkpoint"
             )
         doomed = to_delete(
             [Saved(m.step, m.metric) for m in manifests if m.step <= step],
@@ -404,8 +409,8 @@ class CheckpointStore:
                 "checkpoint to resume from: restore the directory, or start a new run"
             )
         return (
-            f"saving step {step} in {self.directory} failed: {reason}; "
-            f"{free} bytes are free there; "
+            f"saving step {step} in {self.directory} failed: {reason}; the disk has {free} free "
+            "bytes; "
             + (f"the last good checkpoint is step {good[-1]}" if good else "there is no checkpoint")
             + "; make room or choose another disk, then resume"
         )
@@ -423,5 +428,5 @@ def _encode(metadata: Mapping[str, Json]) -> str:
         return json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the metadata of a checkpoint must be JSON values, and {error}: {dict(metadata)!r}"
+            f"the metadata of a checkpoint must be JSON values, but {error}: {dict(metadata)!r}"
         ) from error

@@ -31,7 +31,7 @@ def named_leaves(tree: PyTree) -> dict[str, Leaf]:
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CheckpointError(
             f"two leaves of the state have the same path {', '.join(map(repr, twice))}: rename the "
-            "keys that contain '/' or differ only in type"
+            "keys that contain '/', and the keys that differ only in type"
         )
     return named
 
@@ -72,11 +72,11 @@ def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[
     lines = []
     for name in dict.fromkeys([*wanted, *present]):
         if name not in present:
-            lines.append(f"{name}: not saved, wanted {wanted[name]}")
+            lines.append(f"{name}: not saved, expected {wanted[name]}")
         elif name not in wanted:
-            lines.append(f"{name}: saved {present[name]}, not wanted")
+            lines.append(f"{name}: saved {present[name]}, not expected")
         elif wanted[name] != present[name]:
-            lines.append(f"{name}: saved {present[name]}, wanted {wanted[name]}")
+            lines.append(f"{name}: saved {present[name]}, expected {wanted[name]}")
     return lines
 
 
@@ -92,17 +92,19 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
         return
     if all(": not saved, " in line for line in lines):
         raise CheckpointError(
-            f"{where} holds a part of the state: {len(lines)} arrays were not saved, such as "
-            f"{lines[0]}. Configure the model and optimizer that the run was started with. A run "
-            "that saves with checkpoint.parts cannot be resumed, but a new run can begin with its "
-            "parameters (checkpoint.begin_with)"
+            f"{where} contains only a part of the training state: {len(lines)} arrays were not "
+            f"saved, such as {lines[0]}.  Configure the model and optimizer with which the run was "
+            "started.  A run that saves with checkpoint.parts cannot be resumed, but a new run "
+            "can begin with its parameters (checkpoint.begin_with)"
         )
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
     raise CheckpointError(
-        f"{where} holds a model or optimizer that differs from the configured one: of {len(saved)} "
-        f"saved and {len(named_leaves(target))} wanted arrays {len(lines)} do not fit:\n  "
+        f"{where} contains a different model or optimizer than the config: of {len(saved)} "
+        f"saved and {len(named_leaves(target))} expected arrays, {len(lines)} differ:\n  "
         + "\n  ".join(listed)
-        + "\nresume with the configuration that the run was started with, or start a new run "
-        "directory"
+        + (
+            "\nresume with the configuration with which the run was started, or start a "
+            "run in a new directory"
+        )
     )

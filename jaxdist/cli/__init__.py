@@ -41,18 +41,23 @@ pipeline_app = typer.Typer(no_args_is_help=True, help="Show and check pipeline s
 study_app = typer.Typer(
     cls=ConfigOrCommand,
     no_args_is_help=True,
-    help="Compare many runs of a config: `jaxdist study CONFIG` is `study compare CONFIG`.",
+    help=(
+        "Compare many runs of a config; `jaxdist study CONFIG` is short for `study compare CONFIG`."
+    ),
 )
 simulate_app = typer.Typer(
     cls=ConfigOrFleet,
     no_args_is_help=True,
-    help="Simulate in virtual time: `jaxdist simulate CONFIG` is `simulate servers CONFIG`.",
+    help=(
+        "Simulate in virtual time; `jaxdist simulate CONFIG` is short for `simulate servers "
+        "CONFIG`."
+    ),
 )
 
 launch_app = typer.Typer(
     cls=launching.ConfigOrQuestion,
     no_args_is_help=True,
-    help="Train on a cluster: `jaxdist launch CONFIG --on ENGINE`.",
+    help="Submit a training run to a cluster: `jaxdist launch CONFIG --on ENGINE`.",
 )
 
 

@@ -19,7 +19,8 @@ def agent(
     rendezvous: Annotated[
         str,
         typer.Option(
-            help="Rendezvous of hosts: a shared directory, redis://HOST:PORT or etcd://HOST:PORT."
+            help="Rendezvous of the hosts: a shared directory, redis://HOST:PORT or "
+            "etcd://HOST:PORT."
         ),
     ],
     least: Annotated[
@@ -35,14 +36,14 @@ def agent(
         str | None,
         typer.Option(
             metavar="NAME/ADDRESS",
-            help="Name and address of this host for the others; its own name by default.",
+            help="Name or address of this host for other hosts; by default the system's.",
         ),
     ] = None,
     devices: shared.Devices = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the hosts' shared token; by default the rendezvous makes a token."
+            help="File with the token of all hosts; by default the rendezvous creates one."
         ),
     ] = None,
     resume: Annotated[
@@ -50,7 +51,10 @@ def agent(
     ] = False,
     restarts: Annotated[
         int,
-        typer.Option(min=1, help="End the run after this many losses in a row without a new step."),
+        typer.Option(
+            min=1,
+            help="End the run after this many losses in a row without a new step.",
+        ),
     ] = 3,
     join_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds to wait for enough hosts.")

@@ -13,7 +13,7 @@ from jaxdist.cli import shared
 from jaxdist.cli.measurement import ConfigOrCommand
 
 LAUNCHES = Path("runs/launches")
-Folder = Annotated[Path, typer.Argument(help="Folder of the launch.")]
+Folder = Annotated[Path, typer.Argument(help="Folder that `jaxdist launch` wrote for the job.")]
 
 
 class ConfigOrQuestion(ConfigOrCommand):
@@ -26,7 +26,12 @@ def job(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    on: Annotated[str, typer.Option(help="local, slurm, mpi, ray, gke or tpu-vm.")] = "local",
+    on: Annotated[
+        str,
+        typer.Option(
+            help="Engine that starts the processes: local, slurm, mpi, ray, gke or tpu-vm."
+        ),
+    ] = "local",
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     processes: Annotated[
         int,
@@ -39,10 +44,14 @@ def job(
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the job; by default the config file's.")
+        str | None, typer.Option(help="Name of the job; by default the name of the config file.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the submission without running it.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the commands and files of the submission without running the commands.",
+        ),
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:

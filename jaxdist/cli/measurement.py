@@ -34,15 +34,17 @@ class ConfigOrFleet(ConfigOrCommand):
 
 
 Weights = Annotated[
-    Path | None, typer.Option(help="models: a directory, or a GGUF file, with real weights.")
+    Path | None, typer.Option(help="models: a directory or a GGUF file with pretrained weights.")
 ]
 
 Sigterms = Annotated[
-    int | None, typer.Option(min=1, help="elastic: number of further runs that a signal stops.")
+    int | None, typer.Option(min=1, help="elastic: number of runs that a signal stops.")
 ]
 Parts = Annotated[
     list[str] | None,
-    typer.Option("--part", help="jobs: cnn, flops, augmentation, packing, targets; repeatable."),
+    typer.Option(
+        "--part", help="jobs: cnn, flops, augmentation, packing, targets; may be repeated."
+    ),
 ]
 
 
@@ -61,35 +63,32 @@ def bench(
         bool,
         typer.Option(
             "--lab",
-            help="collectives, compression, param-server, plan: between hosts with slow links, "
-            "emulated here (Linux, root).",
+            help="collectives, compression, param-server, plan: emulate hosts with slow links "
+            "(Linux, root).",
         ),
     ] = False,
     torch: Annotated[
         str | None,
-        typer.Option(
-            help="compression --lab, elastic, models, jobs: another Python, which has torch."
-        ),
+        typer.Option(help="compression --lab, elastic, models, jobs: path of a Python with torch."),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="param-server: a Python with ray, jax and numpy.")
+        str | None, typer.Option(help="param-server: path of a Python with ray, jax and numpy.")
     ] = None,
     sigterms: Sigterms = None,
     scoreboard: Annotated[
         str | None,
-        typer.Option(help="elastic: rows of injected faults: all, or a list such as R08=20,R29."),
+        typer.Option(help="elastic: faults to inject: all, or a list such as R08=20,R29."),
     ] = None,
     programs: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="plan: number of plans whose memory the compiler computes; 0 uses formulas only. "
-            "prove: number of correct plans.",
+            help="plan: number of plans whose memory the compiler computes; with 0 only formulas "
+            "are used. prove: number of correct plans to check.",
         ),
     ] = None,
     maxtext: Annotated[
-        Path | None,
-        typer.Option(help="plan: dumps of MaxText's programs, written by scripts/maxtext."),
+        Path | None, typer.Option(help="plan: folder of MaxText's programs from scripts/maxtext.")
     ] = None,
     weights: Weights = None,
     part: Parts = None,
@@ -97,7 +96,7 @@ def bench(
         Path | None, typer.Option(help="collectives, zero: draw the figures into this directory.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Append the ratios to DIR/NAME.jsonl.")
+        Path | None, typer.Option(help="Append the measured ratios to DIR/NAME.jsonl.")
     ] = None,
 ) -> None:
     """Measure jaxdist and a reference in turn. Missed goals are reported, but are not errors."""
@@ -132,14 +131,19 @@ def compare(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    of: Annotated[str | None, typer.Option(help="A built-in set of variants: compression.")] = None,
+    of: Annotated[
+        str | None, typer.Option(help="Built-in set of variants to compare: compression.")
+    ] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="A variant: NAME='section.key=value section.key=value' ..."),
+        typer.Option(help="A variant NAME='section.key=value section.key=value'; may be repeated."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs (seeds) of each variant.")] = 3,
     json_file: shared.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the changes into this directory.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw figures of the differences between variants into this directory."),
+    ] = None,
     devices: shared.Devices = None,
 ) -> None:
     """Train variants of CONFIG on the same batches, and compare their held-out loss.
@@ -169,10 +173,12 @@ def batch_scaling(
         str, typer.Option(help="Optimizers to compare.")
     ] = "sgd,nesterov,lars,lamb,adamw",
     epochs: Annotated[
-        float | None, typer.Option(help="Epochs of every run; the config's by default.")
+        float | None,
+        typer.Option(help="Number of epochs of every run; by default the number in the config."),
     ] = None,
     tune: Annotated[
-        bool, typer.Option("--tune/--no-tune", help="Search learning rates at every batch size.")
+        bool,
+        typer.Option("--tune/--no-tune", help="Search the best learning rate at every batch size."),
     ] = True,
     json_file: shared.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
@@ -208,7 +214,9 @@ def run_study(
     ] = None,
     *,
     json_file: shared.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the study into this directory.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures of the study into this directory.")
+    ] = None,
     devices: shared.Devices = None,
 ) -> None:
     """Run a study that a YAML file defines: a config, variants or batch sizes, and seeds.
@@ -236,7 +244,10 @@ def run_study(
 def review(
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE] [key=value ...]", help="A YAML file, and settings."),
+        typer.Argument(
+            metavar="[FILE] [key=value ...]",
+            help="YAML file, and settings key=value that override the file.",
+        ),
     ] = None,
     *,
     json_file: shared.JsonFile = None,
@@ -266,13 +277,16 @@ def servers(
     *,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="Compare NAME='section.key=value section.key=value' ... side by side."),
+        typer.Option(
+            help="A variant NAME='section.key=value section.key=value' to compare; may be repeated."
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs (seeds) of each variant.")] = 1,
     target: Annotated[
         float | None,
         typer.Option(
-            help="Held-out loss to reach in time; 1% above the first variant's last by default."
+            help="Held-out loss to which the time is measured; by default 1% above the first "
+            "variant's final loss."
         ),
     ] = None,
     json_file: shared.JsonFile = None,
@@ -304,13 +318,15 @@ def fleet(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG] [key=value ...]", help="A YAML file of the fleet, and settings."
+            metavar="[CONFIG] [key=value ...]",
+            help="YAML file of the fleet, and settings key=value that override the file.",
         ),
     ] = None,
     *,
     json_file: shared.JsonFile = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw goodput over the interval into this directory.")
+        Path | None,
+        typer.Option(help="Draw goodput against the interval between saves into this directory."),
     ] = None,
 ) -> None:
     """Simulate the goodput of a fleet of devices that fail, over the interval between saves.
@@ -331,7 +347,10 @@ def fleet(
 def choice(
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG] [key=value ...]", help="A YAML file, and settings."),
+        typer.Argument(
+            metavar="[CONFIG] [key=value ...]",
+            help="YAML file, and settings key=value that override the file.",
+        ),
     ] = None,
     *,
     json_file: shared.JsonFile = None,

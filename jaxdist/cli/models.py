@@ -14,7 +14,8 @@ def import_model(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face directory, a GGUF file, or with --base adapters of PEFT.",
+            help="Hugging Face directory or GGUF file of the model, or (with --base) a directory "
+            "of PEFT adapters.",
             metavar="DIR",
         ),
     ],
@@ -22,13 +23,17 @@ def import_model(
     *,
     out: Annotated[Path, typer.Option(help="The run directory to write.")],
     config: Annotated[
-        Path | None, typer.Option(help="Config with a model of your own; needs --table.")
+        Path | None, typer.Option(help="Config whose model is your own code; needs --table.")
     ] = None,
     table: Annotated[
-        Path | None, typer.Option(help="YAML table of the tensors of --config's parameters.")
+        Path | None,
+        typer.Option(
+            help="YAML file with the tensor's name for each parameter of --config's model."
+        ),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="The run of the base model, for a directory of adapters.")
+        Path | None,
+        typer.Option(help="Run directory of the base model to which the adapters belong."),
     ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -49,7 +54,10 @@ def import_model(
     elif config is None and table is None:
         found = run(model, out, extra, console=console)
     else:
-        raise ConfigError("--config and --table belong together: give both, or none for a family")
+        raise ConfigError(
+            "--config and --table must be given together: give both, or give neither for a model "
+            "of a supported family"
+        )
     shared.write_result(json_file, "import", **found)
 
 
@@ -59,11 +67,15 @@ def export_model(
     overrides: shared.Overrides = None,
     *,
     to: Annotated[
-        Literal["hf", "gguf", "peft"], typer.Option(help="The model, or its adapters.")
+        Literal["hf", "gguf", "peft"],
+        typer.Option(help="Format: hf or gguf for the model, peft for the model's adapters."),
     ] = "hf",
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16; the imported model's by default."),
+        typer.Option(
+            help="Dtype of the weights: float32, bfloat16 or float16; by default the dtype of the "
+            "imported model."
+        ),
     ] = None,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
@@ -84,18 +96,30 @@ def export_model(
 
 def adopt(
     model: Annotated[
-        Path, typer.Argument(help="A directory with config.json, or a GGUF file.", metavar="DIR")
+        Path,
+        typer.Argument(
+            help="Hugging Face directory with config.json, or a GGUF file.", metavar="DIR"
+        ),
     ],
     overrides: shared.Overrides = None,
     *,
-    on: Annotated[str, typer.Option(help="The slice to plan for: v5p:4x4x4.")],
+    on: Annotated[str, typer.Option(help="TPU slice to plan for, such as v5p:4x4x4.")],
     out: Annotated[
-        Path | None, typer.Option(help="The config to write; NAME.yaml of DIR by default.")
+        Path | None,
+        typer.Option(
+            help="Config file to write; by default NAME.yaml, where NAME is the name of the "
+            "directory or file."
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, max=50, help="Number of plans to rank.")] = 3,
+    top: Annotated[
+        int, typer.Option(min=1, max=50, help="Number of plans to rank by predicted step time.")
+    ] = 3,
     compiled: Annotated[
         bool,
-        typer.Option("--compile/--no-compile", help="Rank by compiled programs, or by formulas."),
+        typer.Option(
+            "--compile/--no-compile",
+            help="Rank the plans by their compiled programs, or only by formulas.",
+        ),
     ] = True,
     json_file: shared.JsonFile = None,
 ) -> None:

@@ -69,7 +69,10 @@ class _Lasting(io.FileIO):
             closed = self._terminal and error.errno == errno.EIO
             self.lost = not (closed or isinstance(error, BrokenPipeError))
             if self.fileno() == 1:
-                words = f"standard output: {error.strerror}; the command continues without it"
+                words = (
+                    f"cannot write to standard output: {error.strerror}; the command continues "
+                    "without standard output"
+                )
                 print(words, file=sys.stderr)
             return len(data)
 

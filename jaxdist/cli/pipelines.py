@@ -11,31 +11,45 @@ from jaxdist.cli import shared
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(help="chunks=2, costs.forward=1, costs.backward_input=1, ...: key=value."),
+    typer.Argument(
+        help="Settings key=value of the schedule: chunks=2, costs.forward=1, "
+        "costs.backward_input=1, ..."
+    ),
 ]
 
 
 def show(
     schedule: Annotated[
-        str, typer.Argument(help="gpipe, 1f1b, interleaved, zb_h1, zb_auto, ..., or a CSV file.")
+        str,
+        typer.Argument(
+            help="Schedule: gpipe, 1f1b, interleaved, zb_h1, zb_auto, ..., or the CSV file of a "
+            "schedule."
+        ),
     ],
     settings: Settings = None,
     *,
     stages: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices along the stage axis; by default the CSV file's."),
+        typer.Option(
+            min=1, help="Number of pipeline stages; by default the number in the CSV file."
+        ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of a batch; by default the CSV file's.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of microbatches of a batch; by default the number in the CSV file."
+        ),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a trace for ui.perfetto.dev, with 1 ms for a unit of time."),
+        typer.Option(help="Write a trace for ui.perfetto.dev, in which 1 ms is a unit of time."),
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write the schedule as torch.distributed.pipelining reads it."),
+        typer.Option(
+            help="Write the schedule as a CSV file that torch.distributed.pipelining can read."
+        ),
     ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -61,8 +75,8 @@ def show(
 def compare(
     settings: Settings = None,
     *,
-    stages: Annotated[int, typer.Option(min=1, help="Devices along the stage axis.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
+    stages: Annotated[int, typer.Option(min=1, help="Number of pipeline stages.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches of a batch.")],
     json_file: shared.JsonFile = None,
 ) -> None:
     """Print bubble, activations and messages of every schedule, given the times of a stage."""
@@ -73,7 +87,9 @@ def compare(
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
+    file: Annotated[
+        Path, typer.Argument(help="CSV file of the schedule, with a row for each stage.")
+    ],
     *,
     json_file: shared.JsonFile = None,
 ) -> None:

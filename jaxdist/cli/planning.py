@@ -17,18 +17,20 @@ def plan(
     on: Annotated[
         list[str],
         typer.Option(
-            help="v5p:8x8x8; several slices: 4xv5e:16x16; GPUs as hosts x GPUs of a host: "
-            "h100:16x8. Give it several times to compare targets."
+            help="Target: a TPU slice (v5p:8x8x8), several slices (4xv5e:16x16), or GPUs as hosts "
+            "x GPUs per host (h100:16x8). Repeat the option to compare targets."
         ),
     ],
     slices: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of slices over a slower network, for each --on that names none."
+            min=1,
+            help="Number of slices, connected by a slower network, for each --on without a number "
+            "of slices.",
         ),
     ] = 1,
     top: Annotated[
-        int, typer.Option(min=1, max=50, help="Number of plans to print for each --on.")
+        int, typer.Option(min=1, max=50, help="Number of plans to print for each target.")
     ] = 5,
     write: Annotated[
         Path | None, typer.Option(help="Write CONFIG with the fastest plan to this file.")
@@ -38,7 +40,10 @@ def plan(
         typer.Option(min=1, help="Print how the plan with this number spends time and memory."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what --explain says into this directory.")
+        Path | None,
+        typer.Option(
+            help="Draw figures of the time and memory that --explain prints into this directory."
+        ),
     ] = None,
     compile_top: Annotated[
         bool,
@@ -50,10 +55,8 @@ def plan(
         bool,
         typer.Option(
             "--memory",
-            help=(
-                "Ask the compiler for the memory of each printed plan, which takes seconds; only "
-                "for TPUs."
-            ),
+            help="Ask the compiler for the memory of each printed plan, which takes seconds; only "
+            "for TPUs.",
         ),
     ] = False,
     json_file: shared.JsonFile = None,

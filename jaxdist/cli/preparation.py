@@ -41,11 +41,14 @@ def init(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A config such as gpt/quickstart, or a kind such as gpt; all by default."
+            help="Shipped config such as gpt/quickstart, or a folder of shipped configs such as "
+            "gpt; by default all configs."
         ),
     ] = None,
     *,
-    to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
+    to: Annotated[Path, typer.Option(help="Folder into which the configs are written.")] = Path(
+        "configs"
+    ),
     json_file: shared.JsonFile = None,
 ) -> None:
     """Write copies of the shipped configurations, which can be run and changed."""
@@ -60,7 +63,7 @@ def eject(
     overrides: shared.Overrides = None,
     *,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; by default the text is printed.")
+        Path | None, typer.Option(help="Python file to write; by default the program is printed.")
     ] = None,
     keep: Annotated[
         Literal["data"] | None,
@@ -100,13 +103,16 @@ def schema(*, json_file: shared.JsonFile = None) -> None:
 
 
 def tokenize(
-    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    out: Annotated[Path, typer.Argument(help="File tokenizer.json to write.")],
     files: Annotated[
         list[str] | None,
-        typer.Argument(help="Globs of text files; by default Python's own library."),
+        typer.Argument(
+            help="Globs of text files to learn from; by default the files of Python's standard "
+            "library."
+        ),
     ] = None,
     *,
-    vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Number of tokens to learn.")] = 4096,
     heldout_fraction: Annotated[
         float,
         typer.Option(

@@ -18,7 +18,9 @@ def inspect(
     topology: shared.TopologyOption = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A further setting, like the overrides; may be repeated."),
+        typer.Option(
+            "--set", help="A setting section.key=value, as among the overrides; may be repeated."
+        ),
     ] = None,
     json_file: shared.JsonFile = None,
     diff: Annotated[
@@ -30,7 +32,10 @@ def inspect(
         typer.Option(help="Print the differences that this setting makes; may be repeated."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
+        Path | None,
+        typer.Option(
+            help="Draw a figure of the predicted step time into this directory; TPUs only."
+        ),
     ] = None,
 ) -> None:
     """Print the bytes, FLOPs, memory, and time on TPUs of a train step. Nothing is run."""
@@ -62,13 +67,15 @@ def audit(
         bool,
         typer.Option(
             "--full",
-            help="Print each setting's change in bytes, memory, FLOPs; compiles each step.",
+            help="Print how each setting changes bytes, memory and FLOPs; compiles a step for each "
+            "setting.",
         ),
     ] = False,
     options: Annotated[
         bool,
         typer.Option(
-            "--options", help="Print the effect of each compiler option in place of the settings'."
+            "--options",
+            help="Print the effect of each compiler option instead of the effect of each setting.",
         ),
     ] = False,
     json_file: shared.JsonFile = None,
@@ -95,31 +102,44 @@ def audit(
 
 def parity(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file; by default a small language model.")
+        Path | None,
+        typer.Argument(
+            help="YAML file of the experiment; by default a config of a small language model."
+        ),
     ] = None,
     overrides: shared.Overrides = None,
     *,
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Compare every plan without stages, and more pipelines; takes an hour."
+            "--full",
+            help="Compare every plan without stages, and more pipelines; takes an hour.",
         ),
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Number of processes that compare.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of processes that compare plans at the same time.")
+    ] = 1,
     json_file: shared.JsonFile = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Skip the results that the file of --json has already.")
+        bool,
+        typer.Option("--resume", help="Skip the plans that the file of --json already contains."),
     ] = False,
     draw: Annotated[
         int | None,
-        typer.Option(min=1, help="Compare this number of random configs in place of CONFIG."),
+        typer.Option(
+            min=1, help="Compare this number of randomly drawn configs instead of CONFIG."
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first draw; each later draw adds 1.")
+        int,
+        typer.Option(
+            min=0,
+            help="Seed of the first random config; each later seed is 1 higher.",
+        ),
     ] = 0,
     axis: Annotated[
         list[str] | None,
-        typer.Option(help="Make only the draws whose mesh has this axis; may be repeated."),
+        typer.Option(help="Compare only draws whose mesh has this axis; may be repeated."),
     ] = None,
 ) -> None:
     """Check that plans train CONFIG's model like a single device. If not, the exit code is 1.
@@ -151,7 +171,7 @@ def parity(
     if axis:
         from jaxdist.errors import ConfigError
 
-        raise ConfigError("--axis selects draws, and there are none: give --draw as well")
+        raise ConfigError("--axis selects among random configs: add --draw N")
     from jaxdist.parity.compare import parity as compare
 
     results = compare(
@@ -175,11 +195,12 @@ def prove(
         int,
         typer.Option(
             min=0,
-            help="Number of further plans to compare: CONFIG's with three settings changed.",
+            help="Number of additional plans to compare, each of which is CONFIG with three "
+            "changed settings.",
         ),
     ] = 2,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the weights and of the further plans.")
+        int, typer.Option(min=0, help="Seed of the weights and of the additional plans.")
     ] = 0,
     json_file: shared.JsonFile = None,
 ) -> None:

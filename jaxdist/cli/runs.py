@@ -39,8 +39,8 @@ def train(
         str | None,
         typer.Option(
             metavar="STEPS",
-            help="Trace steps for xprof and Perfetto: 10:13 traces steps 10 to 13, 4 the first "
-            "four after a warm-up.",
+            help="Trace steps for xprof and Perfetto: 10:13 traces steps 10 to 13; 4 traces the "
+            "first four steps after a warm-up.",
         ),
     ] = None,
     coordinator: shared.Coordinator = None,
@@ -62,7 +62,9 @@ def train(
     restarts: Annotated[
         int,
         typer.Option(
-            min=1, help="--elastic: end the run after this many losses in a row without a new step."
+            min=1,
+            help="--elastic: end the run after this many consecutive losses of a process without a "
+            "new step.",
         ),
     ] = 3,
     proved: Annotated[
@@ -128,13 +130,18 @@ def drill(
     overrides: shared.Overrides = None,
     *,
     failures: Annotated[
-        int, typer.Option(min=1, help="Number of processes to kill or stop, in turn.")
+        int, typer.Option(min=1, help="Number of failures: each kills or stops a process.")
     ],
     count: Annotated[
         int, typer.Option("--processes", min=1, help="Number of processes of the run.")
     ] = 2,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the time, process and kind of failures.")
+        int,
+        typer.Option(
+            min=0,
+            help="Seed that determines the time of each failure, its process, and whether the "
+            "process is killed or stopped.",
+        ),
     ] = 0,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
@@ -283,13 +290,16 @@ def report(
     json_file: shared.JsonFile = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write an HTML page: curves, time, memory, bytes, schedule, energy."),
+        typer.Option(
+            help="Write an HTML page with curves, time, memory, bytes sent, pipeline schedule and "
+            "energy to this file."
+        ),
     ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="--html: rewrite the page until the runs have ended.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=1, help="--live: seconds from one page to the next.")
+        float, typer.Option(min=1, help="--live: seconds between two versions of the page.")
     ] = 15,
     compiled: Annotated[
         bool,
@@ -306,7 +316,11 @@ def report(
         from jaxdist.run.report.goodput import report_goodput as tell
 
         if live or (json_file is not None and len(runs) > 1):
-            wrong = "--live rewrites a page" if live else "--json is about one run"
+            wrong = (
+                "--live rewrites the page of --html, which is missing"
+                if live
+                else "--json writes the report of a single run, but several are given"
+            )
             raise ConfigError(f"{wrong}: give {'--html FILE' if live else 'one run directory'}")
         for run in runs:
             tell(run, json_file, console=shared.console())
@@ -343,10 +357,14 @@ def _inspected(config: Path) -> JsonObject:
 
     count, code = shared.devices_of(config.parent), foreign_code(read(config).values)
     if code:
-        raise ConfigError(f"the report compiles no step whose config runs your code: it {code[0]}")
+        raise ConfigError(
+            "the report shows no memory and bytes of this step, because compiling the step would "
+            f"run your own code: the config {code[0]}"
+        )
     if count is None:
         raise ConfigError(
-            "the mesh of its config leaves the size of an axis open (-1): give --devices N"
+            "the mesh of the run's config leaves the size of an axis open (-1), so the number of "
+            "devices is unknown"
         )
     found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"], None))
     return inspection_json(found)
@@ -364,17 +382,21 @@ def generate(
         int, typer.Option(min=1, help="Largest number of tokens to add to each text.")
     ] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 always takes the likeliest token.")
+        float,
+        typer.Option(
+            min=0, help="Temperature of the sampling; 0 always chooses the most likely token."
+        ),
     ] = 0.8,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Choose among this number of likeliest tokens.")
+        int | None, typer.Option(min=1, help="Choose only among this number of most likely tokens.")
     ] = None,
     top_p: Annotated[
         float,
         typer.Option(
             min=0,
             max=1,
-            help="Choose among the fewest tokens whose probabilities add up to this value.",
+            help="Choose only among the most likely tokens whose probabilities add up to this "
+            "value (nucleus sampling).",
         ),
     ] = 1.0,
     stops: Annotated[

@@ -20,30 +20,32 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override the file: section.key=value ...")
 ]
-Devices = Annotated[int | None, typer.Option(min=1, help="Use this many fake CPU devices.")]
-Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
+Devices = Annotated[int | None, typer.Option(min=1, help="Number of fake CPU devices to use.")]
+Coordinator = Annotated[str | None, typer.Option(help="Address HOST:PORT of process 0.")]
 NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
-ProcessId = Annotated[int | None, typer.Option(help="Number of this process, from 0.")]
+ProcessId = Annotated[int | None, typer.Option(help="Number of this process, counted from 0.")]
 Detect = Annotated[
     bool,
     typer.Option(
-        "--distributed", help="Find the other processes by Slurm, MPI, Kubernetes or TPU."
+        "--distributed",
+        help="Find the other processes through the environment of Slurm, MPI, Kubernetes or TPUs.",
     ),
 ]
 JoinTimeout = Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 CheckpointStep = Annotated[
-    int | None, typer.Option(help="Step of the checkpoint to use; the newest by default.")
+    int | None,
+    typer.Option(help="Step of the checkpoint to use; by default the newest checkpoint."),
 ]
 CompileDevices = Annotated[
-    int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
+    int | None, typer.Option(min=1, help="Number of fake CPU devices to compile for.")
 ]
 TopologyOption = Annotated[
     str | None,
-    typer.Option(help="Compile for TPUs, without the TPUs: v5e:2x4, v5p:4x4x4, ..."),
+    typer.Option(help="TPU slice to compile for, such as v5e:2x4 or v5p:4x4x4; no TPU is needed."),
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result to this file as well, as JSON.")
+    Path | None, typer.Option("--json", help="Also write the result to this file, as JSON.")
 ]
 
 SHOWN_RUNS = 5
@@ -129,7 +131,8 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
 
     if devices is not None and topology is not None:
         raise MeshError(
-            f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
+            f"--devices {devices} compiles for CPUs, but --topology {topology} compiles for TPUs: "
+            "give only one of the two options"
         )
     return [*overrides, *([] if devices is None else [f"mesh.fake_devices={devices}"])]
 
@@ -165,7 +168,7 @@ def alone(option: str, **others: object) -> None:
 
     given = [name for name, value in others.items() if value]
     if given:
-        raise ConfigError(f"{', '.join(given)} has no effect with {option}: give one of them")
+        raise ConfigError(f"{', '.join(given)} has no effect with {option}: leave either out")
 
 
 def _fake_devices(path: Path, overrides: list[str]) -> int:
@@ -227,7 +230,8 @@ def find_benchmarks() -> None:
     checkout = Path(__file__).parents[2]
     if not (checkout / "benchmarks" / "core" / "harness.py").is_file():
         raise ConfigError(
-            f"benchmarks are not in the installed package ({checkout}): run `jaxdist bench` from "
-            "a checkout of jaxdist's repository that was installed with pip install -e '.[bench]'"
+            f"the installed package has no benchmarks ({checkout} does not exist): run `jaxdist "
+            "bench` from a checkout of jaxdist's repository that was installed with pip install "
+            "-e '.[bench]'"
         )
     sys.path.insert(0, str(checkout))  # another package may have a module named benchmarks

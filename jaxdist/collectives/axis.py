@@ -104,9 +104,13 @@ def checked(axis: object, operation: str) -> Axis:
     where = f"{operation} over {axis!r}"
     found: tuple[Any, ...] = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if not found:
-        raise CollectiveError(f"{where} names no axis: give a mesh axis such as 'data'")
+        raise CollectiveError(
+            f"{where} names no axis: pass the name of a mesh axis, such as 'data'"
+        )
     if not all(isinstance(name, str) for name in found):
-        raise CollectiveError(f"{where}: an axis is a name or a tuple of names")
+        raise CollectiveError(
+            f"{where}: the axis must be the name of a mesh axis or a tuple of such names"
+        )
     if len(set(found)) < len(found):
         raise CollectiveError(f"{where} names an axis twice: name each axis once, slowest first")
     for name in found:
@@ -122,15 +126,18 @@ def _check_bound(name: str, where: str) -> None:
         bound = mesh.manual_axes
         if not bound:
             reason = (
-                "is outside of jax.shard_map, where no axis is bound: call it in a function that "
-                f"jax.shard_map maps over a mesh with axis {name!r}"
+                "was called outside of jax.shard_map, where no axis is bound: call the operation "
+                f"in a function that jax.shard_map maps over a mesh with axis {name!r}"
             )
         elif name in mesh.axis_names:
             reason = (
-                f"needs axis {name!r}, on which XLA places the communication: add it to axis_names "
-                f"of jax.shard_map (manual now: {', '.join(bound)})"
+                f"needs the manual axis {name!r}, but the axis is automatic: add the axis to "
+                f"axis_names of jax.shard_map (manual axes: {', '.join(bound)})"
             )
         else:
             sizes = ", ".join(f"{axis}: {mesh.shape[axis]}" for axis in bound)
-            reason = f"needs axis {name!r}, bound are {{{sizes}}}: {did_you_mean(name, bound)}"
+            reason = (
+                f"needs axis {name!r}, but the bound axes are {{{sizes}}}: "
+                f"{did_you_mean(name, bound)}"
+            )
         raise CollectiveError(f"{where} {reason}") from None

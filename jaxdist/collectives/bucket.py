@@ -174,6 +174,6 @@ def _positions(count: int, order: Sequence[int] | None) -> Sequence[int]:
     if sorted(order) != list(range(count)):
         raise CollectiveError(
             f"order {list(order)} of reduce_tree is not a permutation of the tree's {count} "
-            f"leaves: give each position from 0 to {count - 1} once"
+            f"leaves: name each index from 0 to {count - 1} once"
         )
     return order

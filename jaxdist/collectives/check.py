@@ -30,12 +30,13 @@ def array(x: object, operation: str) -> jax.Array:
         found = jnp.asarray(x)
     except (TypeError, ValueError):
         raise CollectiveError(
-            f"{operation} takes one array, not a {type(x).__name__}: use jax.tree.map, or "
-            "reduce_tree for the leaves of a tree"
+            f"{operation} expects a single array, not a {type(x).__name__}: use jax.tree.map, or "
+            "reduce_tree for the leaves of a pytree"
         ) from None
     if jnp.issubdtype(found.dtype, jax.dtypes.extended):
         raise CollectiveError(
-            f"{operation} of {found.dtype} is not defined: use jax.random.key_data for random keys"
+            f"{operation} of {found.dtype} is not defined: pass an array of numbers "
+            "(jax.random.key_data converts random keys)"
         )
     return found
 
@@ -59,7 +60,9 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
             f"{what}: the mean of integers is not an integer; cast to float32, or use op='sum'"
         )
     if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise CollectiveError(f"{what}: complex numbers have no order; reduce jnp.abs(x)")
+        raise CollectiveError(
+            f"{what}: complex numbers have no order; reduce real numbers, such as jnp.abs(x)"
+        )
     return COMBINE[op]
 
 
@@ -67,7 +70,8 @@ def check_algorithm(algorithm: object, operation: str) -> None:
     """Raise CollectiveError unless `algorithm` is an instance of `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise CollectiveError(
-            f"{operation} with algorithm={algorithm!r}: give an instance such as Ring() or Xla()"
+            f"{operation} with algorithm={algorithm!r}: pass an instance of an algorithm, such as "
+            "Ring() or Xla()"
         )
 
 
@@ -132,7 +136,8 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
     """
     if len(values) != count:
         raise CollectiveError(
-            f"{operation}: {len(values)} {name} for {count} tensors; give one for each tensor"
+            f"{operation}: {len(values)} {name} were passed for {count} tensors; pass as many "
+            f"{name} as tensors"
         )
 
 
@@ -141,8 +146,8 @@ def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str)
     if x.shape[dim] % size:
         padded = -(-x.shape[dim] // size) * size
         raise CollectiveError(
-            f"{operation} over {axis!r} ({size} devices): split_dim {dim} of shape "
-            f"{list(x.shape)} does not divide by {size}; pad it to {padded}"
+            f"{operation} over {axis!r} ({size} devices): split_dim {dim} of shape {list(x.shape)} "
+            f"does not divide by {size}; pad the dim to {padded}"
         )
 
 

@@ -88,8 +88,8 @@ def extremum(operation: str, forward: Function) -> Function:
 
     def refuse(x: jax.Array) -> tuple[jax.Array, None]:
         raise CollectiveError(
-            f"{operation} of {x.dtype}{list(x.shape)} has no derivative: put its argument into "
-            "jax.lax.stop_gradient, or differentiate op='sum' or 'mean'"
+            f"{operation} of {x.dtype}{list(x.shape)} has no derivative: wrap its argument in "
+            "jax.lax.stop_gradient, or use op='sum' or 'mean', which have derivatives"
         )
 
     def never(_: None, cotangent: jax.Array) -> tuple[jax.Array]:

@@ -57,7 +57,7 @@ def import_adapters(
     """
     files, directory = open_adapters(folder), RunDirectory(out.absolute())
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: name another directory with --out")
+        raise RunError(f"{out} exists already: choose a directory that does not exist with --out")
     if not RunDirectory(base).occupied:
         raise RunError(f"--base {base} is not a run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
@@ -122,7 +122,7 @@ def export_adapters(
             f"{run} has no adapters (model.lora): export the whole model with --to hf"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: name another directory")
+        raise RunError(f"{out} exists already: choose a directory that does not exist")
     state: Any = restored.state
     params = program.home.used_params(program.evaluated(state))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}
@@ -152,12 +152,18 @@ def _rows(model: Any, run: Path) -> Mapping[str, Row]:
       ConfigError: no family of Hugging Face fits the model.
     """
     if not isinstance(model, GptConfig):
-        raise ConfigError(f"model.type {model.type} has no table of names: adapters take gpt")
+        raise ConfigError(
+            f"model.type {model.type} cannot be converted to PEFT's names: adapters can be written "
+            "only for model.type gpt"
+        )
     file = run / SOURCE / CONFIG
     if file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
         return family_of(config, where=str(file)).table(config)
     fitting = families_of(model.model_copy(update={"lora": None}))
     if not fitting:
-        raise ConfigError("no model family of Hugging Face has the options of this model")
+        raise ConfigError(
+            "no model of Hugging Face's transformers has the options of this model, so its "
+            "adapters cannot be written for PEFT"
+        )
     return fitting[0].table({})

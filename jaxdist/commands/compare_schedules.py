@@ -130,9 +130,10 @@ def compare_schedules(
     ]
     console.print(_comparison(entries, stages, microbatches))
     console.print(
-        "bubble: where a stage may begin its next step before the others end; flushed: where all "
-        "end together. peak: activations, in microbatches through a whole stage. least: the "
-        f"fewest microbatches. {_choices(common.chunks)}"
+        "bubble: idle fraction if a stage may begin its next step before other stages end; "
+        "flushed: idle fraction if all stages end together. peak: most activations that a stage "
+        "keeps, in microbatches. least: smallest number of microbatches that the schedule allows. "
+        f"  {_choices(common.chunks)}"
     )
     for entry in entries:
         if entry.timeline is None:
@@ -182,8 +183,9 @@ def _choices(chunks: int) -> str:
     }
     limits = ", ".join(f"{limit:g}x" for limit in AUTO_MEMORY)
     return (
-        f"{', '.join(found['chunks'])}: {chunks} chunks a stage. "
-        f"{', '.join(found['memory_limit'])} {limits}: memory at most that multiple of 1F1B's peak."
+        f"{', '.join(found['chunks'])}: {chunks} chunks on each stage. "
+        f"{', '.join(found['memory_limit'])} {limits}: memory is at most this multiple of the peak "
+        "of 1F1B."
     )
 
 

@@ -48,8 +48,8 @@ def drill(
     steps = train.get("steps")
     if not isinstance(steps, int):
         raise ConfigError(
-            f"{path} does not set the number of steps, which a drill needs: give train.steps "
-            "(train.steps=2000), not epochs"
+            f"{path} does not set the number of steps, which a drill needs: set train.steps, such "
+            "as train.steps=2000, and not train.epochs"
         )
     strikes = strikes_of(failures, steps, processes, seed)
     strikers: list[Striker] = []
@@ -68,8 +68,8 @@ def drill(
         )
     if striker.left or striker.run is None:
         raise RunError(
-            f"the run ended after {len(striker.struck)} of {failures} failures: give it more steps "
-            "(train.steps), or fewer failures"
+            f"the run ended after {len(striker.struck)} of {failures} failures: set more steps "
+            "(train.steps), or fewer failures (--failures)"
         )
     records = read_metrics(striker.run)
     found = joined_lives(records)
@@ -85,8 +85,8 @@ def drill(
     if not drilled.held:
         raise RunError(
             f"the run used {drilled.achieved:.1%} of its time for steps, less than nine tenths of "
-            f"the predicted {drilled.predicted:.1%}: look at the recoveries above, and at "
-            f"{striker.run}/flight_*.png"
+            f"the predicted {drilled.predicted:.1%}: the list of recoveries above and the figures "
+            f"{striker.run}/flight_*.png show where time was lost"
         )
     return drilled
 

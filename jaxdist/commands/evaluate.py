@@ -153,11 +153,13 @@ def generate_from_run(
     experiment, restored = open_run(run, overrides, step=step, console=console)
     tokenizer = experiment.dataset.tokenizer
     if tokenizer is None:
-        raise RunError("the model of this run was not trained on text, so it cannot generate text")
+        raise RunError(
+            "the model of this run was not trained on text, so the model cannot generate text"
+        )
     if "targets" in experiment.program.batch:
         raise RunError(
-            "the model of this run predicts hidden tokens from both sides, so it cannot continue a "
-            "text: generate needs a decoder, model.type gpt"
+            "the model of this run predicts hidden tokens from the tokens on both sides, so the "
+            "model cannot continue a text: generate needs a decoder (model.type gpt)"
         )
     state: Any = restored.state
     # A prompt begins with the separator of documents, which precedes every document in training.
@@ -198,7 +200,8 @@ def _stop(tokenizer: Tokenizer, text: str) -> int:
     spelled = tokenizer.encode([os.fsencode(text)])[0].tolist()
     if len(spelled) != 1:
         raise RunError(
-            f"--stop {text!r} is {len(spelled)} tokens of this run's tokenizer, and a text ends at "
-            "a single token: give a single token, such as <|im_end|> or a line break"
+            f"--stop {text!r} is {len(spelled)} tokens of this run's tokenizer, but a text can end "
+            "only at a single token: use text of a single token, such as <|im_end|> or a line "
+            "break"
         )
     return spelled[0]

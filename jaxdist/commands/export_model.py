@@ -55,10 +55,13 @@ def export_model(
     model, program = experiment.config.model, experiment.program
     if not isinstance(model, Described):
         raise ConfigError(
-            f"model.type {model.type} has no table of names: export takes gpt, bert, vit and resnet"
+            f"model.type {model.type} cannot be exported, since jaxdist does not know the names of "
+            "its tensors: export supports gpt, bert, vit and resnet"
         )
     if gguf and not isinstance(model, GptConfig):
-        raise ConfigError(f"--to gguf takes model.type gpt, not {model.type}: use --to hf")
+        raise ConfigError(
+            f"--to gguf supports only model.type gpt, but model.type is {model.type}: use --to hf"
+        )
     inputs, state = _inputs(experiment), restored.state
     tokenizer: Any = getattr(experiment.config.data, "tokenizer", None)
     file = getattr(tokenizer, "file", None)
@@ -68,7 +71,7 @@ def export_model(
     family = family_of(config, where=CONFIG)
     held = dtype or str(config.get("dtype", config.get("torch_dtype", "float32")))
     if held not in DTYPES:
-        raise ConfigError(f"--dtype {held}: there are {', '.join(DTYPES)}")
+        raise ConfigError(f"--dtype {held} is unknown: use one of {', '.join(DTYPES)}")
     # Adapters are added to their kernels, since these files cannot contain adapters.
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))

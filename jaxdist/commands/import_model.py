@@ -130,7 +130,7 @@ def import_with_table(
 
 def _new(out: Path) -> RunDirectory:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: name another directory with --out")
+        raise RunError(f"{out} exists already: choose a directory that does not exist with --out")
     return RunDirectory(out.absolute())
 
 
@@ -236,7 +236,8 @@ def _scaling(folder: Path) -> JsonObject | None:
         mean, std = ([255 * float(x) for x in content[key]] for key in ("image_mean", "image_std"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} has no image_mean and image_std ({error!r}); download it again, or delete it"
+            f"{file} has no image_mean and image_std ({error!r}); download the file again, or "
+            "delete the file"
         ) from error
     return {"type": "scale", "mean": mean, "std": std}
 

@@ -43,8 +43,8 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
             not target.is_file() or target.read_bytes() != source.read_bytes()
         ):
             raise ConfigError(
-                f"{target} exists already, and differs from the shipped "
-                f"{shipped_name(source)}: move it away, or give another folder with --to"
+                f"{target} exists already, and differs from the shipped {shipped_name(source)}: "
+                "move the file away, or choose another folder with --to"
             )
     for source in needed:
         _write(source, _target(source, folder), console)
@@ -92,6 +92,6 @@ def _write(source: Path, target: Path, console: Console) -> None:
         target.write_bytes(source.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{target} cannot be written: {error.strerror}; give another folder with --to"
+            f"{target} cannot be written: {error.strerror}; choose another folder with --to"
         ) from error
     console.print(f"written    {target}", soft_wrap=True, markup=False)

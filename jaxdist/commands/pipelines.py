@@ -140,7 +140,8 @@ def build_requested(request: Request, stages: int | None, microbatches: int | No
     if stages is None or microbatches is None:
         raise ConfigError(
             f"schedule {config.type}: --stages is {stages or 'not given'} and --microbatches is "
-            f"{microbatches or 'not given'}: give both; only a CSV file sets them itself"
+            f"{microbatches or 'not given'}: give both options; only the CSV file of a schedule "
+            "makes the options unnecessary"
         )
     return config.build(stages, microbatches)
 
@@ -161,7 +162,7 @@ def check_csv(path: Path, *, console: Console) -> Schedule:
     for line in (
         f"{path} is valid: {schedule.stages} stages, {schedule.chunks} chunks, "
         f"{schedule.microbatches} microbatches, {backward}",
-        f"slots of the ring buffers, by chunk: {' '.join(map(str, ring_sizes(schedule)))}",
+        f"slots of the ring buffer of each chunk: {' '.join(map(str, ring_sizes(schedule)))}",
     ):
         console.print(line, markup=False, soft_wrap=True)
     return schedule
@@ -197,8 +198,8 @@ def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineSc
 
 def _together(timeline: Timeline) -> str:
     return (
-        f"makespan {timeline.makespan:.4g}, where all stages end together "
-        f"(bubble {timeline.flushed_bubble_fraction:.1%})"
+        f"makespan {timeline.makespan:.4g} if all stages end together (bubble "
+        f"{timeline.flushed_bubble_fraction:.1%})"
     )
 
 

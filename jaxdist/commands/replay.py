@@ -70,9 +70,9 @@ def _start(
         return sharded.parted(experiment.program.init(), 0)
     if not sharded.keeps_moments:
         raise CheckpointError(
-            f"this part of the run began at clock {life.first} from the servers' saved state, "
-            "which no longer exists. With strategy.consistency.type "
-            f"{sharded.cluster.consistency.type} only runs that were not resumed can be replayed"
+            f"the run was resumed at clock {life.first} from a saved state of the servers that no "
+            f"longer exists. With strategy.consistency.type {sharded.cluster.consistency.type} "
+            "only a run that was never resumed can be replayed"
         )
     step = life.first * sharded.cluster.local_steps
     _, restored = open_run(run, (), step=step, console=console)
@@ -86,9 +86,11 @@ def _print(
     wanted: Sequence[ShardState],
     console: Console,
 ) -> None:
-    table = Table("server", "updates", "parameters", "compared with what it saved")
+    table = Table("server", "updates", "parameters", "compared with the saved state")
     for differs, layout, shard in zip(rows, sharded.layouts, wanted, strict=True):
         told = "the same bits" if not differs else f"[bold red]differs:[/] {', '.join(differs)}"
         table.add_row(str(layout.server), f"{shard.version:,}", f"{layout.length:,}", told)
-    console.print(f"clocks {life.first} to {life.last}, computed again from order/")
+    console.print(
+        f"clocks {life.first} to {life.last}, replayed from the order of pushes in order/"
+    )
     console.print(table)

@@ -44,8 +44,8 @@ def tokenize(
     )
     if not split.train:
         raise DataError(
-            f"the {len(found)} files found have no text to learn from, or all of it is held out: "
-            "give more text, or a lower --heldout-fraction"
+            f"the {len(found)} files that match have no text to learn from, or all their text is "
+            "held out: add text, or lower --heldout-fraction"
         )
     text_bytes = sum(len(document) for document in split.train)
     tokenizer = train_bpe(split.train, vocab_size, out)

@@ -48,7 +48,10 @@ class Stages(Config):
     def _in_order(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         starts = [stage.start for stage in stages]
         if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-            raise ValueError(f"stages start at {starts}: the first at 0, each later than the last")
+            raise ValueError(
+                f"stages start at {starts}: the first stage must start at step 0, and each stage "
+                "after the stage before it"
+            )
         return stages
 
 
@@ -226,8 +229,8 @@ def _group(
     if shaped and group.in_shards:
         other = next(codec for codec in codecs if codec.exchange == "scatter")
         raise CompressionError(
-            f"{described(shaped[0], mine[0])} in stages with {other!r}, which encodes flat shards: "
-            "use codecs in all stages whose messages can be summed (whole, randomk, lowrank), or "
-            "use a single codec"
+            f"{described(shaped[0], mine[0])}: the codec cannot share stages with {other!r}, which "
+            "encodes flat shards: use codecs in all stages whose messages can be summed (whole, "
+            "randomk, lowrank), or use a single codec"
         )
     return group

@@ -57,7 +57,10 @@ class Compression(Config):
     @model_validator(mode="after")
     def _fits(self) -> Compression:
         if self.warmup == "sparser" and (not isinstance(self, TopK) or not self.warmup_steps):
-            raise ValueError("warmup sparser is for type topk with warmup_steps above 0")
+            raise ValueError(
+                "warmup: sparser works only with type: topk and warmup_steps above 0; set both, "
+                "or leave warmup out"
+            )
         try:
             for codec in self.codecs:
                 self.feedback.check(codec)

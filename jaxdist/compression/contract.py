@@ -127,12 +127,13 @@ class Codec(Config):
         """
         if not jnp.issubdtype(like.dtype, jnp.floating):
             raise CompressionError(
-                f"{described(self, like, name)}: codecs encode only floating-point arrays; leave "
-                "the array whole by a rule, or cast it to float32 first"
+                f"{described(self, like, name)}: codecs encode only floating-point arrays; send "
+                "the array uncompressed with a rule (codec whole), or cast it to float32 first"
             )
         if 0 in like.shape:
             raise CompressionError(
-                f"{described(self, like, name)}: there is nothing to encode; leave empty arrays out"
+                f"{described(self, like, name)}: the array is empty, so there is nothing to "
+                "encode; leave empty arrays out"
             )
 
     def init(self, like: Leaf) -> CodecState:

@@ -99,7 +99,7 @@ def coding_bytes_per_second(kind: str) -> float:
     found = find_device(kind)
     if found is None:
         raise JaxdistError(
-            f"no figures are known for coding on {kind!r}: {did_you_mean(kind, DEVICES)}"
+            f"the speed of codecs on {kind!r} is unknown: {did_you_mean(kind, DEVICES)}"
         )
     cpu = found.name == "cpu"
     return CPU_CODING_BYTES_PER_SECOND if cpu else found.memory_bytes_per_second

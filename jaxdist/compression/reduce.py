@@ -299,7 +299,8 @@ def _check_state(
 
     if forms(shapes) != forms(state.groups):
         raise CompressionError(
-            "the state of compressed_all_reduce was made for other arguments. Make it by "
-            f"init_state with the same gradients, codec, feedback and bucket_bytes, for {devices} "
-            "devices, and shard it over the axis, so that each device sees [1, ...]"
+            "the state does not fit the other arguments of compressed_all_reduce. Create the "
+            "state by init_state with the same gradients, codec, feedback and bucket_bytes, for "
+            f"{devices} devices. Shard the state over the axis, so that each device receives [1, "
+            "...]"
         )

@@ -74,7 +74,8 @@ class _Rows:
         before, after = math.prod(sizes[:first]), math.prod(sizes[last + 1 :])
         if list(axes) != list(range(first, last + 1)) or saved % (before * after):
             raise CompressionError(
-                f"the state of {saved} devices cannot be divided over {math.prod(sizes)}"
+                f"the compression state of {saved} devices cannot be resharded for "
+                f"{math.prod(sizes)} devices: resume with {saved} devices, or start a new run"
             )
         return cls(before, saved // (before * after), math.prod(sizes[first : last + 1]), after)
 
@@ -123,7 +124,9 @@ class _Rows:
     ) -> jax.Array:
         if not cut and old.shape[1:] != new.shape[1:]:
             raise CompressionError(
-                f"the saved blocks of {old.shape[1:]} cannot become blocks of {new.shape[1:]}"
+                f"the compression state was saved with blocks of shape {old.shape[1:]}, but the "
+                f"config needs blocks of shape {new.shape[1:]}: resume with the config of the "
+                "save, or start a new run"
             )
         rows = old.reshape(self.before, self.old, self.after, *old.shape[1:])
         each = jax.vmap(jax.vmap(move, in_axes=1, out_axes=1))

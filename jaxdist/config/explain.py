@@ -161,7 +161,9 @@ def _unknown_key(schema: Annotation, path: KeyPath, key: Key) -> Problem:
     allowed = list(fields(schema)) if is_model(schema) else choices(get_args(schema)[0])
     if not allowed:
         what = (
-            "no keys are allowed here" if is_model(schema) else describe_type(get_args(schema)[0])
+            "this mapping must have no keys"
+            if is_model(schema)
+            else describe_type(get_args(schema)[0])
         )
         return Problem((*path, key), f"unknown key; {what}", unknown=True)
     hint = did_you_mean(str(key), map(str, allowed))

@@ -30,9 +30,9 @@ def path_kind(path: str | os.PathLike[str]) -> str | None:
       OSError: the path does not exist or cannot be examined.
     """
     if "\0" in os.fspath(path):
-        raise OSError(errno.EINVAL, "a file name holds no null character", os.fspath(path))
+        raise OSError(errno.EINVAL, "the file name contains a null character", os.fspath(path))
     mode = os.stat(path).st_mode
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def why_unread(error: Exception) -> str:

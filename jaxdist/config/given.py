@@ -61,8 +61,8 @@ def import_path(value: Any, path: KeyPath = ()) -> str:
         found = getattr(found, part, None)
     if found is not value:
         raise ConfigError(
-            f"{dotted(path)} = {shown(value)} ({PYTHON}): a run can be resumed only with objects "
-            "that have a name in a module. Define it at the top level of a module or notebook, "
-            "and pass what it depends on as args"
+            f"{dotted(path)} = {shown(value)} ({PYTHON}): a run can be resumed only with classes "
+            "and functions that have a name in a module. Define the object at the top level of a "
+            "module or notebook, and pass the values that it depends on as args"
         )
     return f"{module}:{name}"

@@ -64,7 +64,10 @@ def call_object(path: str, found: Any, args: Mapping[str, Json]) -> Any:
       ConfigError: `found` cannot be called, refuses the arguments, or raises an error.
     """
     if not callable(found):
-        raise ConfigError(f"import path {path!r}: {type(found).__name__} object is not callable")
+        raise ConfigError(
+            f"import path {path!r}: {type(found).__name__} object is not callable: name a function "
+            "or a class"
+        )
     shown = ", ".join(f"{name}={_short(value)}" for name, value in args.items())
     with user_code(f"import path {path!r}: calling it with ({shown})"):
         return found(**args)

@@ -89,7 +89,7 @@ class _Loader:
         self.files.append(file)
         if len(self.files) > MAX_FILES:
             raise ConfigError(
-                f"{place}more than {MAX_FILES} files are included in all: include fewer"
+                f"{place}more than {MAX_FILES} files are included in total: include fewer files"
             )
         root = parse_yaml(text, lambda line: Origin(name, line))
         if root.value is None:
@@ -117,7 +117,9 @@ def _texts(node: Node | None, key: str, what: str) -> list[tuple[str, Origin]]:
     for item in items:
         if not isinstance(item.value, str) or not item.value:
             found = shown(item.plain())
-            raise ConfigError(f"{item.origin}: {key} takes one or a list of {what}, found {found}")
+            raise ConfigError(
+                f"{item.origin}: {key} must be text or a list of texts ({what}), but is {found}"
+            )
     return [(item.value, item.origin) for item in items]
 
 
@@ -130,11 +132,11 @@ def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> fro
             at = at.value.get(key) if at is not None and isinstance(at.value, dict) else None
         if at is None:
             raise ConfigError(
-                f"{origin}: replace names {dotted(path)}, which this file never sets: set it here, "
-                "or leave it out of replace"
+                f"{origin}: replace names {dotted(path)}, which this file does not set: set the "
+                "path in this file, or remove the path from replace"
             )
         if not included:
-            raise ConfigError(f"{origin}: replace has no effect without include; remove it")
+            raise ConfigError(f"{origin}: replace has no effect without include; remove replace")
         paths.add(path)
     return frozenset(paths)
 
@@ -160,7 +162,9 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
     # The size is checked before the file is parsed, which takes seconds for a megabyte.
     if len(data) > most:
         also = "" if most == MAX_BYTES else ", together with the files before it"
-        raise ConfigError(f"{place}{name} is larger than {MAX_BYTES} bytes{also}: not a config")
+        raise ConfigError(
+            f"{place}{name} is larger than {MAX_BYTES} bytes{also}, the most that a config may have"
+        )
     return data
 
 
@@ -169,14 +173,17 @@ def _decoded(data: bytes, name: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{name}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset "
-            f"{error.start}); save it as UTF-8"
+            f"{name}: the file is not UTF-8 text (byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}); save the file as UTF-8"
         ) from None
 
 
 def _suggestion(file: Path, place: str) -> str:
     if not place and shipped_name(file) in shipped():
-        return f"; `jaxdist init {shipped_name(file)}` writes it, or into another folder with --to"
+        return (
+            f"; `jaxdist init {shipped_name(file)}` writes this file, or with --to writes it into "
+            "another folder"
+        )
     here = not place and (len(file.parts) == 1 or file.parts[0] == "configs")
     init = "; `jaxdist init` writes the shipped configs to configs" if here else ""
     try:

@@ -28,15 +28,19 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not key.isprintable():
-        raise ConfigError(f"{origin}: its key is not printable text; write section.key=value")
+        raise ConfigError(f"{origin}: the key is not printable text; write section.key=value")
     if not equals:
-        raise ConfigError(f"{origin}: no '=' in it; write section.key=value")
+        raise ConfigError(f"{origin}: the setting has no '='; write section.key=value")
     if not all(parts):
-        raise ConfigError(f"{origin}: empty key; write section.key=value")
+        raise ConfigError(f"{origin}: the key is empty; write section.key=value")
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"{origin}: {len(parts)} keys deep; at most {MAX_DEPTH} are allowed")
+        raise ConfigError(
+            f"{origin}: the path has {len(parts)} keys; at most {MAX_DEPTH} are allowed"
+        )
     if parts[0] in ("include", "replace"):
-        raise ConfigError(f"{origin}: {parts[0]!r} belongs in a file and cannot be overridden")
+        raise ConfigError(
+            f"{origin}: {parts[0]!r} can be set only in a config file, not by an override"
+        )
     return _set(root, parts, parse_yaml(value, lambda line: origin), ())
 
 
@@ -49,7 +53,7 @@ def _set(node: Node, parts: list[str], value: Node, done: KeyPath) -> Node:
         if not (part.isascii() and part.isdigit() and int(part) < len(node.value)):
             raise ConfigError(
                 f"{value.origin}: {dotted(done)} (at {node.origin}) is a list of "
-                f"{len(node.value)}, and {part!r} is not an index of it; count from 0"
+                f"{len(node.value)}, and {part!r} is not an index of the list; count from 0"
             )
         index = int(part)
         items = list(node.value)

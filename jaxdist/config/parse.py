@@ -56,7 +56,9 @@ def parse_yaml(text: str, locate: Locate) -> Node:
     {'lr': 0.001, 'on': [True, 16]}
     """
     if len(text) > MAX_BYTES:  # The other limits apply during the parse, at 0.1 MB per second.
-        raise ConfigError(f"{locate(1)}: longer than {MAX_BYTES} characters")
+        raise ConfigError(
+            f"{locate(1)}: the config is longer than {MAX_BYTES} characters; write a smaller config"
+        )
     builder = _Builder(text, locate)
     try:
         return builder.build()
@@ -95,7 +97,7 @@ def _hint(problem: str) -> str:
     if "'\\t'" in problem:
         return "; indent with spaces, not tabs"
     if "cannot start any token" in problem or "mapping values are not allowed" in problem:
-        return "; put quotes around it if it is text"
+        return "; put quotes around the value if it is text"
     return ""
 
 
@@ -132,7 +134,10 @@ class _Builder:
 
     def _check_document(self, event: DocumentStartEvent, documents: int) -> None:
         if documents > 1:
-            raise self._error(event, "a second document ('---') begins here; keep one a file")
+            raise self._error(
+                event,
+                "a second YAML document ('---') begins here; write a single document in each file",
+            )
         if event.version or event.tags:
             raise self._error(event, "directives ('%...') are not supported; remove the line")
 
@@ -141,7 +146,7 @@ class _Builder:
         if isinstance(event, AliasEvent):
             return self._alias(event, depth)
         if event.tag is not None:
-            self._problem(event, f"the tag {event.tag!r} is not supported; remove it")
+            self._problem(event, f"the tag {event.tag!r} is not supported; remove the tag")
         if isinstance(event, ScalarEvent):
             value = self._scalar(event)
         elif isinstance(event, MappingStartEvent):
@@ -157,8 +162,8 @@ class _Builder:
         if event.anchor not in self.anchors:
             raise self._error(
                 event,
-                f"'*{event.anchor}' refers to no finished '&{event.anchor}' above it; "
-                "put quotes around it if it is text",
+                f"'*{event.anchor}' refers to an anchor '&{event.anchor}' that is not complete "
+                "above this line; put quotes around the value if it is text",
             )
         node = self.anchors[event.anchor]
         size, height = _size_and_depth(node)
@@ -177,10 +182,14 @@ class _Builder:
                 self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
             elif not isinstance(key, str):
                 shown = "a list or mapping" if isinstance(key, dict | list) else repr(key)
-                self._problem(event, f"a key must be text, found {shown}; put quotes around it")
+                self._problem(
+                    event, f"a key must be text, but this key is {shown}; put quotes around the key"
+                )
             elif key in found:
                 first = found[key].origin
-                self._problem(event, f"the key {key!r} is set twice, first at {first}; remove one")
+                self._problem(
+                    event, f"the key {key!r} is set twice, first at {first}; remove either line"
+                )
             else:
                 found[key] = Node(value.value, origin)
         return found
@@ -196,7 +205,9 @@ class _Builder:
         try:
             text.encode()
         except UnicodeEncodeError:
-            self._problem(event, f"{text!r} holds half of a \\u surrogate pair; write both halves")
+            self._problem(
+                event, f"{text!r} contains half of a \\u surrogate pair; write both halves"
+            )
             return None
         if not event.implicit[0]:
             return text
@@ -204,7 +215,7 @@ class _Builder:
         # time.
         if len(text) > MAX_DIGITS and not isinstance(plain_scalar(text[:MAX_DIGITS]), str):
             self._problem(
-                event, f"a number of {len(text)} digits; at most {MAX_DIGITS} are allowed"
+                event, f"the number has {len(text)} digits; at most {MAX_DIGITS} are allowed"
             )
             return None
         return plain_scalar(text)
@@ -212,13 +223,15 @@ class _Builder:
     def _check_limits(self, event: Event, size: int, depth: int) -> None:
         self.values += size
         if depth > MAX_DEPTH:
-            raise self._error(event, f"nested more than {MAX_DEPTH} levels deep: flatten the file")
+            raise self._error(
+                event, f"values are nested more than {MAX_DEPTH} levels deep: use fewer levels"
+            )
         if self.values > MAX_VALUES:
             raise self._error(
                 event,
                 (
-                    f"more than {MAX_VALUES} values, counting those that aliases repeat: write a "
-                    "smaller file"
+                    f"the file has more than {MAX_VALUES} values, including the values that "
+                    "aliases repeat: write a smaller file"
                 ),
             )
 

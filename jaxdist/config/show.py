@@ -115,11 +115,16 @@ def json_schema(schema_class: type[BaseModel]) -> str:
     texts = {"type": "array", "items": {"type": "string"}}
     directives = {
         "include": {
-            "description": "Files, relative to this one, whose values this file overrides.",
+            "description": (
+                "Files whose values this file overrides. Their paths are relative to this file."
+            ),
             "anyOf": [{"type": "string"}, texts],
         },
         "replace": {
-            "description": "Dotted paths of mappings to replace instead of merging them.",
+            "description": (
+                "Dotted paths of mappings that replace the mappings of included files instead of "
+                "being merged with them."
+            ),
             "anyOf": [{"type": "string"}, texts],
         },
     }

@@ -156,8 +156,8 @@ class ContextNeeds:
         if self.heads % split.swapped or self.kv_heads % split.swapped:
             most = max(n for n in _divisors(split.size) if self.kv_heads % n == 0)
             return (
-                f"exchanges heads among {split.swapped} devices, which must divide the "
-                f"{self.kv_heads} kv_heads of a device: at most {most}"
+                f"exchanges heads among {split.swapped} devices, but this number must divide the "
+                f"{self.kv_heads} kv_heads of a device: use at most {most} devices"
             )
         return None
 
@@ -196,7 +196,7 @@ def best_split(
     shown = ", ".join(
         f"{one.describe()} {sum(needs.bytes_received(one)) / 1e6:.3g} MB" for one in ranked
     )
-    return ranked[0], f"a device receives in a layer and step: {shown}"
+    return ranked[0], f"bytes that a device receives in a layer and step: {shown}"
 
 
 def attention_share(order: Order, groups: int) -> float:

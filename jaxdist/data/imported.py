@@ -85,7 +85,7 @@ class ImportConfig(Config):
         absent = sorted(set(self.unchecked) - set(batch))
         if absent:
             raise DataError(
-                f"data.unchecked names {', '.join(absent)}, but the {split} has "
-                f"{sorted(batch)}: leave the others out"
+                f"data.unchecked names {', '.join(absent)}, but the {split} has only the keys "
+                f"{sorted(batch)}: remove the absent keys from data.unchecked"
             )
         dataset.allowed.check(batch, ends, split)

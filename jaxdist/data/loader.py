@@ -94,9 +94,9 @@ class Loader:
         """
         length(source, "the source")
         if batch_size < 1:
-            raise DataError(f"a batch of {batch_size} examples: give batch_size 1 or more")
+            raise DataError(f"batch_size is {batch_size}: use 1 or more")
         if start_example < 0:
-            raise DataError(f"a start at example {start_example}: give start_example 0 or more")
+            raise DataError(f"start_example is {start_example}: use 0 or more")
         self._source = source
         self._start_example = start_example
         self._batch_size = batch_size

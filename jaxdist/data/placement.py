@@ -95,7 +95,7 @@ def _sharding_of(name: str, shape: Shape, sharding: Shardings) -> jax.sharding.S
         return sharding(name, shape)
     if name not in sharding:
         raise DataError(
-            f"data: no sharding for {name!r} {shape}; there are shardings for "
+            f"data: the array {name!r} {shape} has no sharding; the arrays with shardings are "
             f"{', '.join(sorted(sharding))}"
         )
     return sharding[name]
@@ -106,7 +106,7 @@ def _blocks(name: str, shape: Shape, sharding: jax.sharding.Sharding) -> list[In
         indices = sharding.addressable_devices_indices_map(shape).values()
     except ValueError as error:
         raise ShardingError(
-            f"data: the global batch {name!r} {shape} cannot be split: {error}; make "
-            "batch_size a multiple of the devices that share it"
+            f"data: the array {name!r} {shape} of the global batch cannot be split: {error}; use a "
+            "batch_size that is a multiple of the number of devices that split the batch"
         ) from error
     return [index for index in indices if index is not None]

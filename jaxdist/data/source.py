@@ -125,8 +125,8 @@ def length(source: Source, what: str) -> int:
         examples = len(source)
     except Exception as error:
         raise DataError(
-            f"data: __len__ of {what} raised {describe_exception(error)}: it must give the number "
-            "of examples"
+            f"data: __len__ of {what} raised {describe_exception(error)}: __len__ must return the "
+            "number of examples"
         ) from error
     if examples == 0:
         raise DataError(f"data: {what} is empty: it has 0 examples")

@@ -70,8 +70,8 @@ class SyntheticConfig(Config):
             unused = [name for name in other if getattr(self, name) != default[name]]
             if unused:
                 raise ValueError(
-                    f"{', '.join(unused)} has no effect with kind {self.kind!r}: drop it, or set "
-                    f"kind to {kind!r}"
+                    f"{', '.join(unused)} has no effect with kind {self.kind!r}: leave the setting "
+                    f"out, or set kind to {kind!r}"
                 )
         return self
 

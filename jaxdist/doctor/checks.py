@@ -112,7 +112,7 @@ def _memory(facts: MachineFacts) -> Check:
     on_device = facts.backend.device_memory_bytes
     device = f"; {_gib(on_device)} per device" if on_device else ""
     if facts.memory_bytes is None or facts.available_bytes is None:
-        return Check("memory", "ok", f"host memory not known{device}")
+        return Check("memory", "ok", f"the size of the host's memory is unknown{device}")
     value = f"{_gib(facts.available_bytes)} free of {_gib(facts.memory_bytes)} on the host{device}"
     if facts.available_bytes < _LEAST_MEMORY_BYTES:
         return Check("memory", "warning", value, "end other programs, or train a smaller model")
@@ -145,8 +145,8 @@ def _fake_devices(facts: MachineFacts) -> Iterator[Check]:
         yield Check(
             "fake devices",
             "warning",
-            f"{count} asked for in XLA_FLAGS, NPROC is {present or 'not set'}",
-            f"jaxdist commands raise it; for scripts of your own: export NPROC={needed}, or "
+            f"XLA_FLAGS requests {count} devices, but NPROC is {present or 'not set'}",
+            f"jaxdist commands set NPROC; before scripts of your own run export NPROC={needed}, or "
             "collectives can deadlock",
         )
     else:
@@ -162,7 +162,10 @@ def _xla_flags(facts: MachineFacts) -> Check:
     if twice:
         value = "; ".join(" and ".join(sorted(values[name])) for name in twice)
         return Check(
-            "XLA_FLAGS", "warning", value, ("only the last of them counts: remove the others")
+            "XLA_FLAGS",
+            "warning",
+            value,
+            ("only the last of these flags has an effect: remove the other flags"),
         )
     return Check("XLA_FLAGS", "ok", text or "not set")
 
@@ -173,12 +176,15 @@ def _timeouts(facts: MachineFacts) -> Check:
     shown = ", ".join(f"{name.removeprefix('--')}={value}" for name, value in given.items())
     broken = [name for name, value in given.items() if not value.isdigit()]
     if broken:
-        remedy = f"set {broken[0]} to whole seconds in XLA_FLAGS, or a lost peer hangs the run"
+        remedy = (
+            f"set {broken[0]} to whole seconds in XLA_FLAGS, or the loss of another process hangs "
+            "the run"
+        )
         return Check("collective timeout", "warning", shown, remedy)
     seconds = max(int(value) for value in given.values())
     if seconds > _LONGEST_TIMEOUT_SECONDS:
         remedy = f"set both flags to at most {_LONGEST_TIMEOUT_SECONDS} in XLA_FLAGS"
-        value = f"a lost peer is noticed only after {seconds} s"
+        value = f"the loss of another process is noticed only after {seconds} s"
         return Check("collective timeout", "warning", value, remedy)
     return Check("collective timeout", "ok", f"{seconds} s")
 
@@ -186,7 +192,7 @@ def _timeouts(facts: MachineFacts) -> Check:
 def _compilation_cache(folder: Folder | None) -> Check:
     name = "compilation cache"
     if folder is None:
-        return Check(name, "ok", "no folder set: each process compiles its programs again")
+        return Check(name, "ok", "no folder is set, so each process compiles its programs again")
     if not folder.writable:
         remedy = "make it writable, or set JAX_COMPILATION_CACHE_DIR to another folder"
         return Check(name, "warning", f"{folder.path} cannot be written", remedy)

@@ -161,8 +161,8 @@ class Agent:
             error = ConfigError(failure.words.removeprefix("error: "))
         elif restarts_without_progress >= self.plan.restarts:
             error = RunError(
-                f"{restarts_without_progress} generations in a row made no progress; the last: "
-                f"{_named(assignment, failure)}. {failure.words}"
+                f"{restarts_without_progress} consecutive generations made no progress; in the "
+                f"last generation: {_named(assignment, failure)}. {failure.words}"
             )
         if error is not None:
             self.hosts.fail(error.exit_code, str(error))

@@ -207,10 +207,13 @@ class Drilled:
             f"{'SIGSTOP' if one.strike.stops else 'SIGKILL'}  {one.seconds:6.2f} s = detect "
             f"{one.detect:.2f}"
             + "".join(f" + {part.replace('_', ' ')} {took:.2f}" for part, took in one.parts.items())
-            + f"; {one.lost_steps} steps again"
+            + f"; {one.lost_steps} steps repeated"
             for one in self.recoveries
         ]
-        verdict = f"drill  kept {self.achieved:.1%} of the time, predicted {self.predicted:.1%}"
+        verdict = (
+            f"drill  {self.achieved:.1%} of the time was used for new steps; the prediction was "
+            f"{self.predicted:.1%}"
+        )
         return [*rows, verdict]
 
 

@@ -59,7 +59,7 @@ def find_stuck(
     silent = [one for one in found if now - one.alive > timeouts.silent_seconds]
     if silent:
         first = min(silent, key=lambda one: one.alive)
-        return Stuck(first.process, f"has not been heard for {now - first.alive:.0f} s")
+        return Stuck(first.process, f"has sent no heartbeat for {now - first.alive:.0f} s")
     if not _still(found, now, timeouts):
         return None
     remote = others()

@@ -196,8 +196,9 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
         return None
     if not isinstance(config.model, RecommenderConfig) or dataset.fields is None:
         raise ConfigError(
-            f"strategy.type hybrid puts the tables of a model onto servers, and model.type "
-            f"{config.model.type} has none: use mf or dlrm, or strategy.type parameter_server"
+            "strategy.type hybrid keeps the embedding tables of a model on servers, but "
+            f"model.type {config.model.type} has no tables: use model.type mf or dlrm, or "
+            "strategy.type parameter_server"
         )
     return TableRows(config.model.form(dataset.fields), layout)
 

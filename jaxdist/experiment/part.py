@@ -26,8 +26,8 @@ def trained_part(config: PartConfig, model: Functional) -> Functional:
     frozen = matching_names(config.freeze, names, "freeze")
     if frozen and len(frozen) == len(names):
         raise ConfigError(
-            f"all {len(names)} parameters match {', '.join(config.freeze)}, so that nothing is "
-            "left to train: use narrower patterns",
+            f"all {len(names)} parameters match {', '.join(config.freeze)}, so no parameter is "
+            "left to train: use patterns that match fewer parameters",
             setting=("freeze",),
         )
     return replace(model, frozen=frozen)
@@ -43,8 +43,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     if PREFIX in model.params:
         raise ConfigError(
-            f"the model has parameters of its own at {PREFIX}/..., where adapters are kept: "
-            "rename them",
+            f"the model has parameters whose names begin with {PREFIX}/, a prefix that is reserved "
+            "for adapters: rename these parameters",
             setting=("lora",),
         )
     adapters = []
@@ -54,8 +54,8 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
         made = [adapter_of(config, *one, stacked=one[0] in model.stacked) for one in given]
         if not any(made):
             raise ConfigError(
-                f"{pattern!r} matches no kernel: {names[0]} {list(shapes[names[0]])} has no "
-                "inputs and outputs. Name parameters with two dims or more",
+                f"{pattern!r} matches no kernel: {names[0]} {list(shapes[names[0]])} has no input "
+                "and output dims. Use a pattern of parameters with two dims or more",
                 setting=("lora", "targets"),
             )
         adapters += filter(None, made)

@@ -280,14 +280,16 @@ def check_rows(
         raise
     except Exception as error:
         # The user's code may raise anything for a number of rows that never occurs in their data.
-        return (f"cannot determine whether the model ties the rows of a batch together: {error}",)
+        return (
+            f"cannot determine whether the model computes across the examples of a batch: {error}",
+        )
     if not place:
         return ()
     return (
-        f"train.microbatches {microbatches}: the model ties the rows of a batch together "
-        f"({place}), but each microbatch is computed by itself. Statistics are those of a "
-        "microbatch, running statistics move once for each, and losses differ from those of the "
-        "whole batch",
+        f"train.microbatches {microbatches}: the model computes across the examples of a batch "
+        f"({place}), but each microbatch is computed separately. Batch statistics are those of a "
+        "microbatch, running statistics are updated once for each microbatch, and losses differ "
+        "from those of the whole batch",
     )
 
 
@@ -305,13 +307,19 @@ def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Ex
     place = ties_rows(objective, batch, exchange.mesh, exchange.axes, inside=inside)
     if not place:
         return
-    cut, remedy = "each device computes its rows", "set parallel.reduce: null, which sees all rows"
+    cut, remedy = (
+        "each device computes only its own examples",
+        "Set parallel.reduce: null, which computes with the whole batch",
+    )
     if strict:
-        cut, remedy = "strict mode computes each logical shard", "set parallel.deterministic: null"
+        cut, remedy = (
+            "strict mode computes each logical shard separately",
+            "Set parallel.deterministic: null",
+        )
     raise ConfigError(
-        f"the model or its loss ties the rows of a batch together ({place}), and {cut} alone, "
-        f"which gives other numbers than the whole batch; {remedy}, or use the statistics of "
-        "each part (parallel.batch_norm: local)",
+        f"the model or its loss computes across the examples of a batch ({place}), but {cut}, so "
+        f"the result differs from that of the whole batch. {remedy}, or set parallel.batch_norm: "
+        "local (statistics of each part)",
         setting=("batch_norm",),
     )
 

@@ -164,8 +164,8 @@ def check_freeze_step(freeze_step: int) -> None:
     """
     if freeze_step < 1:
         raise ConfigError(
-            f"freeze_step = {freeze_step}: must be at least 1, or there is no second moment to "
-            "divide by; use some hundreds of steps"
+            f"freeze_step = {freeze_step}: must be at least 1, because the second moment is zero "
+            "before the first step; use some hundreds of steps"
         )
 
 

@@ -76,8 +76,8 @@ class RunFence:
         newest = newest_generation(self.run)
         if Fence(newest).admit(self.generation) is None:
             raise RunError(
-                f"generation {self.generation} of {self.run} was replaced by generation "
-                f"{newest}: this process writes nothing more, and the run continues there"
+                f"generation {self.generation} of {self.run} was replaced by generation {newest}: "
+                f"this process stops writing, and the run continues in generation {newest}"
             )
 
 

@@ -118,7 +118,8 @@ class Publisher:
             path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
-                f"{path} in memory cannot be written: {error.strerror or error}; free some memory"
+                f"{path} in shared memory cannot be written: {error.strerror or error}; free some "
+                "memory"
             ) from error
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)

@@ -47,7 +47,7 @@ def evaluate_iota(text: str) -> np.ndarray:
     """
     found = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
-        raise LedgerError(f"replica groups {text!r} are in no known spelling")
+        raise LedgerError(f"replica groups {text!r} have an unknown syntax")
     source = _integers(found[2])
     array = np.arange(math.prod(source)).reshape(source)
     return array.transpose(_integers(found[3]) if found[3] else None).reshape(_integers(found[1]))
@@ -116,7 +116,9 @@ def written_groups(attributes: str, everyone: int) -> Groups:
         array = evaluate_iota(found[1])
     elif "replica_groups=" in attributes:
         start = attributes.index("replica_groups=")
-        raise LedgerError(f"{attributes[start : start + 80]!r}: the form of the groups is unknown")
+        raise LedgerError(
+            f"{attributes[start : start + 80]!r}: the replica groups have an unknown syntax"
+        )
     else:
         return (tuple(range(everyone)),)
     return tuple(map(tuple, array.tolist()))

@@ -87,8 +87,8 @@ def program_text(compiled: jax.stages.Compiled) -> str:
     except jax.errors.JaxRuntimeError as error:
         held = program_memory(compiled).peak_bytes / 1e9
         raise LedgerError(
-            f"XLA compiled the program, which takes {held:.3g} GB on a device, but cannot print "
-            f"it ({str(error).splitlines()[0]}), so that its bytes and FLOPs are unknown. "
+            f"XLA compiled the program, which needs {held:.3g} GB on a device, but cannot print "
+            f"the program ({str(error).splitlines()[0]}), so its bytes and FLOPs are unknown. "
             "Compile for fewer devices, or let XLA place the collectives (parallel.reduce: null)"
         ) from error
     assert text is not None, "XLA's programs have a text"

@@ -129,8 +129,10 @@ def print_difference(difference: Difference, console: Console) -> None:
     verdicts = {
         "same program": "This setting changed nothing: both train steps compile to the same "
         "program.",
-        "same numbers": "The numbers are the same, but the programs are not: collectives, bytes, "
-        "FLOPs and memory agree, the instructions or their constants differ.",
+        "same numbers": (
+            "The two programs differ, but only in instructions or constants: their collectives, "
+            "bytes, FLOPs and memory are equal."
+        ),
     }
     console.print(verdicts[difference.verdict])
 

@@ -291,7 +291,7 @@ def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: s
     parts = ", ".join(f"{part} {show_bytes(size)}" for part, size in arguments.items() if size)
     return RunError(
         f"{name}: the train step needs {needed} on each device, but a {kind} has {limit} for a "
-        f"program. It holds {parts}; the rest are activations and gradients. Use more "
+        f"program. The step needs {parts}; the rest is for activations and gradients. Use more "
         "train.microbatches, a smaller train.batch_size, model.remat: full where the model has "
         "it, or more devices along mesh axis tensor"
     )

@@ -58,8 +58,8 @@ def inspect(
     devices = None if topology is None else topology_devices(topology)
     if plot is not None and (topology is None or other is not None or changes):
         raise ConfigError(
-            "--plot draws the predicted step of one program for TPUs: give --topology, and no "
-            "--diff or --diff-set"
+            "--plot draws the predicted step of a single program for TPUs: add --topology, and "
+            "leave out --diff and --diff-set"
         )
     for file in dict.fromkeys([path, other or path]):
         for text in foreign_code(read(file, overrides).values):

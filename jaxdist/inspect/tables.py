@@ -43,7 +43,7 @@ def _print_collectives(inspection: Inspection, console: Console) -> None:
     rows = by_kind(inspection.ledger)
     console.print()
     if not rows:
-        console.print("No collectives: the devices send each other nothing.")
+        console.print("The step has no collectives: the devices send no data to one another.")
         return
     kinds = table(
         "Collectives, on each device in one step", "axis", "kind", "dtype", "times", "payload",
@@ -79,8 +79,8 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
     notes = []
     if loops := inspection.ledger.unknown_loops:
         notes.append(
-            "These loops have an unknown number of passes, counted once: "
-            f"{', '.join(loops)}; there may be more bytes."
+            "The number of iterations of these loops is unknown, so each is counted as a single "
+            f"iteration: {', '.join(loops)}; the step may send more bytes."
         )
     if inspection.gradient_bound_bytes:
         axes = " x ".join(inspection.gradient_axes)

@@ -21,7 +21,9 @@ DEAREST = 10
 _WRAPPERS = re.compile(
     r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
 )
-NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, as for TPUs."
+NO_PREDICTION = (
+    "No time is predicted: only the compiler for TPUs estimates times, not the compiler for {kind}."
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def print_times(inspection: Inspection, console: Console) -> None:
     for line in _notes(inspection, found):
         console.print(line, style="dim", soft_wrap=True)
     console.print()
-    sources = table("The dearest operations", "operation", "times", "seconds", "share")
+    sources = table(
+        "The operations that take the most time", "operation", "times", "seconds", "share"
+    )
     for source in dearest(found):
         mark = " *" if source.assumed else ""
         share = f"{source.seconds / found.seconds:.1%}"
@@ -149,7 +153,10 @@ def print_times(inspection: Inspection, console: Console) -> None:
         )
     console.print(sources)
     if found.assumed_seconds:
-        console.print("* without an estimate of the compiler's: a rate is assumed.", style="dim")
+        console.print(
+            "* * The compiler gives no estimate for this operation, so a rate is assumed.",
+            style="dim",
+        )
 
 
 def _notes(inspection: Inspection, found: StepTime) -> list[str]:
@@ -168,13 +175,15 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
     notes += _schedule_notes(found)
     if found.unknown_loops:
         notes.append(
-            "LONGER THAN THAT: these loops have an unknown number of passes, counted once: "
-            f"{', '.join(found.unknown_loops)}."
+            "THE STEP TAKES LONGER: the number of iterations of these loops is unknown, so each "
+            f"is counted as a single iteration: {', '.join(found.unknown_loops)}."
         )
     assumptions = sorted({e.what for e in found.entries if e.basis == "assumed"})
     notes += [f"Assumed: {what}." for what in assumptions[:4]]
     if len(assumptions) > 4:
-        notes.append(f"And {len(assumptions) - 4} more assumptions; --json lists all.")
+        notes.append(
+            f"There are {len(assumptions) - 4} more assumptions; --json lists all of them."
+        )
     return notes
 
 
@@ -189,8 +198,8 @@ def _schedule_notes(found: StepTime) -> list[str]:
         )
     if found.unmatched:
         notes.append(
-            f"NOT THE PIPELINE'S STEP: {found.unmatched}, so that the schedule cannot be "
-            "followed: each tick counts its most expensive branches."
+            f"NOT THE TIME OF THE PIPELINE'S STEP: {found.unmatched}, so the schedule cannot be "
+            "followed, and each tick is counted with its most expensive branches."
         )
     if found.seconds_low < found.seconds:
         notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")

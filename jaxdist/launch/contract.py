@@ -27,8 +27,8 @@ def _variables(given: dict[str, str]) -> dict[str, str]:
     for name in given:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(
-                f"{name!r} is not a valid name of a variable: use letters, digits and '_', "
-                "no digit first"
+                f"{name!r} is not a valid name of an environment variable: use letters, digits and "
+                "'_', and do not begin with a digit"
             )
     return given
 
@@ -157,8 +157,8 @@ def one_node(job: Job, engine: str) -> None:
     """
     if job.nodes > 1:
         raise ConfigError(
-            f"--nodes {job.nodes}: {engine} is one machine; use --processes-per-node, or --on "
-            "slurm, mpi, ray, gke or tpu-vm"
+            f"--nodes {job.nodes}: the engine {engine} uses only one machine; use "
+            "--processes-per-node, or --on slurm, mpi, ray, gke or tpu-vm"
         )
 
 

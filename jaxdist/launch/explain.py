@@ -17,12 +17,16 @@ def explain_launch(environ: Mapping[str, str]) -> Iterator[str]:
     seen = sightings(environ)
     used = next((one for one in seen if one.whole), None)
     if not seen:
-        yield "no scheduler has started this process"
+        yield "no scheduler started this process"
     for one in seen:
         yield _verdict(one, used)
         yield from (f"    {name}={_short(value)}" for name, value in one.read.items())
     found = look(environ, environ.get("JAX_PLATFORMS"))
-    given = "" if found.given is None else f"; the scheduler has given the job {found.given} here"
+    given = (
+        ""
+        if found.given is None
+        else f"; the scheduler assigned {found.given} of this host to the job"
+    )
     yield f"{found.problem or f'{len(found.gpus)} GPUs are visible to jax'}{given}"
     for name, one in ENGINES.items():
         yield f"--on {name}: " + (shutil.which(one.program) or f"not here ({one.install})")

@@ -121,27 +121,37 @@ class Gke(Engine):
     def _one_kind(self) -> Gke:
         if self.tpu is not None and self.gpus_per_node is not None:
             raise ValueError(
-                "tpu and gpus_per_node: a pod has only one of these; leave the other out"
+                "tpu and gpus_per_node are both set, but a pod has either TPUs or GPUs; leave one "
+                "of the two settings out"
             )
         if self.tpu is not None:
             family = parse_topology(self.tpu).family
             if family not in ACCELERATORS:
                 known = ", ".join(ACCELERATORS)
-                raise ValueError(f"tpu {self.tpu}: GKE has {known}; choose from these")
+                raise ValueError(f"tpu {self.tpu} is unknown to GKE: choose from {known}")
         return self
 
     def check(self, job: Job) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > MOST_NAME:
             raise ConfigError(
-                f"--name {job.name}: Kubernetes takes small letters, digits and '-', a letter "
-                f"first and no '-' last, here at most {MOST_NAME} of them"
+                f"--name {job.name}: a name in Kubernetes has lowercase letters, digits and '-', "
+                f"begins with a letter, does not end with '-', and here has at most {MOST_NAME} "
+                "characters"
             )
         if job.processes > 1:
-            raise ConfigError("--processes-per-node: a pod is one process, with all its devices")
+            raise ConfigError(
+                "--processes-per-node: a pod runs a single process, which uses all devices of the "
+                "pod; leave the option out"
+            )
         if self.tpu is not None and job.nodes > 1:
-            raise ConfigError(f"--nodes {job.nodes}: tpu {self.tpu} says how many hosts there are")
+            raise ConfigError(
+                f"--nodes {job.nodes}: tpu {self.tpu} determines the number of hosts; leave "
+                "--nodes out"
+            )
         if self.slices > 1 and self.tpu is None:
-            raise ConfigError(f"slices {self.slices} needs tpu: name the type of the slices")
+            raise ConfigError(
+                f"slices {self.slices} needs the setting tpu: set tpu to the type of the slices"
+            )
 
     def render(self, job: Job) -> Rendered:
         text = io.StringIO()

@@ -46,8 +46,8 @@ class Mpi(Engine):
             command += ["-x", f"JAX_COORDINATOR_PORT={self.port}"]
         notes = (
             (
-                "if a process is lost, all end; run it again and it continues from the newest "
-                "checkpoint"
+                "if a process is lost, all processes end; run the same command again, and the run "
+                "continues from the newest checkpoint"
             ),
         )
         return Rendered({}, (*command, *job.train("--distributed")), waits=True, notes=notes)

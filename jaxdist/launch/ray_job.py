@@ -73,14 +73,16 @@ def connect(settings: JsonObject) -> None:
         return
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
         raise RunError(
-            f"the cluster at {address} would be used without a token: start it with "
-            "RAY_AUTH_MODE=token and set the token here, or set insecure=true"
+            f"the cluster at {address} does not require a token: start the cluster with "
+            "RAY_AUTH_MODE=token and set the token on this host, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
     try:  # Without this check, Ray would try for minutes to connect.
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
-        raise RunError(f"no Ray at {address}: {error}; give HOST:PORT of the head node") from error
+        raise RunError(
+            f"cannot connect to Ray at {address}: {error}; use HOST:PORT of the head node"
+        ) from error
     _ray().init(address=address, log_to_driver=True)
 
 
@@ -103,7 +105,7 @@ def run_generations(settings: JsonObject) -> int:
         how = "its actor was lost" if code is None else f"exit code {code}"
         words = f"generation {generation} ended (process {process}: {how})"
         print(words, flush=True)
-    raise RunError(f"{settings['restarts']} restarts were not enough; the last: {words}")
+    raise RunError(f"{settings['restarts']} restarts were not enough; the last failure: {words}")
 
 
 def _generation(settings: JsonObject) -> Lost | None:
@@ -151,7 +153,7 @@ def _room(settings: JsonObject, count: int) -> Any:
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
     if not group.wait(settings["wait_seconds"]):
         raise RunError(
-            f"waited {settings['wait_seconds']:g} s for {count} x {each} on a cluster of "
+            f"waited {settings['wait_seconds']:g} s for {count} x {each}, but the cluster has only "
             f"{_ray().cluster_resources()}: lower cpus or gpus, or wait longer (wait_seconds)"
         )
     return group

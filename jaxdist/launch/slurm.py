@@ -90,8 +90,8 @@ class Slurm(Engine):
     def check(self, job: Job) -> None:
         if seconds_of(str(self.time)) <= self.notice_seconds:
             raise ConfigError(
-                f"time {self.time} is no longer than notice_seconds {self.notice_seconds}: nothing "
-                "would be left to train in"
+                f"time {self.time} is not longer than notice_seconds {self.notice_seconds}, so no "
+                "time is left to train: use a longer time, or fewer notice_seconds"
             )
         if self.gpus_per_node and self.gpus_per_node % job.processes:
             raise ConfigError(

@@ -136,12 +136,12 @@ def launched(folder: Path) -> Launched:
         on, settings, identity = (record[key] for key in ("on", "settings", "identity"))
         return Launched(engine(on, settings), folder, identity)
     except (KeyError, TypeError):
-        why = "it lacks fields that `jaxdist launch` writes"
+        why = "the file lacks fields that `jaxdist launch` writes"
     except (OSError, ValueError) as error:
         why = why_unread(error)
     raise RunError(
-        f"{folder} is not the folder of a launch: its {RECORD} cannot be read ({why}); give the "
-        "folder that `jaxdist launch` printed after the word job"
+        f"{folder} is not the folder of a launch: its file {RECORD} cannot be read ({why}); use "
+        "the folder that `jaxdist launch` printed after the word job"
     )
 
 

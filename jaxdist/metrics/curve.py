@@ -55,8 +55,8 @@ def plot_loss(
         temporary.replace(path)
     except OSError as error:
         raise RunError(
-            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics are "
-            "unharmed: free some space or restore the directory, then repeat the command with "
+            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics themselves "
+            "are safe: free some space or restore the directory, then repeat the command with "
             "--resume"
         ) from error
 

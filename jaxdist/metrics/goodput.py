@@ -236,7 +236,7 @@ def goodput_table(found: Goodput) -> str:
     """
     wall, count = found.wall_seconds, len(found.lives)
     lives = "1 life" if count == 1 else f"{count} lives"
-    lost = f", {found.lost_steps} steps taken twice" if found.lost_steps else ""
+    lost = f", {found.lost_steps} steps repeated" if found.lost_steps else ""
     head = f"time   {wall:,.1f} s in {lives}{lost}; goodput {found.goodput:.1%}"
     rows = [
         f"       {kind.replace('_', ' '):<18} {spent:>10,.1f} s {spent / wall:>7.1%}"

@@ -69,8 +69,8 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
             yield record
     except OSError as error:
         raise RunError(
-            f"no metrics can be read from {path}: {error.strerror}; "
-            "name the directory of a run that has started"
+            f"no metrics can be read from {path}: {error.strerror}; use the directory of a run "
+            "that has started"
         ) from error
 
 
@@ -202,8 +202,8 @@ class MetricsWriter(Records):
                 else ("disappeared with its run directory")
             )
         raise RunError(
-            f"{self.path} {what} while the run was writing there, so that its metrics from step "
-            f"{step} on would be lost; do not touch a run's files until it ends, then resume the "
+            f"{self.path} {what} while the run was writing it, so the metrics from step {step} on "
+            "would be lost; do not change the files of a run before the run ends, then resume the "
             "run"
         )
 

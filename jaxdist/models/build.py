@@ -67,7 +67,8 @@ def _imported(config: ImportedModelConfig, rngs: nnx.Rngs) -> nnx.Module:
     module = call_object(config.path, load_object(config.path), {"rngs": rngs, **config.args})
     if not isinstance(module, nnx.Module):
         raise ConfigError(
-            f"model.path {config.path} returned {type(module).__name__}, not a flax.nnx.Module"
+            f"model.path {config.path} returned {type(module).__name__}, but must return a "
+            "flax.nnx.Module"
         )
     return module
 
@@ -165,8 +166,9 @@ def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     if window is None or length is None or window < length - 1:
         return ()
     return (
-        f"model.attention_window {window} has no effect: a sequence has {length} tokens, and each "
-        "sees itself and all before it; set a smaller window, or null",
+        f"model.attention_window {window} has no effect: a sequence has only {length} tokens, so "
+        "each token attends to itself and all tokens before it in any case; set a smaller window, "
+        "or null",
     )
 
 
@@ -184,15 +186,15 @@ def choose_loss(
     own = default_loss(config)
     found = given or own
     if found is None:
-        raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
+        raise ConfigError("an imported model needs a loss: set loss, such as {type: next_token}")
     check_fields(found, shapes)
     fits = (own.type, "import") if own is not None else ()
     if isinstance(config, GptConfig):
         fits = (*fits, "dpo")
         if config.experts is not None and own is not None and found.type != own.type:
             raise ConfigError(
-                f"loss.type {found.type} leaves out what balances the load of model.experts: use "
-                f"loss.type {own.type}"
+                f"loss.type {found.type} lacks the term that balances the load of model.experts: "
+                f"use loss.type {own.type}"
             )
     if isinstance(config, MfConfig | DlrmConfig):
         fits = (*fits, "squared_error", "click")

@@ -105,7 +105,10 @@ class GptConfig(PartConfig):
     @model_validator(mode="after")
     def _check(self) -> GptConfig:
         if self.head_size is not None and self.head_size % 2:
-            raise ValueError(f"head_size {self.head_size} must be even: positions rotate pairs")
+            raise ValueError(
+                f"head_size {self.head_size} must be even, because rotary positions rotate pairs "
+                "of elements"
+            )
         if not self.head_size and (self.embed % self.heads or (self.embed // self.heads) % 2):
             raise ValueError(
                 f"embed {self.embed} over heads {self.heads} must give an even head size: "
@@ -114,7 +117,10 @@ class GptConfig(PartConfig):
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.positions is not None and self.rope_scaling is not None:
-            raise ValueError("rope_scaling has no effect with learned positions: leave out one")
+            raise ValueError(
+                "rope_scaling has no effect with learned positions: leave out rope_scaling or "
+                "positions"
+            )
         if self.scan_unroll > self.layers:
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
         if self.experts is not None:
@@ -136,7 +142,7 @@ class GptConfig(PartConfig):
                 f"model.experts.every {experts.every} must divide layers {self.layers}: use {near}"
             )
         if self.biases == "all":
-            raise ValueError("experts have no biases, and biases is all: use attention")
+            raise ValueError("experts have no biases, but biases is all: set biases: attention")
         if isinstance(self.remat, tuple) and experts.every > 1:
             raise ValueError(
                 f"model.experts.every {experts.every} computes {experts.every} blocks together, "
@@ -210,8 +216,8 @@ class GptConfig(PartConfig):
             )
         if hint.ring is not None and self.experts is not None:
             raise ConfigError(
-                "sharding.collective_matmul overlaps the products of an MLP, and model.experts has "
-                "experts in its place: set sharding.collective_matmul: false",
+                "sharding.collective_matmul overlaps the products of an MLP, but model.experts "
+                "replaces the MLP by experts: set sharding.collective_matmul: false",
                 setting=("experts",),
             )
         attend = Attend(self.attention, ask, hint)

@@ -264,7 +264,7 @@ def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, 
     if changed:
         raise ConfigError(
             f"{', '.join(changed)} of a stack of {type(block).__name__} changed in the forward "
-            "pass, but a scan over layers keeps no state. Use a norm without running "
+            "pass, but a scan over layers keeps no such state. Use a norm without running "
             "statistics, or keep the blocks in an nnx.List and call them one by one"
         )
     return y

@@ -94,7 +94,7 @@ OPAQUE = (
     "the means of parts add up only if every row and token has the same weight, which a scalar "
     "does not show"
 )
-AS_MEAN = """return each sum with its weight, which add up over any parts:
+AS_MEAN = """return each sum with its weight, since both add up over the parts of a batch:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token
     total = (losses * weight).sum()
     return {"loss": Mean(total, weight.sum())}  # from jaxdist import Mean"""

@@ -76,8 +76,8 @@ class NamedKeeps(dict[str, Keep]):
 def _checked(keeps: Mapping[str, Keep]) -> NamedKeeps:
     if keeps.get("block_input") == "recompute":
         raise ValueError(
-            "a block is recomputed from block_input, so that it cannot be recomputed itself: "
-            "save it (the default), or offload it"
+            "a block is recomputed from block_input, so block_input itself cannot be recomputed: "
+            "save block_input (the default), or offload block_input"
         )
     return NamedKeeps(keeps)
 
@@ -195,7 +195,8 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
             f"remat {format_policy(remat)} offloads to the host's memory ({HOST_MEMORY}), but "
-            f"these devices have only {', '.join(memories)}: save or recompute those activations",
+            f"these devices have only {', '.join(memories)}: save or recompute the activations "
+            "instead",
             setting=("remat",),
         )
 
@@ -227,8 +228,8 @@ def check_names(
         return
     if not given:
         raise ConfigError(
-            f"remat {format_policy(remat)} keeps activations by name, but the blocks name none: "
-            "name them with jax.ad_checkpoint.checkpoint_name, or use one of "
+            f"remat {format_policy(remat)} keeps activations by name, but the blocks name no "
+            "activations: name activations with jax.ad_checkpoint.checkpoint_name, or use one of "
             f"{', '.join(get_args(ByKind))}"
         )
     raise ConfigError(

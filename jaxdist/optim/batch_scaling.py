@@ -63,7 +63,7 @@ class ScaleFromConfig(Config):
     def _one_warmup(self) -> ScaleFromConfig:
         if self.warmup_epochs is not None and self.warmup_fraction is not None:
             raise ValueError(
-                f"give at most one of warmup_epochs ({self.warmup_epochs}) and warmup_fraction "
+                f"set at most one of warmup_epochs ({self.warmup_epochs}) and warmup_fraction "
                 f"({self.warmup_fraction})"
             )
         return self
@@ -127,9 +127,9 @@ def scale(
     warmup = f"{steps} of {total_steps} steps ({100 * steps / total_steps:.4g}%) = {source}"
     if steps >= total_steps:
         raise ConfigError(
-            f"scale_from: the warm-up fills the run: {warmup}, rule {config.rule}; shorten the "
-            f"warm-up at batch {config.batch_size}, train longer, or use a "
-            f"smaller batch than {batch_size}"
+            f"scale_from: the warm-up would fill the whole run: {warmup}, rule {config.rule}; "
+            f"shorten the warm-up at batch {config.batch_size}, train longer, or use a smaller "
+            f"batch than {batch_size}"
         )
     return ScaledRates(Derived(rate, why), Derived(steps, f"{warmup}, rule {config.rule}"))
 
@@ -145,8 +145,8 @@ def _reference_warmup(
         return 0.0, "no warm-up given"
     if examples_per_epoch is None:
         raise ConfigError(
-            f"scale_from: warmup_epochs {config.warmup_epochs} needs a data set of known size; "
-            "give warmup_fraction instead"
+            f"scale_from: warmup_epochs {config.warmup_epochs} needs a data set of known size; set "
+            "warmup_fraction instead"
         )
     _at_least_one("scale_from", {"examples_per_epoch": examples_per_epoch})
     epochs = total_steps * batch_size / examples_per_epoch
@@ -213,7 +213,7 @@ def ramp_stages(
     if growth <= 0 or growth % config.increment:
         raise ConfigError(
             f"batch ramp: the distance from {start} to {batch_size} is not a positive multiple of "
-            f"increment {config.increment}: change one of these numbers"
+            f"increment {config.increment}: change one of these three numbers"
         )
     if config.ramp_examples >= total_examples:
         raise ConfigError(
@@ -272,7 +272,7 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
     if not math.isclose(total, 1.0, abs_tol=1e-6):
         fractions = ", ".join(f"{phase.examples_fraction:g}" for phase in phases)
         raise ConfigError(
-            f"phases: the fractions ({fractions}) sum to {total:g}, not to 1: change them"
+            f"phases: the fractions ({fractions}) sum to {total:g}, not to 1: change the fractions"
         )
     counts = [round(p.examples_fraction * total_examples / p.batch_size) for p in phases]
     for number, (phase, steps) in enumerate(zip(phases, counts, strict=True), start=1):

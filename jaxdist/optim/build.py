@@ -159,8 +159,8 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
         return
     if not finite:
         raise ConfigError(
-            f"optim.path {path}: its first update of a parameter of 1 by a gradient of 1 is not "
-            "finite; look at optim.args: decays such as b1 and b2 must be below 1, and eps above 0"
+            f"optim.path {path}: the first update of a parameter of 1 with a gradient of 1 is not "
+            "finite; check optim.args: decays such as b1 and b2 must be below 1, and eps above 0"
         )
 
 
@@ -309,7 +309,7 @@ def plan_rate(
     schedule, given = config.schedule, config.scale_from
     if given is None:
         if config.learning_rate is None:
-            raise ConfigError("give exactly one of learning_rate and scale_from")
+            raise ConfigError("set exactly one of learning_rate and scale_from")
         peak = config.learning_rate
         rate = build_schedule(schedule, peak=peak, total_steps=total_steps)
         return Rate(rate, _explain_cut(schedule.warmup_steps, total_steps))
@@ -333,7 +333,7 @@ def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
     if warmup <= total_steps:
         return ()
     return (
-        f"the run ends at step {total_steps} of the {warmup} of its warm-up, at "
+        f"the run ends in its warm-up of {warmup} steps, at step {total_steps} and "
         f"{total_steps / warmup:.0%} of the learning rate; set optim.schedule.warmup_steps to a "
         "smaller number",
     )
@@ -403,7 +403,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
     idle = [pattern for pattern in rates if pattern not in first]
     if idle:
         lines = [
-            f"{p!r} has no effect: earlier patterns match all that it matches"
+            f"{p!r} has no effect: earlier patterns match all parameters that this pattern matches"
             if fnmatch.filter(names, p)
             else f"{p!r} matches no parameter that is trained: {near_names(p, names)}"
             for p in idle

@@ -86,18 +86,19 @@ class OptimizerConfig(Config):
     def _check(self) -> OptimizerConfig:
         if self.learning_rate is not None and self.scale_from is not None:
             raise ValueError(
-                f"give one of learning_rate ({self.learning_rate:g}) and scale_from (learning_rate "
-                f"{self.scale_from.learning_rate:g} at batch {self.scale_from.batch_size})"
+                f"set only one of learning_rate ({self.learning_rate:g}) and scale_from "
+                f"(learning_rate {self.scale_from.learning_rate:g} at batch "
+                f"{self.scale_from.batch_size})"
             )
         if self.scale_from is not None and self.scale_from.warmup and self.schedule.warmup_steps:
             raise ValueError(
-                f"the warm-up is given twice: optim.schedule.warmup_steps "
-                f"{self.schedule.warmup_steps} and {self.scale_from.warmup}; drop either"
+                "the warm-up is set twice: optim.schedule.warmup_steps "
+                f"{self.schedule.warmup_steps} and {self.scale_from.warmup}; leave either out"
             )
         if self.max_skipped is not None and not self.skips:
             raise ValueError(
-                f"max_skipped {self.max_skipped} has no effect, since no step is skipped: set "
-                "skip_nonfinite, skip_spikes or loss_scale too"
+                f"max_skipped {self.max_skipped} has no effect, since no setting skips steps: also "
+                "set skip_nonfinite, skip_spikes or loss_scale"
             )
         return self
 

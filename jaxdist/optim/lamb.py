@@ -152,7 +152,9 @@ def lamb_rule(variant: LambVariant, **options: object) -> LambRule:
     rule = choose_rule("lamb", LAMB_RULES, variant, options)
     check_bounds(phi=rule.phi, ratio_bounds=rule.ratio_bounds)
     if not rule.max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm = {rule.max_grad_norm}: must be above 0; inf is off")
+        raise ConfigError(
+            f"max_grad_norm = {rule.max_grad_norm}: must be above 0; inf turns clipping off"
+        )
     return rule
 
 

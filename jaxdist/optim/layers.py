@@ -182,7 +182,10 @@ def _positions(name: str, x: jax.Array, dims: Sequence[str | None] | None) -> tu
         return ()
     shown = f"layer_dims of parameter {name or 'params'} {x.shape}: {dims!r} names"
     example = ("layers", *(None,) * (x.ndim - 1))
-    remedy = f"name a dim whose every index has a norm of its own, None the others, as {example}"
+    remedy = (
+        "name each dim along which every index has its own norm, and use None for other dims, "
+        f"such as {example}"
+    )
     if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
         raise ConfigError(f"{shown} no dims; {remedy}")
     if len(dims) != x.ndim:

@@ -212,8 +212,8 @@ class MuonConfig(OptimizerConfig):
         for pattern in self.adamw.params:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
                 raise ConfigError(
-                    f"optim.adamw.params: {pattern!r} matches no matrix that Muon would update: "
-                    f"{did_you_mean(pattern, every)}"
+                    f"optim.adamw.params: {pattern!r} matches no matrix that Muon would "
+                    f"update: {did_you_mean(pattern, every)}"
                 )
         if not found:
             raise ConfigError(

@@ -202,7 +202,9 @@ def master_weights(
 
 def _check_narrow(params: Params, narrow: jnp.dtype) -> None:
     if params is None:
-        raise ConfigError("master_weights: update(updates, state, params) needs params, given None")
+        raise ConfigError(
+            "master_weights: update(updates, state, params) needs params, but params is None"
+        )
     wrong = {str(p.dtype) for p in jax.tree.leaves(params)} - {str(narrow)}
     if wrong:
         raise ConfigError(

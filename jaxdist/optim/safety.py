@@ -343,8 +343,8 @@ def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None
     """
     if consecutive > max_consecutive:
         raise RunError(
-            f"{consecutive} steps in a row were skipped (allowed: {max_consecutive}; {skipped} "
-            "since the start): their gradients were not finite or too large, or all examples "
-            "weighed 0. Lower the learning rate, lengthen the warm-up, or look for bad examples "
-            "and for masks that leave nothing"
+            f"{consecutive} consecutive steps were skipped (at most {max_consecutive} are allowed; "
+            f"{skipped} were skipped since the start): their gradients were not finite or too "
+            "large, or all examples had weight 0. Lower the learning rate, lengthen the warm-up, "
+            "or look for bad examples and for masks that hide all tokens"
         )

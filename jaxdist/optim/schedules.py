@@ -34,7 +34,9 @@ class ScheduleConfig(Config):
         if self.type == "constant" and self.end_fraction:
             raise ValueError("end_fraction has no effect with type: constant")
         if self.type != "poly" and self.power is not None:
-            raise ValueError(f"power has no effect with type: {self.type}; it belongs to poly")
+            raise ValueError(
+                f"power has no effect with type: {self.type}; only type poly uses power"
+            )
         return self
 
 

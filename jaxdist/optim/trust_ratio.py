@@ -186,8 +186,8 @@ def flags(mask: Mask, params: Params, name: str) -> list[bool]:
     if found and not any(found):
         names = ", ".join(leaf for leaf, _ in flatten_with_names(params))
         raise ConfigError(
-            f"{name} matches none of the {len(found)} parameters ({names}); pass False to switch "
-            "it off"
+            f"{name} matches none of the {len(found)} parameters ({names}); pass False to turn "
+            f"{name} off"
         )
     return [bool(flag) for flag in found]
 

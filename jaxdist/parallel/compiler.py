@@ -95,8 +95,8 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
     device = devices[0]
     if config.preset not in ("default", "none") and device.platform != PLATFORM:
         raise ConfigError(
-            f"preset {config.preset} is for TPUs, but the mesh has {device.platform} devices: "
-            "use preset: default, and give XLA's options for these devices as options"
+            f"preset {config.preset} is for TPUs, but the mesh has {device.platform} devices: use "
+            "preset: default, and set XLA's options in options"
         )
     preset = preset_options(config.preset, device)
     if config.preset == "default" and options_refusal(preset, device) is not None:

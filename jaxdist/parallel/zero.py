@@ -217,9 +217,9 @@ def plan_zero(
         taken = {axis for entry in spec for axis in entry_names(entry)}
         if taken & set(axes):
             raise ConfigError(
-                f"zero: a sharding rule already splits parameter {name} {tuple(leaf.shape)} as "
-                f"{spec} over {', '.join(axes)}; remove the rule (sharding.rules) or set "
-                "parallel.zero.stage: 0"
+                f"zero: a sharding rule already splits parameter {name} "
+                f"{tuple(leaf.shape)} as {spec} over {', '.join(axes)}; remove the rule "
+                "(sharding.rules) or set parallel.zero.stage: 0"
             )
         chosen[name] = None
         if math.prod(leaf.shape) < config.whole_below:
@@ -343,8 +343,8 @@ def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
     mesh = dict(layout.mesh.shape)
     if not names:
         raise ConfigError(
-            f"parallel.zero.stage {config.stage} splits the training state over the axis of the "
-            f"batch, but the mesh {mesh} has none; set mesh.data, or parallel.zero.stage: 0"
+            f"parallel.zero.stage {config.stage} splits the state over the axis of the batch, but "
+            f"the mesh {mesh} has no such axis; set mesh.data, or parallel.zero.stage: 0"
         )
     if config.scope == "all":
         return names

@@ -83,9 +83,9 @@ class Racks(Config):
         """
         if self.size >= workers:
             raise ConfigError(
-                f"strategy.aggregation.size {self.size} puts all {workers} workers in one rack, "
-                "whose aggregator would carry the load of the servers: give at most "
-                f"{workers - 1}, or set type direct",
+                f"strategy.aggregation.size {self.size} puts all {workers} workers in a single "
+                "rack, whose aggregator would have the load of all servers: set at most "
+                f"{workers - 1}, or set type: direct",
                 setting=("size",),
             )
 

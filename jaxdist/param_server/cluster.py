@@ -154,8 +154,8 @@ class Cluster(Config):
         if batch_size % self.workers:
             raise ConfigError(
                 f"train.batch_size {batch_size} does not divide by {self.workers} workers: set "
-                f"{batch_size // self.workers * self.workers or self.workers}, another number of "
-                "workers, or strategy.batch_shares: by_speed",
+                f"train.batch_size: {batch_size // self.workers * self.workers or self.workers}, "
+                "another number of workers, or strategy.batch_shares: by_speed",
                 setting=("workers",),
             )
         return (batch_size // self.workers,) * self.workers
@@ -163,8 +163,9 @@ class Cluster(Config):
     def _given_shares(self, given: Shares, batch_size: int) -> Shares:
         if len(given) != self.workers or sum(given) != batch_size:
             raise ConfigError(
-                f"batch_shares has {len(given)} shares that add up to {sum(given)}: give one for "
-                f"each of {self.workers} workers, which add up to {batch_size} (train.batch_size)",
+                f"batch_shares has {len(given)} numbers that add up to {sum(given)}: give a number "
+                f"of examples for each of the {self.workers} workers; the sum must be {batch_size} "
+                "(train.batch_size)",
                 setting=("batch_shares",),
             )
         return given

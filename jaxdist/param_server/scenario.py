@@ -106,8 +106,8 @@ class SimulationConfig(Config):
         found = times if isinstance(times, tuple) else (times,) * workers
         if len(found) != workers:
             raise ConfigError(
-                f"step_seconds has {len(found)} times for {workers} workers: give one number, or "
-                "one for each worker",
+                f"step_seconds has {len(found)} times for {workers} workers: give a single time, "
+                "or a time for each worker",
                 setting=("step_seconds",),
             )
         return found
@@ -168,8 +168,8 @@ def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int
     workers = len(step_seconds)
     if batch_size < workers:
         raise ConfigError(
-            f"a batch of {batch_size} examples leaves some of {workers} workers without any: "
-            f"give at least {workers} examples, or fewer workers"
+            f"a batch of {batch_size} examples leaves some of {workers} workers without examples: "
+            f"set at least {workers} examples, or fewer workers"
         )
     rates = [1 / seconds for seconds in step_seconds]
     shares = [1] * workers

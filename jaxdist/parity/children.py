@@ -126,10 +126,10 @@ class _Child:
         while not pipe.poll(LOOK_SECONDS):
             spent, now = _cpu_seconds(self._process.pid), time.monotonic()
             if spent - begun > limit:
-                return f"no answer in {limit:g} s of CPU time"
+                return f"the process gave no answer in {limit:g} s of CPU time"
             if now - looked > limit:
                 if spent - seen < BUSY_SHARE * limit:
-                    return f"no answer, and idle for {limit:g} s"
+                    return f"the process gave no answer and was idle for {limit:g} s"
                 looked, seen = now, spent
         return None
 

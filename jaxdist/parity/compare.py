@@ -123,7 +123,9 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
         pairs = ", ".join(
             f"{name} {there} there, {empty[name]} here" for name, there in other.items()
         )
-        raise ConfigError(f"cannot continue {file}, of another run: {pairs}; {REMEDY}")
+        raise ConfigError(
+            f"cannot continue {file}, which a different command wrote: {pairs}; {REMEDY}"
+        )
     return results
 
 
@@ -145,9 +147,9 @@ def _compared(
         for answer in found:
             if isinstance(answer, Ended):
                 raise RunError(
-                    f"one of {jobs} processes that compare has ended, perhaps for lack of memory "
-                    f"({answer.reason}): give fewer --jobs, and --resume to continue the file of "
-                    "--json"
+                    f"one of {jobs} processes that compare plans has ended, perhaps for lack of "
+                    f"memory ({answer.reason}): use fewer --jobs, and --resume to continue the "
+                    "file of --json"
                 )
             yield answer
 

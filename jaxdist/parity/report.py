@@ -141,7 +141,7 @@ def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
     )
 
 
-REMEDY = "give another file to --json, or leave out --resume to overwrite this file"
+REMEDY = "choose another file with --json, or leave out --resume to overwrite this file"
 T = TypeVar("T")
 
 

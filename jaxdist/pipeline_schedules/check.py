@@ -44,7 +44,7 @@ def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None)
     >>> rows = ((Task(TaskKind.FULL, 0, 0),),)
     >>> check_schedule(Schedule("half", microbatches=1, placement=(0,), rows=rows))
     Traceback (most recent call last):
-    jaxdist.errors.ConfigError: schedule half: task 0F0 is missing: stage 0 must do it for ...
+    jaxdist.errors.ConfigError: schedule half: task 0F0 is missing: stage 0 must run the ...
     """
     _check_shape(schedule)
     for stage in range(schedule.stages):
@@ -59,8 +59,8 @@ def _check_shape(schedule: Schedule) -> None:
     name, stages = schedule.name, schedule.stages
     if not stages or not schedule.chunks or schedule.microbatches < 1:
         raise ConfigError(
-            f"schedule {name}: {stages} stages, {schedule.chunks} chunks, "
-            f"{schedule.microbatches} microbatches: give at least one of each"
+            f"schedule {name}: {stages} stages, {schedule.chunks} chunks, {schedule.microbatches} "
+            "microbatches: use at least 1 stage, 1 chunk and 1 microbatch"
         )
     for chunk, stage in enumerate(schedule.placement):
         if not 0 <= stage < stages:
@@ -94,8 +94,8 @@ def _check_row(schedule: Schedule, stage: int) -> None:
         for other in _same_work(task):
             if other in found:
                 raise ConfigError(
-                    f"{where} repeats {other} of place {found[other]}: a microbatch passes a "
-                    "chunk once forward, and once back (B, or I and W)"
+                    f"{where} repeats {other} of place {found[other]}: each microbatch passes each "
+                    "chunk once forward (F), and once backward (B, or I and W)"
                 )
         found[task] = place
 
@@ -111,8 +111,8 @@ def _check_complete(schedule: Schedule) -> None:
     if missing:
         stage, task, microbatch = missing
         raise ConfigError(
-            f"schedule {schedule.name}: task {task} is missing: stage {stage} must do it for "
-            f"microbatch {microbatch} of {schedule.microbatches}"
+            f"schedule {schedule.name}: task {task} is missing: stage {stage} must run the task "
+            f"for microbatch {microbatch} of {schedule.microbatches}"
         )
 
 
@@ -156,9 +156,11 @@ def _check_order(schedule: Schedule) -> None:
     task = schedule.rows[stage][place]
     later, home = _find(schedule, missing)
     if home == stage:
-        reason = f"comes after it, at place {places(schedule.rows[stage])[later]}: swap them"
+        reason = (
+            f"comes after it, at place {places(schedule.rows[stage])[later]}: swap the two tasks"
+        )
     else:
-        reason = f"is never done: {_chain(schedule, walk.blocked, circle)}"
+        reason = f"is never run: {_chain(schedule, walk.blocked, circle)}"
     raise ConfigError(
         f"schedule {schedule.name}: stage {stage}, place {place}: {task} needs {later}, which "
         f"{reason}"
@@ -245,8 +247,8 @@ def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
     sizes = [slots] * schedule.chunks if isinstance(slots, int) else list(slots)
     if len(sizes) != schedule.chunks or min(sizes) < 1:
         raise ConfigError(
-            f"schedule {schedule.name}: slots are {sizes} for {schedule.chunks} chunks: give one "
-            "number of at least 1, or one for each chunk"
+            f"schedule {schedule.name}: slots are {sizes} for {schedule.chunks} chunks: give a "
+            "single number of at least 1, or a number for each chunk"
         )
     for chunk, size in enumerate(sizes):
         for task, live in live_microbatches(schedule, chunk):

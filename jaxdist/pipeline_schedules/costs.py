@@ -79,13 +79,13 @@ def _by_chunk(times: Times, chunks: int, name: str) -> tuple[float, ...]:
     found = tuple(times) if isinstance(times, Sequence) else (times,) * chunks
     if len(found) != chunks:
         raise ConfigError(
-            f"costs: {name} has {len(found)} times for {chunks} chunks: give one number, or one "
-            "for each chunk"
+            f"costs: {name} has {len(found)} times for {chunks} chunks: give a single time, or a "
+            "time for each chunk"
         )
     for chunk, time in enumerate(found):
         if not 0 <= time < float("inf"):
             raise ConfigError(
-                f"costs: {name} of chunk {chunk} is {time}: times and sizes are finite and not "
+                f"costs: {name} of chunk {chunk} is {time}: times and sizes must be finite and not "
                 "negative"
             )
     return found

@@ -50,8 +50,8 @@ class Csv(Config):
         ):
             if wanted != have:
                 raise ConfigError(
-                    f"schedule {self.path}: it has {have} {what}, but the run has {wanted}: "
-                    "change the file or the run"
+                    f"schedule {self.path}: the file has {have} {what}, but the run has {wanted}: "
+                    "change the file or the settings of the run"
                 )
         return schedule
 
@@ -71,8 +71,8 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"schedule {path}: cannot be read ({why_unread(error)}): name a CSV file with one row "
-            "per stage"
+            f"schedule {path}: the file cannot be read ({why_unread(error)}): name a CSV file with "
+            "one row per stage"
         ) from None
     return parse_csv(text, name=os.fspath(path))
 
@@ -125,7 +125,10 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     )
     tasks = [cell.task for row in cells for cell in row if cell.task is not None]
     if not tasks:
-        raise ConfigError(f"schedule {name}: no tasks: give one row per stage, with cells like 0F0")
+        raise ConfigError(
+            f"schedule {name}: the file has no tasks: write one row per stage, with cells such as "
+            "0F0"
+        )
     placement = _placement(name, cells, max(task.chunk for task in tasks) + 1)
     _refuse_repeated(name, cells)
     schedule = Schedule(
@@ -138,9 +141,9 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     if missing:
         stage, task, microbatch = missing
         raise ConfigError(
-            f"schedule {name}: row {stage + 1} lacks {task}: each chunk needs all microbatches, "
-            f"0 to {schedule.microbatches - 1}: add {task}, or remove microbatch {microbatch} "
-            "everywhere"
+            f"schedule {name}: row {stage + 1} lacks {task}: each chunk needs all microbatches, 0 "
+            f"to {schedule.microbatches - 1}: add {task}, or remove microbatch {microbatch} from "
+            "all rows"
         )
     check_schedule(schedule)
     return schedule
@@ -159,7 +162,8 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
             if part.strip() and not match:
                 raise ConfigError(
                     f"schedule {name}: row {row}, column {column}: {value!r} is not a task: write "
-                    "chunk, one of F, B, I, W, and microbatch, as 0F0, or leave the cell empty"
+                    "the chunk, one of F, B, I, W, and the microbatch, such as 0F0, or leave the "
+                    "cell empty"
                 )
             task = Task(TaskKind(match[2]), int(match[1]), int(match[3])) if match else None
             found.append(_Cell(row, column, task))
@@ -203,14 +207,14 @@ def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, .
             if home.row != cell.row:
                 raise ConfigError(
                     f"schedule {name}: {cell.where}: {cell.task}: chunk {cell.task.chunk} is on "
-                    f"row {home.row} ({home.task} in column {home.column}), and a chunk has one "
-                    f"stage: move it to row {home.row}"
+                    f"row {home.row} ({home.task} in column {home.column}), but a chunk belongs to "
+                    f"a single stage: move the task to row {home.row}"
                 )
     for chunk in range(chunks):
         if chunk not in first:
             raise ConfigError(
                 f"schedule {name}: chunk {chunk} has no task, but chunk {chunks - 1} has: number "
-                f"the chunks 0 to {len(first) - 1}, in the order that activations take"
+                f"the chunks 0 to {len(first) - 1}, in the order in which activations pass them"
             )
     return tuple(first[chunk].row - 1 for chunk in range(chunks))
 
@@ -223,6 +227,6 @@ def _refuse_repeated(name: str, cells: list[list[_Cell]]) -> None:
         before = seen.setdefault(cell.task, cell)
         if before is not cell:
             raise ConfigError(
-                f"schedule {name}: {cell.where}: {cell.task} repeats {before.where}: remove it "
-                "from either place"
+                f"schedule {name}: {cell.where}: {cell.task} repeats {before.where}: remove the "
+                "task from either cell"
             )

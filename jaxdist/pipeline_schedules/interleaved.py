@@ -121,6 +121,6 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
 def _refuse_few_chunks(name: str, chunks: int) -> None:
     if chunks < 2:
         raise ConfigError(
-            f"schedule {name}: {chunks} chunks per stage: give at least 2, or use "
-            f"{'1f1b' if name == 'interleaved' else 'gpipe'}, which has one"
+            f"schedule {name}: {chunks} chunks per stage: use at least 2, or use schedule "
+            f"{'1f1b' if name == 'interleaved' else 'gpipe'}, which has a single chunk per stage"
         )

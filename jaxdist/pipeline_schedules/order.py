@@ -129,8 +129,8 @@ def refuse_small(name: str, stages: int, microbatches: int) -> None:
     """Raise ConfigError unless there is at least one stage and at least one microbatch."""
     if stages < 1 or microbatches < 1:
         raise ConfigError(
-            f"schedule {name}: {stages} stages and {microbatches} microbatches: give at least one "
-            "of each"
+            f"schedule {name}: {stages} stages and {microbatches} microbatches: use at least 1 "
+            "stage and 1 microbatch"
         )
 
 
@@ -147,6 +147,6 @@ def refuse_fewer(name: str, stages: int, microbatches: int, least: int, instead:
     refuse_small(name, stages, microbatches)
     if microbatches < least:
         raise ConfigError(
-            f"schedule {name}: {stages} stages need at least {least} microbatches, got "
+            f"schedule {name}: {stages} stages need at least {least} microbatches, but there are "
             f"{microbatches}: use {least} or more, or fewer stages, or {instead}"
         )

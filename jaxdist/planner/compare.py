@@ -17,7 +17,8 @@ from jaxdist.planner.result import Result, first_numbers
 from jaxdist.planner.target import Target
 
 OWN_WATTS = (
-    "energy.watts belongs to one kind of chip, and is not used for several targets: give one --on."
+    "energy.watts describes a single type of chip, and is not used for several targets: use --on "
+    "once."
 )
 
 

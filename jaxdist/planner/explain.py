@@ -59,7 +59,10 @@ def remedies(one: Judged, model: Model) -> list[str]:
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes
-    lines = [f"It does not fit: {show_bytes(over)} too much (with {SPARE:.0%} left free)."]
+    lines = [
+        f"The plan does not fit: it needs {show_bytes(over)} more than the memory (of which "
+        f"{SPARE:.0%} must stay free)."
+    ]
     plan, kept = one.plan, one.memory
     examples = "sequences" if model.unit == "tokens" else "examples"
     rows, known = model.batch // (plan.replicas * plan.microbatches), isinstance(model, Decoder)

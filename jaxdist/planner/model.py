@@ -215,7 +215,10 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
                 )
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":
-            raise ConfigError(f"{config.strategy.type}: only synchronous steps are planned")
+            raise ConfigError(
+                f"{config.strategy.type}: the planner plans only synchronous steps; set "
+                "strategy.type: synchronous to see plans"
+            )
 
 
 def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
@@ -236,7 +239,10 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     with at_setting(document, "optim", "type"):
         if not isinstance(optim, AdamWConfig | SgdConfig) and optim.type not in MOMENTS:
             known = ", ".join(MOMENTS)
-            raise ConfigError(f"{optim.type}: the size of its state is not known; known: {known}")
+            raise ConfigError(
+                f"{optim.type}: the planner does not know the size of this optimizer's state; "
+                f"known optimizers: {known}"
+            )
     moments = MOMENTS[optim.type]
     if isinstance(optim, SgdConfig) and not optim.momentum:
         moments = 0

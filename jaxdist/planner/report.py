@@ -30,13 +30,14 @@ from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
 
 ANALYTIC_ONLY = (
-    "By formulas only: without the GPU its programs cannot be compiled, and its compiler "
-    "estimates no time."
+    "The ranking uses only formulas: programs for a GPU cannot be compiled without the GPU, and "
+    "its compiler estimates no time."
 )
 
 ROUGH = (
-    "A rough ranking, of the data axis alone: formulas know the layers of gpt, and for other "
-    "models what tracing a step shows. For TPUs --memory and --compile ask the compiler."
+    "The ranking is rough, and covers only the data axis: formulas know the layers of gpt, but "
+    "for other models only what tracing a step shows. For TPUs, --memory and --compile ask the "
+    "compiler."
 )
 
 
@@ -97,7 +98,7 @@ def plan(
             option = "--compile" if asked.compiled else "--memory"
             raise ConfigError(f"{option}: {target.words}: {ANALYTIC_ONLY}")
     if asked.plot is not None and asked.explain is None:
-        raise ConfigError("--plot draws what --explain N says: give both")
+        raise ConfigError("--plot draws the plan that --explain N explains: add --explain N")
     results = in_order([_searched(model, target, asked.top) for target in targets])
     if asked.explain is not None:
         numbered(results, asked.explain)  # an unknown number is refused before minutes of compiling
@@ -151,8 +152,8 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
     if first.refused:
         printed = sum(len(one.top) for one in results)
         raise ConfigError(
-            f"--write: the compiler refuses all {printed} printed plans, so that none is "
-            f"written; compile more plans: --top {2 * len(first.top)}"
+            f"--write: the compiler refuses all {printed} printed plans, so no plan is written; "
+            f"compile more plans: --top {2 * len(first.top)}"
         )
     write_config(document, first.top[0].plan, path)
     where = f", on {first.target.words}," if len(results) > 1 else ""
@@ -194,7 +195,7 @@ def _print_result(result: Result, first: int, console: Console, step: str = "") 
     console.print()
     console.print(_plans(result, first))
     if isinstance(result.model, Decoder):
-        console.print("MFU with causal attention counted half.", style="dim")
+        console.print("MFU counts half of the FLOPs of causal attention.", style="dim")
     else:
         console.print(ROUGH, style="dim", soft_wrap=True)
     if not target.is_tpu:

@@ -219,7 +219,7 @@ def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Jud
     if number > len(every):
         raise ConfigError(
             f"--explain {number}: {len(found.valid):,} plans fit, and {len(found.too_large):,} "
-            f"after them do not: give 1 to {len(every):,}"
+            f"more plans do not fit: use a number from 1 to {len(every):,}"
         )
     return every[number - 1]
 
@@ -239,7 +239,7 @@ def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
         f"{least.limit_bytes / 1e9:.1f} GB of a {target.device.name}"
     )
     chips = least_chips(model, target)
-    would = f"; {chips:,} chips would do"
+    would = f"; {chips:,} chips would be enough"
     if not chips:
         would = f"; no number of slices of {target.text} is enough, but another shape might be"
     return ConfigError(f"{head} fits: {reasons}; {needs}{would}")

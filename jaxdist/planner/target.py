@@ -150,7 +150,7 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
     targets = [parse_target(text, slices) for text in texts]
     for number, one in enumerate(targets):
         if one in targets[:number]:
-            raise MeshError(f"{one.words} is given twice: give each target once")
+            raise MeshError(f"{one.words} is named twice: name each target once")
     return tuple(targets)
 
 
@@ -173,12 +173,14 @@ def parse_target(text: str, slices: int = 1) -> Target:
     if several:
         text, slices = several[2], int(several[1])
         if not slices:
-            raise MeshError(f"0 x {text}: give 1 or more slices")
+            raise MeshError(f"0 x {text}: use 1 slice or more")
     found = _GPU.fullmatch(text)
     if found and found[1] in _GPU_NAMES:
         hosts, each = int(found[2]) * slices, int(found[3])
         if hosts < 1 or each < 1:
-            raise MeshError(f"topology {text!r} has no GPU: give hosts x GPUs of a host, 1 or more")
+            raise MeshError(
+                f"topology {text!r} has no GPU: write hosts x GPUs per host, each at least 1"
+            )
         written = f"{found[1]}:{hosts}x{each}"
         return Target(written, DEVICES[found[1]], (each,), hosts, (False,))
     if text.partition(":")[0] not in FAMILIES:
@@ -192,7 +194,7 @@ def parse_target(text: str, slices: int = 1) -> Target:
         known = ", ".join(name for name in FAMILIES if name in DEVICES)
         raise MeshError(
             f"topology {text!r}: the speed and memory of {slice_.family} are not known to "
-            f"jaxdist.runtime.hardware, so that nothing can be planned for it; known: {known}"
+            f"jaxdist.runtime.hardware, so no plan can be made; known slices: {known}"
         )
     device, joined = DEVICES[slice_.family], rings(slice_.family, slice_.shape)
     each = FAMILIES[slice_.family].devices

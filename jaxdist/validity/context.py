@@ -9,13 +9,15 @@ _ORDERS = ("sharding.context_order: zigzag or striped",)
 CONTEXT: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("mesh.context",), ("a model without attention",)),
-        "its devices would share sequences, which this model does not have, or splits by itself",
+        "mesh.context splits the sequences of attention over devices, but this model has no "
+        "attention that jaxdist can split",
         "remove mesh.context",
         ("mesh", "context"),
     ),
     ValidityRow(
         (("mesh.context",), ("sharding.collective_matmul",)),
-        "pieces of the sequence go round one axis, and two axes split it",
+        "a collective matmul sends shards of the sequence round a single mesh axis, but here both "
+        "the tensor and the context axis split the sequence",
         "set sharding.collective_matmul: false, or remove mesh.context",
         ("sharding", "collective_matmul"),
     ),
@@ -28,7 +30,8 @@ CONTEXT: tuple[ValidityRow, ...] = (
             ),
             ("a kernel for whole sequences",),
         ),
-        "each device would attend piece by piece, in blocks",
+        "on this axis a device attends to shards of the sequence in turn, but this attention "
+        "kernel needs whole sequences",
         "set model.attention: auto, or sharding.context: ulysses",
         ("sharding", "context"),
     ),
@@ -38,7 +41,7 @@ CONTEXT: tuple[ValidityRow, ...] = (
             ("sharding.context: ring or ring_ulysses",),
             ("model.attention: splash",),
         ),
-        "keys that rotate are computed in blocks, without the kernel",
+        "a ring computes attention in blocks of the keys that rotate, without this kernel",
         "set sharding.context: auto",
         ("sharding", "context"),
     ),
@@ -48,19 +51,22 @@ CONTEXT: tuple[ValidityRow, ...] = (
             ("stage (a pipeline)",),
             ("sharding.context: ring or ring_ulysses",),
         ),
-        "keys that rotate among the devices of a stage would wait for those of other stages",
+        "keys that rotate among the devices of one stage would wait for the devices of "
+        "other stages",
         "set sharding.context: auto",
         ("sharding", "context"),
     ),
     ValidityRow(
         (("mesh.context",), _ORDERS, ("sharding.context: ulysses",)),
-        "each device has whole sequences of some heads, so that all have equal work already",
+        "with ulysses each device has whole sequences of some heads, so all devices have equal "
+        "work in any order",
         "set sharding.context_order: auto",
         ("sharding", "context_order"),
     ),
     ValidityRow(
         (("mesh.context",), _ORDERS, ("model.attention_window",)),
-        "a window gives devices with consecutive positions equal work, and few keys of others",
+        "with a window, devices have equal work if each has consecutive positions, and need few "
+        "keys of other devices",
         "set sharding.context_order: auto",
         ("sharding", "context_order"),
     ),
@@ -70,8 +76,8 @@ CONTEXT: tuple[ValidityRow, ...] = (
             _ORDERS,
             ("a loss other than next_token", "a model whose attention is not causal"),
         ),
-        "the order balances the work of causal attention, and only next_token moves its targets "
-        "together with the tokens",
+        "the order balances the work of causal attention, and only the loss next_token reorders "
+        "its targets with the tokens",
         "set sharding.context_order: auto",
         ("sharding", "context_order"),
     ),

@@ -10,20 +10,22 @@ _EXPERTS = ("model.experts",)
 EXPERTS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (_EXPERTS, ("stage (a pipeline)",)),
-        "stages pass on activations alone, and routers measure for the loss of the last stage",
+        "stages send only activations to one another, but the routers of all stages add terms to "
+        "the loss of the last stage",
         "remove mesh.stage, and split experts over mesh.expert",
         _SETTING,
     ),
     ValidityRow(
         (_EXPERTS, ("strategy: parameter_server",)),
-        "the load of experts is summed over the devices of one mesh, and workers share none",
+        "the load of experts is summed over the devices of a single mesh, but each worker has a "
+        "mesh of its own",
         "set strategy.type: synchronous",
         _SETTING,
     ),
     ValidityRow(
         (("mesh axis expert",), ("deterministic: strict",)),
-        "an expert multiplies the tokens of several logical shards at once, in an order that "
-        "depends on their devices",
+        "an expert multiplies the tokens of several logical shards in one product, whose rounding "
+        "depends on the number of devices",
         "remove mesh.expert, or set parallel.deterministic: null",
         ("parallel", "deterministic"),
     ),

@@ -133,6 +133,7 @@ def _of_mesh(facts: Facts) -> Iterator[str]:
         )
     for name in facts.empty_axes:
         yield (
-            f"mesh axis {name} of size {facts.mesh[name]} has no effect: no rule splits anything "
-            "over it, so that its devices all do the same"
+            f"mesh axis {name} of size {facts.mesh[name]} has no effect: no sharding rule names "
+            "the axis, so all devices along the axis compute the same. Add the axis to "
+            "sharding.rules, or remove it from mesh"
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from jaxdist.validity.row import COMPRESSION, FROZEN, SCOPES, ZERO_STAGES, ValidityRow
 
 SERVER = ("strategy: parameter_server",)
-_NORM = "it needs the norm over all parameters, but each server has only its own"
+_NORM = (
+    "it needs the norm over all parameters, but each server has only its shard of the parameters"
+)
 
 
 def _refused(path: str, why: str, instead: str) -> ValidityRow:
@@ -15,135 +17,159 @@ def _refused(path: str, why: str, instead: str) -> ValidityRow:
 SERVERS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (COMPRESSION, SERVER),
-        "gradients go to servers, and devices of different workers exchange nothing",
-        "set parallel.compression: null, and see strategy.codec",
+        "workers send gradients to servers and not to one another, so parallel.compression "
+        "compresses no message",
+        "set parallel.compression: null, and compress the pushes with strategy.codec",
         ("parallel", "compression"),
     ),
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary", "parallel.zero"), SERVER),
-        "gradients go to servers, which hold the optimizer's state",
-        "leave parallel.zero out, and see strategy.servers",
+        "the servers hold the optimizer's state, so workers have no state to split",
+        "leave parallel.zero out; strategy.servers splits the state over servers",
         ("parallel", "zero"),
     ),
     ValidityRow(
         (("deterministic: strict",), SERVER),
-        "servers add gradients in the order of workers, not by logical shard",
-        "set parallel.deterministic: null (the order of what came is kept, and `jaxdist replay` "
-        "has its bits)",
+        "servers add up gradients by worker, not by logical shard",
+        "set parallel.deterministic: null. `jaxdist replay` repeats a run to the bit, from the "
+        "recorded order of pushes",
         ("parallel", "deterministic"),
     ),
     ValidityRow(
         (("a mesh axis besides data and tensor", "stage (a pipeline)"), SERVER),
-        "the mesh belongs to one worker, with axes data and tensor",
-        "leave out the axis",
+        "the mesh of a worker has only the axes data and tensor",
+        "remove the axis from mesh",
         ("mesh",),
     ),
     *(
         _refused(
             path,
-            ("it changes the batch within a run, but workers share no step at which to change it"),
-            "leave it out",
+            (
+                "it changes the batch size during a run, but workers have no common step at which "
+                "to change the size"
+            ),
+            "leave the setting out",
         )
         for path in ("train.batch_ramp", "train.phases")
     ),
     *(
-        _refused(path, "servers hold and update all parameters", "train all parameters")
+        _refused(
+            path,
+            "servers hold and update all parameters, so no parameter can be frozen",
+            "leave the setting out, which trains all parameters",
+        )
         for path in FROZEN
     ),
     _refused(
         "train.check_replicas",
-        "it compares devices that take every step together, but workers hold different parameters",
-        "leave it out",
+        "it compares replicas that take every step together, but workers hold different parameters",
+        "leave the setting out",
     ),
     _refused(
-        "optim.clip_norm", _NORM, "set null, or use lamb or lars, whose norms are of one tensor"
+        "optim.clip_norm",
+        _NORM,
+        "set optim.clip_norm: null, or use lamb or lars, which need only the norm of each tensor",
     ),
     _refused(
         "optim.skip_spikes",
         _NORM,
-        "set null; servers drop pushes that hold a NaN or an infinity without it",
+        "set optim.skip_spikes: null; servers drop every push with a NaN or an infinity in any "
+        "case",
     ),
     _refused(
         "optim.loss_scale",
-        "it would have to be the same on all workers",
-        "set null, and train in bfloat16 or float32",
+        "the loss scale would have to be equal on all workers, which do not exchange it",
+        "set optim.loss_scale: null, and train in bfloat16 or float32",
     ),
-    _refused("optim.rates", "servers have a single rate for their parameters", "leave it out"),
-    _refused("optim.master_weights", "servers hold float32 parameters", "set null"),
+    _refused(
+        "optim.rates",
+        "a server has a single learning rate for all its parameters",
+        "leave the setting out",
+    ),
+    _refused("optim.master_weights", "servers hold the parameters in float32 already", "set null"),
     _refused(
         "optim.skip_nonfinite",
-        "it has no effect, as servers drop pushes that hold a NaN or an infinity, and count them",
+        "it has no effect, because servers drop and count every push with a NaN or an infinity",
         "set false",
     ),
     _refused(
         "optim.max_grad_norm",
-        "lamb clips the norm over all parameters to it, but each server has only its own",
-        "set max_grad_norm: off",
+        "lamb clips the gradient's norm over all parameters, but each server has only its shard "
+        "of the parameters",
+        "set optim.max_grad_norm: off",
     ),
     ValidityRow(
         (("optim: onebit",), SERVER),
-        "it compresses what devices of one mesh exchange",
+        "it compresses the messages between devices of a mesh, but workers send gradients only to "
+        "servers",
         "use adamw or lamb, and strategy.codec: {type: sign}",
         ("optim", "type"),
     ),
     ValidityRow(
         (("optim: muon",), SERVER),
-        "which parameters are matrices depends on their names, and a server's rule has only dims",
+        "muon chooses the matrices that it orthogonalizes by the names of parameters, which "
+        "servers do not know",
         "use adamw, lamb or lars, or strategy.type: synchronous",
         ("optim", "type"),
     ),
     ValidityRow(
         (("optim: muon",), ("deterministic: strict",)),
-        "the products of its matrices would have other bits on another number of devices",
+        "the rounding of muon's matrix products depends on the number of devices",
         "use adamw, sgd, lamb or lars, or set parallel.deterministic: null",
         ("optim", "type"),
     ),
     ValidityRow(
         (("an optimizer that evaluates other parameters",), SERVER),
-        "workers evaluate the parameters that they train",
-        "use another optimizer, or strategy.type: synchronous",
+        "this optimizer evaluates an average of parameters, but workers evaluate the parameters "
+        "that they train",
+        "use an optimizer without such an average, such as adamw, or set strategy.type: "
+        "synchronous",
         ("optim",),
     ),
     ValidityRow(
         (("an optimizer that evaluates other parameters",), ("optim.rates",)),
-        "the parameters that it evaluates follow from updates at a single rate",
+        "the average that this optimizer evaluates is computed with a single learning rate",
         "leave optim.rates out",
         ("optim", "rates"),
     ),
     ValidityRow(
         (("state of the model besides parameters",), ("strategy.codec",)),
-        "running statistics are pushed with the gradients, and a codec would distort them",
+        "workers push running statistics with the gradients, and a codec would round the "
+        "statistics",
         "set strategy.codec: null",
         ("strategy", "codec"),
     ),
     ValidityRow(
         (("state of the model besides parameters",), ("strategy.consistency.value_bound",)),
-        "it bounds gradients times the learning rate, and running statistics move without one",
+        "the bound applies to the gradient times the learning rate, but running statistics change "
+        "without a learning rate",
         "leave strategy.consistency.value_bound out",
         ("strategy", "consistency", "value_bound"),
     ),
     ValidityRow(
         (("state of the model besides parameters",), ("strategy.consistency.delay_compensation",)),
-        "it corrects gradients by the change of parameters, and running statistics have none",
+        "it corrects gradients for the change of parameters since a worker read them, but running "
+        "statistics have no gradients",
         "set strategy.consistency.delay_compensation: null",
         ("strategy", "consistency", "delay_compensation"),
     ),
     ValidityRow(
         (("strategy.codec",), ("strategy.consistency: elastic",)),
-        "a worker pushes the difference that it moves by, and a push that leaves something out "
-        "makes the two diverge",
+        "worker and server change by the same difference, and a compressed push would make the "
+        "two diverge",
         "set strategy.codec: null",
         ("strategy", "codec"),
     ),
     ValidityRow(
         (("strategy.aggregation: racks",), ("strategy.consistency: elastic",)),
-        "a rack sends a mean, and elastic adds up what workers send",
+        "a rack pushes the mean of its workers' pushes, but elastic needs the sum of all pushes",
         "set strategy.aggregation.type: direct",
         ("strategy", "aggregation", "type"),
     ),
     ValidityRow(
         (("strategy.aggregation: racks",), ("strategy.consistency.value_bound",)),
-        "value_bound limits the outstanding changes of each worker, which racks combine",
+        "value_bound limits the unacknowledged changes of each worker, but a rack combines the "
+        "changes of its workers",
         "leave strategy.consistency.value_bound out, or set strategy.aggregation.type: direct",
         ("strategy", "aggregation", "type"),
     ),
@@ -167,15 +193,15 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("strategy: lookahead",), ("optim.master_weights",)),
-        "it moves the parameters between steps, but the next step would restore them from the "
-        "copy of optim.master_weights",
-        "drop one of the two",
+        "lookahead changes the parameters between steps, but the next step would restore the "
+        "parameters from the copy of optim.master_weights",
+        "leave either setting out",
         ("strategy",),
     ),
     ValidityRow(
         (("strategy: lookahead",), ("an optimizer that evaluates other parameters",)),
-        "evaluation uses the strategy's slow weights, and optim has an average of its own",
-        "drop one of the two",
+        "lookahead evaluates its slow weights, but this optimizer evaluates an average of its own",
+        "leave either setting out",
         ("strategy",),
     ),
 )

@@ -20,22 +20,30 @@ from jaxdist.validity.servers import SERVERS
 ROWS: tuple[ValidityRow, ...] = (
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("no axis splits the batch",)),
-        ("ZeRO splits the training state over the axis that splits the batch, and there is none"),
+        (
+            "ZeRO splits the training state over the axis that splits the batch, but no axis "
+            "splits the batch"
+        ),
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("a sharding rule over data",)),
-        "ZeRO would split over the axis of the batch what that axis splits already",
+        "ZeRO would split parameters over the batch's axis, but the rule splits them over that "
+        "axis already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
     ValidityRow(
         (("parallel.zero.scope: ici",), ("data on one network",)),
-        ("the state would be split inside the fast network, but the axis names only one network"),
+        (
+            "the state would be split inside the fast network, but mesh.data does not say which "
+            "devices a fast network connects"
+        ),
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.scope: all",
     ),
     ValidityRow(
         (REDUCTIONS, ("no axis splits the batch",)),
-        "gradients are summed over the axis that splits the batch, and there is none",
+        "an explicit reduction sums gradients over the axis that splits the batch, but no axis "
+        "splits the batch",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.reduce: null",
     ),
     ValidityRow(
@@ -46,26 +54,27 @@ ROWS: tuple[ValidityRow, ...] = (
     ValidityRow(
         (("reduce: hierarchical",), ("data on one network",)),
         (
-            "it sums inside a fast network and then across a slow one, but the axis names only "
-            "one network"
+            "it sums inside the fast network and then across the slow network, but mesh.data does "
+            "not say which devices a fast network connects"
         ),
         "set mesh.data: {dcn: D, ici: I}, or parallel.reduce.type: ring",
     ),
     ValidityRow(
         (("reduce: hierarchical",), ("parallel.zero.scope: ici",)),
-        "shards are already summed in two steps, inside the fast network and across the slow "
-        "network",
+        "with scope ici, shards are already summed in two steps, inside the fast network and then "
+        "across the slow network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
     ValidityRow(
         (("parallel.zero.prefetch",), FROZEN),
-        "fetching layers ahead computes the gradients of all their parameters",
+        "prefetching layers computes the gradients of all parameters, also of frozen parameters",
         "set parallel.zero.prefetch: false",
     ),
     ValidityRow(
         (("parallel.zero.secondary", "parallel.zero.prefetch"), ("stage (a pipeline)",)),
-        "a stage gathers parameters once a step, or in each task, which its neighbours wait for",
-        "set it to false; parallel.pipeline.gather says when",
+        "a stage gathers its parameters once in a step, or once in each task, and neighboring "
+        "stages wait for it",
+        "set it to false; parallel.pipeline.gather chooses between step and task",
     ),
     ValidityRow(
         (
@@ -73,36 +82,40 @@ ROWS: tuple[ValidityRow, ...] = (
             ("stage (a pipeline)",),
             (f"reduce: {', '.join(FLAT)}", "reduce: hierarchical"),
         ),
-        "gradients are reduced within a stage's tasks, where a permute waits for the devices of "
-        "the other stages",
+        "gradients are reduced within the tasks of a stage, where an algorithm of permutes would "
+        "wait for devices of other stages",
         "set parallel.reduce.type: xla, or parallel.zero.stage: 1",
     ),
     ValidityRow(
         (("stage (a pipeline)",), ("a sharding rule over data",)),
-        "an explicit reduction (xla by default) sums the gradients of stages, which needs "
-        "parameters that are not split along the axis of the batch",
+        "in a pipeline an explicit reduction (xla by default) sums gradients, but it cannot sum "
+        "parameters that the batch's axis splits",
         "set that rule to null, or leave out mesh.stage",
     ),
     ValidityRow(
         (COMPRESSION, ("no axis splits the batch",)),
-        ("messages hold gradients that are summed over the axis of the batch, and there is none"),
+        (
+            "compression acts on gradients that are summed over the axis that splits the batch, "
+            "but no axis splits the batch"
+        ),
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.compression: null",
     ),
     ValidityRow(
         (COMPRESSION, ("a sharding rule over data",)),
-        "messages hold gradients that are not split along the axis of the batch",
+        "compression acts on gradients of parameters that the batch's axis does not split",
         "set that rule to null, or parallel.compression: null",
     ),
     ValidityRow(
         (("compression over data.dcn",), ("data on one network",)),
-        "messages would cross the slow of two networks, but the axis names only one network",
+        "only messages across the slow network would be compressed, but mesh.data names no slow "
+        "network",
         "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
     ),
     ValidityRow(
         (("zero 2", "zero 3", "parallel.zero.secondary"), ("compression over data",)),
         (
-            "no device ever has a whole gradient to compress, or the state to keep what a "
-            "message left out"
+            "no device has a whole gradient to compress, or the residual of a whole gradient for "
+            "error feedback"
         ),
         "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
         "data.dcn (exact in the fast network, messages of shards across the slow one), or "
@@ -110,13 +123,16 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("parallel.zero.secondary",), ("data on one network",)),
-        "a second copy inside the fast network spares the slow network, but the axis names only "
-        "one network",
+        "a second copy inside the fast network saves traffic on the slow network, but mesh.data "
+        "names no slow network",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.secondary: false",
     ),
     ValidityRow(
         (("parallel.zero.secondary",), ("parallel.zero.scope: ici",)),
-        ("the state is inside the fast network already, and no parameter crosses the slow network"),
+        (
+            "with scope ici the fast network already holds the whole state, so a second copy "
+            "saves no traffic on the slow network"
+        ),
         "set parallel.zero.scope: all, or parallel.zero.secondary: false",
     ),
     ValidityRow(
@@ -127,12 +143,14 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("parallel.zero.scope: ici",), COMPRESSION[:2]),
-        "each part of the state is summed inside the fast network first",
+        "with scope ici the gradients of each shard are summed inside the fast network before "
+        "they are sent",
         "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",
     ),
     ValidityRow(
         (("parallel.zero.scope: all", "parallel.zero.secondary"), ("compression over data.dcn",)),
-        "the state is split over both networks, and messages of shards cross one",
+        "the state is split over both networks, but messages over data.dcn cross the slow network "
+        "only",
         "set parallel.zero.scope: ici, or parallel.compression.axis: data",
     ),
     ValidityRow(
@@ -143,14 +161,15 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("model.remat: {...: offload}",), ("stage (a pipeline)",)),
-        "a stage keeps activations of its microbatches in buffers of its own, in the device's "
-        "memory",
-        "save or recompute them, or leave out mesh.stage",
+        "a stage keeps the activations of its microbatches in buffers of the device, which cannot "
+        "be offloaded to the host",
+        "save or recompute the activations, or leave out mesh.stage",
     ),
     ValidityRow(
         (("deterministic: strict",), ("no axis splits the batch",)),
-        "its logical shards divide the batch along its axis, and there is none",
-        "set mesh.data (1 will do; and leave sharding.rules.batch at data)",
+        "logical shards are parts of the batch along the axis that splits it, but no axis splits "
+        "the batch",
+        "set mesh.data (mesh.data: 1 is enough), and leave sharding.rules.batch at data",
     ),
     ValidityRow(
         (("deterministic: strict",), ("a sharding rule over data",)),
@@ -164,7 +183,8 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("deterministic: strict",), COMPRESSION),
-        "messages hold a device's own sum of gradients, and they leave out some of it",
+        "a message holds the gradients of a device and not of a logical shard, so its rounding "
+        "depends on the number of devices",
         "set parallel.compression: null",
     ),
     ValidityRow(
@@ -174,17 +194,19 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("deterministic: strict",), ("parallel.zero.scope: ici",)),
-        "shards inside the fast network are added up there first, in the order of its devices",
+        "with scope ici gradients are first added up inside the fast network, in the order of "
+        "devices",
         "set parallel.zero.scope: all",
     ),
     ValidityRow(
         (("deterministic: strict",), ("parallel.zero.secondary",)),
-        "parameters are gathered once, at the beginning of a step, with no second copy to keep",
+        "strict mode gathers the parameters only once, at the beginning of a step, so a second "
+        "copy saves nothing",
         "set parallel.zero.secondary: false",
     ),
     ValidityRow(
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
-        "gradients that two axes split have a norm that is added up in the order of devices",
+        "the norm of gradients that two axes split is added up in the order of devices",
         "set parallel.zero.stage: 0, or keep data alone in mesh",
     ),
     ValidityRow(
@@ -205,7 +227,7 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("a scalar as loss",), ("weights in the data",)),
-        "a scalar does not show whether rows that weigh 0 are left out",
+        "a scalar does not show whether examples with weight 0 are left out of the mean",
         AS_MEAN,
         ("loss",),
     ),

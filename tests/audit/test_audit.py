@@ -80,9 +80,9 @@ JUDGED = {
         {
             "model.args.width": "ok: program",
             "model.args.init_scale": "ok: initial state",
-            "model.args.remat": "NO EFFECT: the same step without it",
+            "model.args.remat": "NO EFFECT: without the setting the step",
             "loss.type": "required: ",
-            "sharding.params.'*/kernel'": "not in the step: names dims",
+            "sharding.params.'*/kernel'": "not in the step: it names dims",
         },
     ),
     "its own defaults": (
@@ -93,8 +93,8 @@ JUDGED = {
         own_optim(momentum=0.5, momentun=0.5),
         {
             "optim.args.momentum": "ok: program",
-            "optim.args.momentun": "NO EFFECT: the same step without it",
-            "optim.learning_rate": "required: give exactly one of learning_rate and scale_from",
+            "optim.args.momentun": "NO EFFECT: without the setting the step",
+            "optim.learning_rate": "required: set exactly one of learning_rate and scale_from",
         },
     ),
     "optimizer": (
@@ -107,7 +107,7 @@ JUDGED = {
         },
         {
             "model.hidden": "required: ",
-            "data.source": "not in the step: what is learned",
+            "data.source": "not in the step: defines what is learned",
             "loss": "ok: program",
             "loss.label_smoothing": "ok: program",
             "optim.b1": "default: ",
@@ -120,7 +120,7 @@ JUDGED = {
             "strategy.steps": "not in the step: exchanges",
             "seed": "not in the step: draws",
             "mesh.data": "default: ",
-            "mesh.fake_devices": "not in the step: the devices",
+            "mesh.fake_devices": "not in the step: chooses the devices",
         },
     ),
     "train": (
@@ -142,7 +142,7 @@ JUDGED = {
             "train.log_every": "not in the step: prints",
             "train.batch_ramp": "ok: program",
             "train.batch_ramp.start_batch_size": "required: ",
-            "train.batch_ramp.ramp_examples": "not in the step: says when",
+            "train.batch_ramp.ramp_examples": "not in the step: determines when",
             "mesh.data": "required: mesh {tensor: 1} needs 1 devices, but there are 8",
             "mesh.tensor": "default: ",
         },
@@ -166,8 +166,8 @@ JUDGED = {
     "ZeRO of one replica": (
         {"mesh": {"data": 1, "tensor": 8}, "parallel": {"zero": {"stage": 1, "whole_below": 1}}},
         {
-            "parallel.zero.stage": "NO EFFECT: the same step without it",
-            "parallel.zero.whole_below": "NO EFFECT: the same step without it",
+            "parallel.zero.stage": "NO EFFECT: without the setting the step",
+            "parallel.zero.whole_below": "NO EFFECT: without the setting the step",
         },
     ),
 }
@@ -248,7 +248,7 @@ def test_the_command_fails_with_the_name_of_an_idle_knob(jaxdist: Jaxdist) -> No
     jaxdist.config(**own_optim(momentun=0.5))
     failed = jaxdist("audit", "config.yaml", "optim.args.momentum=0.5", "--json", "report.json")
     assert (failed.code, failed.err) == (1, ""), failed
-    assert "optim.args.momentun = 0.5 (config.yaml:1) changes neither" in failed.out
+    assert "optim.args.momentun = 0.5 (config.yaml:1) has no effect" in failed.out
     assert not json.loads((jaxdist.folder / "report.json").read_text())["passed"]
 
 
@@ -256,7 +256,10 @@ def test_the_command_compiles_for_one_thing(jaxdist: Jaxdist) -> None:
     jaxdist.config()
     refused = jaxdist("audit", "config.yaml", "--devices", 4, "--topology", "v5e:2x4")
     assert refused.code == 2
-    assert "error: --devices 4 compiles for CPU, --topology v5e:2x4 for TPU" in refused.message
+    assert (
+        "error: --devices 4 compiles for CPUs, but --topology v5e:2x4 compiles for TPUs"
+        in refused.message
+    )
 
 
 def test_a_report_that_cannot_be_written_is_an_error(folder: Path) -> None:
@@ -300,7 +303,7 @@ def test_the_table_of_options_says_what_each_changes(jaxdist: Jaxdist) -> None:
 def test_the_table_says_where_there_are_no_options(jaxdist: Jaxdist) -> None:
     jaxdist.config()
     done = jaxdist.here("audit", "config.yaml", "--devices", 8, "--options")
-    assert "no preset has options for cpu, and parallel.xla.options gives none" in done.out
+    assert "no preset has compiler options for cpu, and parallel.xla.options sets none" in done.out
     refused = jaxdist.here("audit", "config.yaml", "--devices", 8, "--options", "--full")
     assert "--full has no effect with --options" in refused.message
 

@@ -125,7 +125,7 @@ def test_every_bit_of_the_manifest_and_random_bits_of_the_rest(run: Path) -> Non
 def test_the_complaints(run: Path) -> None:
     newest = run / "step_00000020"
     extend(newest / "metadata.json", random.Random(0))
-    expect_fallback(run, "metadata.json: ", " bytes long, 12 were written")
+    expect_fallback(run, "metadata.json: ", " bytes, but 12 bytes were written")
     (newest / "metadata.json").unlink()
     expect_fallback(run, "metadata.json: missing")
     (newest / "metadata.json").mkdir()
@@ -160,7 +160,7 @@ def test_a_file_that_would_never_end_is_passed_over(
     ("text", "complaint"),
     [
         ("[" * 100_000, "nested too deeply"),
-        ("[]", "does not hold a mapping"),
+        ("[]", "does not contain a mapping"),
         ("{", "metadata.json: "),
     ],
 )
@@ -187,7 +187,7 @@ def test_all_damaged_lists_each(run: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         restore(run, target(), on_event=events.append)
     assert "step 20: metadata.json: missing" in str(caught.value)
-    assert "step 10: manifest.json: its content does not match" in str(caught.value)
+    assert "step 10: manifest.json: the content does not match" in str(caught.value)
     assert len(events) == 2
     assert "there is no other checkpoint to try" in events[1]
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_under_another_steps_name(run: Path) -> None:
     os.rename(run / "step_00000020", run / "step_00000030")
     events: list[str] = []
     assert restore(run, target(), on_event=events.append).step == 10
-    assert "it belongs to step 20, but the directory's name is that of step 30" in events[0]
+    assert "the manifest belongs to step 20, but the name of its directory" in events[0]
 
 
 # Reads that are still under way when orbax gives up end in a thread of tensorstore's, unheard.

@@ -46,7 +46,7 @@ def test_a_full_disk(
             store.wait()
         for part in [
             f"saving step 2 in {directory} failed: the disk is full",
-            "bytes are free",
+            "free bytes",
             "last good checkpoint is step 1",
             "make room",
         ]:

@@ -45,7 +45,7 @@ def test_marks_only_ever_rise(tmp_path_factory, numbers):
             newest = number
         else:
             with pytest.raises(
-                RunError, match=f"replaced by generation {newest}: this process writes no"
+                RunError, match=f"replaced by generation {newest}: this process stops writing"
             ):
                 fence.raise_()
         assert newest_generation(run) == newest

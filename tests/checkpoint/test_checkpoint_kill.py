@@ -93,7 +93,7 @@ def check(directory: Path, acknowledged: int) -> int:
             np.testing.assert_array_equal(np.asarray(restored.state["frozen"]), np.arange(20_000))
         newest = store.restore(target).step
     assert newest in (acknowledged, acknowledged + 1)
-    assert all("removed the remains" in event for event in events), events
+    assert all("removed the files of an interrupted" in event for event in events), events
     return newest
 
 

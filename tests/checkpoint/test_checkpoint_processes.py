@@ -152,8 +152,8 @@ def test_both_fall_back_together_and_only_process_0_says_so(said: list[Any]) -> 
 def test_both_refuse_alike(said: list[Any]) -> None:
     for one in said:
         # Step 3 is damaged, step 2 holds an array more than the target.
-        assert "step: saved int32[], not wanted" in one["other model"]
-        assert "no checkpoint of step 9" in one["no step"]
+        assert "step: saved int32[], not expected" in one["other model"]
+        assert "has no checkpoint of step 9" in one["no step"]
 
 
 def test_a_commit_that_fails_on_process_0_fails_on_both(said: list[Any]) -> None:

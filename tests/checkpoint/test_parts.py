@@ -46,10 +46,10 @@ def test_what_patterns_take(patterns: list[str], expected: list[int]) -> None:
     [
         (
             ["param"],
-            ["param: nothing in x has such a path; choose from step, params/encoder (2 arr"],
+            ["param: x has no array with such a path; choose from step, params/encoder (2 arr"],
         ),
-        (["params", "!params/tail", "tail"], ["!params/tail, tail: nothing in x"]),
-        (["params", "!params"], ["params, !params together select nothing of x"]),
+        (["params", "!params/tail", "tail"], ["!params/tail, tail: x has no array"]),
+        (["params", "!params"], ["params, !params together select no array of x"]),
     ],
     ids=str,
 )
@@ -78,11 +78,12 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_part(saved, {"params": wanted}, where="runs/x")
     for line in [
-        "runs/x lacks arrays that were asked for",
-        "params/a: saved float32[2,3], wanted float32[2,5]\n",
-        "params/b: saved float32[4], wanted bfloat16[4]\n",
-        "params/c: not saved, wanted int32[]\n",
-        "it has params/a, params/b, step; leave out what does not fit, as with '!params/a'",
+        "runs/x lacks arrays of the requested parts",
+        "params/a: saved float32[2,3], expected float32[2,5]\n",
+        "params/b: saved float32[4], expected bfloat16[4]\n",
+        "params/c: not saved, expected int32[]\n",
+        "the checkpoint has params/a, params/b, step; leave out the arrays that do not fit, "
+        "such as with '!params/a'",
     ]:
         assert line in str(caught.value)
     assert "step:" not in str(caught.value)
@@ -92,7 +93,10 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
     ("section", "parts"),
     [
         ({"parts": []}, ["parts = []"]),
-        ({"parts": ["params/"]}, ["parts", "'params/' is not a path: write names joined by '/'"]),
+        (
+            {"parts": ["params/"]},
+            ["parts", "'params/' is not a path of arrays: write names joined by '/'"],
+        ),
         ({"parts": ["!"]}, ["'!' is not a path"]),
         ({"parts": ["params / x"]}, ["'params / x' is not a path"]),
         ({"begin_with": {"parts": ["params"]}}, ["begin_with.run", "required"]),

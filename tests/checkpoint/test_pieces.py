@@ -196,7 +196,7 @@ def test_a_flipped_bit_is_found_in_each_step_that_has_the_file(tmp_path: Path) -
     found = restore(tmp_path, target_of(state), on_event=events.append)
     assert found.step == 1
     for number, event in zip((3, 2), events, strict=True):
-        assert f"step_{number:08d} is damaged: {piece}: its content does not match" in event
+        assert f"step_{number:08d} is damaged: {piece}: the content does not match" in event
     # The step after is whole again: what is linked is read before.
     with CheckpointStore(
         tmp_path, keep=9, keep_best=False, chunk_bytes=CHUNK, on_event=events.append
@@ -206,7 +206,7 @@ def test_a_flipped_bit_is_found_in_each_step_that_has_the_file(tmp_path: Path) -
     assert found.step == 4
     np.testing.assert_array_equal(found.state["w"], state["w"])
     assert events[2:] == [
-        f"{step(tmp_path, 3) / piece} is damaged: it is written again instead of linked"
+        f"{step(tmp_path, 3) / piece} is damaged: the file is written again instead of linked"
     ]
 
 

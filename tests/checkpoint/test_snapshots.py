@@ -121,7 +121,7 @@ def test_no_room_ends_nothing(tmp_path: Path):
     with Snapshots(tmp_path, 0, 1, said.append) as snapshots:
         shutil.rmtree(tmp_path)
         snapshots.take(10, on(1, 1), {})
-    assert said[0].startswith("no snapshot of step 10")
+    assert said[0].startswith("cannot write the snapshot of step 10")
 
 
 def test_what_is_taken_anew_is_forgotten_and_other_numbers_of_processes_go_with_time(tmp_path):
@@ -151,8 +151,8 @@ def test_snapshots_that_fail_again_and_again_are_not_said_each_time(tmp_path: Pa
         for step in range(1, 21):
             snapshots.take(step, {"w": jnp.zeros(2)}, {})
         snapshots.wait()
-        told = [line.split(" in ")[0] for line in said]
-        assert told == [f"no snapshot of step {step}" for step in (1, 2, 4, 8, 16)]
+        told = [line.split(" into ")[0] for line in said]
+        assert told == [f"cannot write the snapshot of step {step}" for step in (1, 2, 4, 8, 16)]
         assert said[-1].endswith("No such file or directory (16 times in a row)")
         (tmp_path / "kept").mkdir()
         snapshots.take(21, {"w": jnp.zeros(2)}, {})
@@ -161,4 +161,4 @@ def test_snapshots_that_fail_again_and_again_are_not_said_each_time(tmp_path: Pa
         (tmp_path / "kept").rmdir()
         snapshots.take(22, {"w": jnp.zeros(2)}, {})
         snapshots.wait()
-        assert said[-1].startswith("no snapshot of step 22")
+        assert said[-1].startswith("cannot write the snapshot of step 22")

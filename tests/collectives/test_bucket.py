@@ -186,7 +186,7 @@ def test_an_order_that_is_no_permutation_is_refused(order):
 
 
 def test_outside_of_shard_map_it_says_so():
-    with pytest.raises(CollectiveError, match="reduce_tree over 'data' is outside"):
+    with pytest.raises(CollectiveError, match="reduce_tree over 'data' was called outside"):
         reduce_tree({"a": jnp.ones(2)}, "data", algorithm=Ring())
 
 

@@ -36,7 +36,7 @@ def inside(call, sizes=None, shape=(6,), dtype="float32"):
 REFUSED = {
     "unknown axis": (
         lambda x: all_reduce(x, "dat"),
-        r"all_reduce over 'dat' needs axis 'dat', bound are \{data: 4, tensor: 2\}: "
+        r"all_reduce over 'dat' needs axis 'dat', but the bound axes are \{data: 4, tensor: 2\}: "
         "did you mean 'data'",
     ),
     "no axis": (lambda x: broadcast(x, ()), r"broadcast over \(\) names no axis"),
@@ -44,12 +44,12 @@ REFUSED = {
         lambda x: all_gather(x, ("data", "data")),
         r"all_gather over \('data', 'data'\) names an axis twice",
     ),
-    "axis by number": (lambda x: all_reduce(x, 0), "all_reduce over 0: an axis is a name"),
+    "axis by number": (lambda x: all_reduce(x, 0), "all_reduce over 0: the axis must be the name"),
     "op": (lambda x: all_reduce(x, "data", op="avg"), "op='avg': allowed: sum, mean, max, min"),
     "op of reduce": (lambda x: reduce(x, "data", op="summ"), "op='summ': did you mean 'sum'"),
     "algorithm": (
         lambda x: all_reduce(x, "data", algorithm="ring"),
-        r"algorithm='ring': give an instance such as Ring\(\)",
+        r"algorithm='ring': pass an instance of an algorithm, such as Ring\(\)",
     ),
     "root": (
         lambda x: broadcast(x, "data", root=4),
@@ -71,7 +71,7 @@ REFUSED = {
     "not divisible": (
         lambda x: all_to_all(x, "data"),
         r"all_to_all over 'data' \(4 devices\): split_dim 0 of shape \[6\] does not divide by 4; "
-        "pad it to 8",
+        "pad the dim to 8",
     ),
     "gathered size": (
         lambda x: all_gather(x, "data", size=25),
@@ -83,11 +83,11 @@ REFUSED = {
     ),
     "tree": (
         lambda x: all_reduce({"w": x}, "data"),
-        "takes one array, not a dict: use jax.tree.map, or reduce_tree",
+        "expects a single array, not a dict: use jax.tree.map, or reduce_tree",
     ),
     "keys": (
         lambda x: all_gather(jax.random.split(jax.random.key(0), 2), "data"),
-        "all_gather of key<fry> is not defined: use jax.random.key_data",
+        "all_gather of key<fry> is not defined: .*jax.random.key_data",
     ),
     "integer mean": (
         lambda x: all_reduce(x.astype(jnp.int32), "data", op="mean"),
@@ -136,7 +136,8 @@ def test_max_of_what_is_not_differentiated():
 
 def test_outside_shard_map():
     message = (
-        "all_reduce over 'data' is outside of jax.shard_map, where no axis is bound: call it in a "
+        "all_reduce over 'data' was called outside of jax.shard_map, where no axis is bound: "
+        "call the operation in a "
         "function that jax.shard_map maps over a mesh with axis 'data'"
     )
     with pytest.raises(CollectiveError, match=message):
@@ -155,7 +156,7 @@ def test_an_axis_that_xla_places():
     )
     with pytest.raises(
         CollectiveError,
-        match=r"'tensor', on which XLA places the communication: add it to axis_names .*: data\)",
+        match=r"'tensor', but the axis is automatic: add the axis to axis_names .*: data\)",
     ):
         jax.jit(whole)(jnp.ones(4))
 
@@ -191,11 +192,11 @@ def test_a_config_is_an_algorithm():
         (lambda: Ring(bucket_bytes=0), "greater than or equal to 1"),
         (
             lambda: Hierarchical(inside=Ring(accumulate="float32")),
-            "accumulate has no effect here: set it on hierarchical itself",
+            "accumulate has no effect in .*: set accumulate of hierarchical itself",
         ),
         (
             lambda: Hierarchical(across=Xla(bucket_bytes=1024)),
-            "bucket_bytes has no effect here: set it on hierarchical itself",
+            "bucket_bytes has no effect in .*: set bucket_bytes of hierarchical itself",
         ),
         (lambda: Hierarchical(inside=Hierarchical()), "inside"),
     ],

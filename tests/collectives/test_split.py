@@ -130,19 +130,21 @@ def test_it_can_be_differentiated():
 
 @pytest.mark.parametrize("function", [gather_leaves, scatter_leaves])
 def test_outside_of_shard_map_it_says_so(function):
-    with pytest.raises(CollectiveError, match=f"{function.__name__} over 'data' is outside"):
+    with pytest.raises(
+        CollectiveError, match=f"{function.__name__} over 'data' was called outside"
+    ):
         function([jnp.ones(2)], [0], "data", algorithm=Ring())
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dims": [0]}, "1 dims for 2 tensors"),
+        ({"dims": [0]}, "1 dims were passed for 2 tensors"),
         ({"dims": [0, 2]}, "dim 2 is out of range"),
-        ({"lengths": [4]}, "1 lengths for 2 tensors"),
+        ({"lengths": [4]}, "1 lengths were passed for 2 tensors"),
         ({"lengths": [None, 99]}, "size 99 is out of range"),
         ({"algorithm": "ring"}, "algorithm"),
-        ({"shards": [{"a": 1}, 2]}, "takes one array"),
+        ({"shards": [{"a": 1}, 2]}, "expects a single array"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -178,7 +178,7 @@ def test_a_decoder_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_file_that_would_be_too_long_is_refused() -> None:
     more = ["parallel.zero.stage=3", "model.tied_head=false", "model.attention_window=8", SPIKES]
-    with pytest.raises(ConfigError, match=r"at most 300 are written; let jaxdist read the data"):
+    with pytest.raises(ConfigError, match=r"at most 300 lines; let jaxdist read the data"):
         eject(GPT, [*SMALL, RING, "optim.clip_norm=1", *more])
 
 
@@ -211,7 +211,7 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         (
             DIGITS,
             [RING, "mesh={data: 4, tensor: 2}"],
-            "parallel.reduce with mesh.tensor: choose one",
+            "parallel.reduce with mesh.tensor: use only one",
         ),
         (
             DIGITS,
@@ -227,9 +227,9 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         ),
         (DIGITS, ["optim={type: sgd, learning_rate: 0.1, momentum: 0}"], "optim.momentum: 0.0"),
         (GPT, ["data.heldout_fraction=0"], "data.heldout_fraction: 0.0"),
-        (GPT, ["data.files=['*.md']"], "or let jaxdist read the data: --keep data"),
+        (GPT, ["data.files=['*.md']"], "or let the file read the data through jaxdist: --keep"),
         (GPT, ["checkpoint.begin_with={run: runs/other}"], "checkpoint.begin_with.run: runs/other"),
-        (DIGITS, ["parallel.zero={stage: 1, whole_below: 0}"], "would need padding to divide"),
+        (DIGITS, ["parallel.zero={stage: 1, whole_below: 0}"], "would need padding to be split"),
         (
             GPT,
             [*SMALL, *PIPELINE, "model.layers=5"],

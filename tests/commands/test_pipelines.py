@@ -49,7 +49,7 @@ def test_show():
     assert [line[:8] for line in lines[:4]] == [f"stage {stage} " for stage in range(4)]
     assert lines[0] == "stage 0 |FFFF......BBFBBFBBFBBFBB.BB.BB.BB|"
     assert "bubble 9 of 33 (27.3%); at most 4 activations; 48 messages" in " ".join(shown.split())
-    assert "makespan 33, where all stages end together (bubble 27.3%)" in shown
+    assert "makespan 33 if all stages end together (bubble 27.3%)" in shown
     rows = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
     assert rows == [
         ["0", "0", "24", "9", "4", "8", "8"],
@@ -63,7 +63,7 @@ def test_show():
 def test_show_says_what_a_flush_costs():
     shown = run("show", "zb_h2", *SIZES)
     assert "bubble 0 of 24 (0.0%); at most 7 activations" in shown
-    assert "makespan 27, where all stages end together (bubble 11.1%)" in shown
+    assert "makespan 27 if all stages end together (bubble 11.1%)" in shown
 
 
 def test_settings_and_costs(console):
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written(console, tmp_path):
         ("1f1b", ["costs.forward=-1"], r"costs\.forward = -1 \(override .*at least 0"),
         ("1f1b", ["costs.forwards=1"], r"costs\.forwards = 1 .*did you mean 'forward'"),
         ("1f1b", ["costs=5"], r"costs = 5 \(override 'costs=5'\): expected a mapping"),
-        ("1f1b", ["chunks"], r"override 'chunks': no '=' in it"),
+        ("1f1b", ["chunks"], r"override 'chunks': the setting has no '='"),
         ("1f1b", ["costs.forward=[1, 2]"], r"forward has 2 times for 4 chunks"),
         ("zb_v", [], r"zb_v: 4 stages need at least 7 microbatches, got 6"),
         ("nowhere.csv", [], r"nowhere\.csv: cannot be read"),
@@ -151,7 +151,9 @@ def test_all_problems_at_once(console):
     ],
 )
 def test_sizes_that_are_not_given(console, sizes, said):
-    with pytest.raises(ConfigError, match=rf"schedule 1f1b: {said}: give both; only a CSV"):
+    with pytest.raises(
+        ConfigError, match=rf"schedule 1f1b: {said}: give both options; only the CSV"
+    ):
         pipelines.show_schedule("1f1b", **sizes, console=console)
 
 
@@ -162,7 +164,9 @@ def test_a_csv_file_says_its_sizes_itself(console, tmp_path):
     assert (
         pipelines.show_schedule("csv", [f"path={path}"], stages=4, console=console).makespan == 33
     )
-    with pytest.raises(ConfigError, match=r"mine.csv: it has 8 microbatches, but the run has 16"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv: the file has 8 microbatches, but the run has 16"
+    ):
         pipelines.show_schedule(str(path), microbatches=16, console=console)
 
 
@@ -204,7 +208,7 @@ def test_costs_of_a_comparison_are_those_of_a_stage(console):
     entries = compare_schedules.compare_schedules(
         ["costs.forward=4", "chunks=4"], stages=4, microbatches=8, console=console
     )
-    assert "interleaved, breadth_first: 4 chunks a stage" in " ".join(text(console).split())
+    assert "interleaved, breadth_first: 4 chunks on each stage" in " ".join(text(console).split())
     for entry in entries:
         assert entry.timeline is not None, entry
         assert entry.timeline.busy == pytest.approx((48,) * 4)
@@ -259,7 +263,7 @@ def test_check(tmp_path, made, said):
 def test_check_says_the_slots(tmp_path):
     path = tmp_path / "mine.csv"
     write_csv(one_f_one_b(4, 8), path)
-    assert "slots of the ring buffers, by chunk: 4 3 2 1" in run("check", str(path))
+    assert "slots of the ring buffer of each chunk: 4 3 2 1" in run("check", str(path))
 
 
 def test_the_first_violation(console, tmp_path):

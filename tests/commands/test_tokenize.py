@@ -57,7 +57,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
 
 def test_files_without_text_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="the 1 files found have no text to learn from"):
+    with pytest.raises(DataError, match="the 1 files that match have no text to learn from"):
         run(tmp_path / "out.json", [str(tmp_path / "empty.txt")])
 
 

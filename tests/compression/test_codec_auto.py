@@ -70,7 +70,9 @@ def test_figures_of_a_device_that_is_not_here():
     assert resolve(AutoCodec(), LEAVES, {"data_dcn": 4}, "TPU v5 lite") == resolve(
         AutoCodec(device="v5e"), LEAVES, {"data_dcn": 4}, "cpu"
     )
-    with pytest.raises(CollectiveError, match="no figures of the device 'abacus' for axis 'data'"):
+    with pytest.raises(
+        CollectiveError, match="does not know the links of the device 'abacus' for axis 'data'"
+    ):
         resolve(AutoCodec(), LEAVES, {"data": 4}, "abacus")
 
 

@@ -127,7 +127,7 @@ def test_one_device_sends_nothing():
 def test_speed_of_coding():
     assert coding_bytes_per_second("TPU v5 lite") == 8.1e11
     assert coding_bytes_per_second("cpu") < 3.1e10
-    with pytest.raises(JaxdistError, match="no figures are known for coding on 'abacus'"):
+    with pytest.raises(JaxdistError, match="the speed of codecs on 'abacus' is unknown"):
         coding_bytes_per_second("abacus")
 
 

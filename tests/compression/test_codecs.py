@@ -282,17 +282,26 @@ def test_bytes_over_float32(codec, most):
     [
         (
             lambda: TopK(fraction=0.0),
-            "a fraction of 0 of .* more than 0 and at most 1, such as 0.01",
+            "a fraction of 0 of .* a fraction above 0 and at most 1, such as 0.01",
         ),
-        (lambda: TopK(fraction=1.5), "a fraction of 1.5 of .* more than 0 and at most 1"),
-        (lambda: RandomK(fraction=-1.0), "a fraction of -1 of .* more than 0 and at most 1"),
-        (lambda: Quantize(bits=3), "3 bits are out of range: 8 or 4"),
-        (lambda: Adaptive(bits=0.5), "0.5 bits on average are out of range: from 1 to 8"),
-        (lambda: Adaptive(bits=9.0), "9 bits on average are out of range: from 1 to 8"),
-        (lambda: Sign(block=12), "a block of 12 elements is out of range: give a multiple of 8"),
-        (lambda: Quantize(block=0), "a block of 0 elements is out of range: give a multiple of 8"),
-        (lambda: Stages(stages=()), r"stages start at \[\]: the first at 0"),
-        (lambda: Stages(stages=(Stage(start=1, codec=Sign()),)), r"start at \[1\]: the first at 0"),
+        (lambda: TopK(fraction=1.5), "a fraction of 1.5 of .* a fraction above 0 and at most 1"),
+        (lambda: RandomK(fraction=-1.0), "a fraction of -1 of .* a fraction above 0 and at most 1"),
+        (lambda: Quantize(bits=3), "3 bits are not supported: use 8 or 4"),
+        (
+            lambda: Adaptive(bits=0.5),
+            "0.5 bits on average are out of range: use a number from 1 to 8",
+        ),
+        (
+            lambda: Adaptive(bits=9.0),
+            "9 bits on average are out of range: use a number from 1 to 8",
+        ),
+        (lambda: Sign(block=12), "a block of 12 elements is out of range: use a multiple of 8"),
+        (lambda: Quantize(block=0), "a block of 0 elements is out of range: use a multiple of 8"),
+        (lambda: Stages(stages=()), r"stages start at \[\]: the first stage must"),
+        (
+            lambda: Stages(stages=(Stage(start=1, codec=Sign()),)),
+            r"start at \[1\]: the first stage must",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(make, message):
@@ -304,13 +313,23 @@ def test_settings_out_of_range_are_refused(make, message):
     ("codec", "shape", "dtype", "message"),
     [
         (Sign(), (5,), "int32", r"sign of int32\[5\]: codecs encode only floating-point arrays"),
-        (TopK(), (0, 3), "float32", r"topk of float32\[0,3\]|topk of float32\[0, 3\]: there is no"),
-        (LowRank(rank=5), (9, 4), "float32", "rank 5 is above that of a 9 x 4 matrix: set 4 or"),
+        (
+            TopK(),
+            (0, 3),
+            "float32",
+            r"topk of float32\[0,3\]|topk of float32\[0, 3\]: the array is empty",
+        ),
+        (
+            LowRank(rank=5),
+            (9, 4),
+            "float32",
+            "rank 5 exceeds the largest rank of a 9 x 4 matrix: set 4 or",
+        ),
         (
             LowRank(stacked_dims=1),
             (9, 4),
             "float32",
-            r"keep this array whole .*of its dims 1 are stacked",
+            r"1 of the array's dims are stacked layers.* send this array",
         ),
         (
             Chain(first=TopK(), then=Sign()),

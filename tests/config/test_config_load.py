@@ -129,7 +129,7 @@ def test_replace_lists_mappings_that_are_not_merged(folder: Path):
 def test_replace_that_does_nothing_is_refused(folder: Path):
     write("base.yaml", "a: 1")
     write("x.yaml", "include: base.yaml\nreplace: mehs\nmesh: {a: 1}")
-    refused("x.yaml:2: replace names mehs, which this file never sets")
+    refused("x.yaml:2: replace names mehs, which this file does not set")
     write("x.yaml", "replace: mesh\nmesh: {a: 1}")
     refused("x.yaml:1: replace has no effect without include")
 
@@ -153,7 +153,7 @@ def test_includes_are_counted(folder: Path):
 def test_an_include_is_text(folder: Path, value: str):
     write("a.yaml", "")
     write("x.yaml", f"k: 1\ninclude: {value}")
-    refused("x.yaml:2: include takes one or a list of file names, found ")
+    refused("x.yaml:2: include must be text or a list of texts (file names), but is ")
 
 
 def test_a_missing_file_suggests_a_neighbour(folder: Path):
@@ -166,7 +166,7 @@ def test_a_missing_file_suggests_a_neighbour(folder: Path):
     refused("nowhere/x.yaml: no such file (there is no folder nowhere", "nowhere/x.yaml")
     refused("no such file", "gpt/quickstart.yaml/x.yaml")
     refused(
-        "configs/gpt/lamb.yaml: no such file; `jaxdist init gpt/lamb` writes it",
+        "configs/gpt/lamb.yaml: no such file; `jaxdist init gpt/lamb` writes this file",
         "configs/gpt/lamb.yaml",
     )
     shipped = "; `jaxdist init` writes the shipped configs to configs"
@@ -209,7 +209,7 @@ def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a: \xff", "x.yaml: not UTF-8 text (byte 0xff at offset 3)"),
+        (b"a: \xff", "x.yaml: the file is not UTF-8 text (byte 0xff at offset 3)"),
         (b"\x00\x01", "x.yaml:1: not valid YAML: special characters are not allowed"),
         (
             b"a:\n\tb: 1",
@@ -227,25 +227,31 @@ def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
         ),
         (b"word", "x.yaml:1: the top level must be a mapping (`key: value` lines), found 'word'"),
         (b"a: 1\nb: 2\na: 3", "x.yaml:3: the key 'a' is set twice, first at x.yaml:1"),
-        (b"a: 1\n2: 3", "x.yaml:2: a key must be text, found 2; put quotes"),
-        (b"null: 3", "a key must be text, found None"),
-        (b"? [a]\n: 3", "x.yaml:1: a key must be text, found a list or mapping"),
+        (b"a: 1\n2: 3", "x.yaml:2: a key must be text, but this key is 2; put quotes"),
+        (b"null: 3", "a key must be text, but this key is None"),
+        (b"? [a]\n: 3", "x.yaml:1: a key must be text, but this key is a list or mapping"),
         (b"k: &a {b: 1}\nc:\n  <<: *a", "x.yaml:3: '<<' is not part of YAML 1.2; use `include:`"),
         (
             b"a: !!python/object:os.system x",
             "x.yaml:1: the tag 'tag:yaml.org,2002:python/object:os",
         ),
-        (b"a: !env {b: 1}", "x.yaml:1: the tag '!env' is not supported; remove it"),
-        (b"a: 1\n---\nb: 1", "x.yaml:2: a second document ('---') begins here"),
+        (b"a: !env {b: 1}", "x.yaml:1: the tag '!env' is not supported; remove the tag"),
+        (b"a: 1\n---\nb: 1", "x.yaml:2: a second YAML document ('---') begins here"),
         (b"%YAML 1.1\n---\na: on", "x.yaml:2: directives ('%...') are not supported"),
-        (b"a: *b", "x.yaml:1: '*b' refers to no finished '&b' above it"),
-        (b"a: &b [*b]", "x.yaml:1: '*b' refers to no finished '&b' above it"),
-        (b'a: "\\ud800"', "x.yaml:1: '\\ud800' holds half of a \\u surrogate pair"),
+        (b"a: *b", "x.yaml:1: '*b' refers to an anchor '&b' that is not complete"),
+        (b"a: &b [*b]", "x.yaml:1: '*b' refers to an anchor '&b' that is not complete"),
+        (b'a: "\\ud800"', "x.yaml:1: '\\ud800' contains half of a \\u surrogate pair"),
         (b'a: "\\UFFFFFFFF"', "x.yaml:1: not valid YAML: a \\U escape beyond 10FFFF"),
-        (b"a: " + b"9" * 5000, "x.yaml:1: a number of 5000 digits; at most 80"),
-        (b"a: 0x" + b"f" * 5000, "x.yaml:1: a number of 5002 digits; at most 80"),
-        (b"a: " + b"[" * 100 + b"]" * 100, f"x.yaml:1: nested more than {MAX_DEPTH} levels deep"),
-        (b"a: [" + b"1," * MAX_VALUES + b"]", f"x.yaml:1: more than {MAX_VALUES} values"),
+        (b"a: " + b"9" * 5000, "x.yaml:1: the number has 5000 digits; at most 80"),
+        (b"a: 0x" + b"f" * 5000, "x.yaml:1: the number has 5002 digits; at most 80"),
+        (
+            b"a: " + b"[" * 100 + b"]" * 100,
+            f"x.yaml:1: values are nested more than {MAX_DEPTH} levels deep",
+        ),
+        (
+            b"a: [" + b"1," * MAX_VALUES + b"]",
+            f"x.yaml:1: the file has more than {MAX_VALUES} values",
+        ),
         (b"a" * (MAX_BYTES + 1), f"x.yaml is larger than {MAX_BYTES} bytes"),
     ],
 )
@@ -261,8 +267,10 @@ def test_the_limit_of_size_counts_all_files_and_acts_before_they_are_parsed(
     monkeypatch.setattr(parse, "YAML", lambda **_: parsed.append(1))
     write("half.yaml", b"#" * (MAX_BYTES // 2 + 1))
     write("large.yaml", b"#" * (MAX_BYTES + 1))
-    refused(f"large.yaml is larger than {MAX_BYTES} bytes: not a config", "large.yaml")
-    with pytest.raises(ConfigError, match=f"override .*: longer than {MAX_BYTES} characters"):
+    refused(f"large.yaml is larger than {MAX_BYTES} bytes, the most that a config", "large.yaml")
+    with pytest.raises(
+        ConfigError, match=f"override .*: the config is longer than {MAX_BYTES} characters"
+    ):
         read(None, ["a=" + "#" * (MAX_BYTES + 1)])
     assert not parsed
     monkeypatch.undo()
@@ -300,7 +308,7 @@ def test_an_alias_bomb_costs_nothing(folder: Path):
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 15)]
     write("x.yaml", "\n".join(levels))
     tracemalloc.start()
-    refused(f"more than {MAX_VALUES} values, counting those that aliases repeat")
+    refused(f"more than {MAX_VALUES} values, including the values that aliases")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 20e6

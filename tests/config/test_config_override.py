@@ -62,9 +62,12 @@ def test_the_last_override_wins(file: str):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.layers", "override 'model.layers': no '=' in it; write section.key=value"),
-        ("=3", "override '=3': empty key"),
-        ("model..layers=3", "override 'model..layers=3': empty key"),
+        (
+            "model.layers",
+            "override 'model.layers': the setting has no '='; write section.key=value",
+        ),
+        ("=3", "override '=3': the key is empty"),
+        ("model..layers=3", "override 'model..layers=3': the key is empty"),
         ("model.layers.x=3", "model.layers is 2 (at base.yaml:2), not a section, so it has no 'x'"),
         ("data.files.2=3", "data.files (at x.yaml:3) is a list of 2, and '2' is not an index"),
         ("data.files.-1=3", "data.files (at x.yaml:3) is a list of 2, and '-1' is not an index"),
@@ -72,18 +75,18 @@ def test_the_last_override_wins(file: str):
             "data.files.name=3",
             "data.files (at x.yaml:3) is a list of 2, and 'name' is not an index",
         ),
-        ("include=y.yaml", "'include' belongs in a file and cannot be overridden"),
-        ("replace=mesh", "'replace' belongs in a file and cannot be overridden"),
+        ("include=y.yaml", "'include' can be set only in a config file"),
+        ("replace=mesh", "'replace' can be set only in a config file"),
         (
             "files=*.txt",
-            "override 'files=*.txt': '*.txt' refers to no finished '&.txt' above it; put",
+            "override 'files=*.txt': '*.txt' refers to an anchor '&.txt' that is not complete",
         ),
         ("a=[1, 2", "override 'a=[1, 2': not valid YAML: expected ',' or ']'"),
         ("a=!!int 3", "override 'a=!!int 3': the tag 'tag:yaml.org,2002:int' is not supported"),
         ("a.b=" + "x" * 90 + ": y: z", "xxx…: not valid YAML: mapping values are not allowed here"),
-        (".".join("a" * 40) + "=1", "40 keys deep; at most 32"),
+        (".".join("a" * 40) + "=1", "the path has 40 keys; at most 32"),
         ("a=\udcff", "override 'a=\\udcff': not valid YAML: special characters are not allowed"),
-        ("\udcff=1", "override '\\udcff=1': its key is not printable text"),
+        ("\udcff=1", "override '\\udcff=1': the key is not printable text"),
     ],
 )
 def test_a_bad_override_is_refused(file: str, override: str, message: str):

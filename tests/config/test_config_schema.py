@@ -306,7 +306,7 @@ def test_a_section_without_keys_says_so():
     class Empty(Config):
         pass
 
-    with pytest.raises(ConfigError, match=r"a = 1 .*unknown key; no keys are allowed here"):
+    with pytest.raises(ConfigError, match=r"a = 1 .*unknown key; this mapping must have no keys"):
         validate(Document({"a": 1}), Empty)
 
 

@@ -154,7 +154,7 @@ def test_criteo_lines_become_counts_and_ids(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (f"{_line()}\n1\t2\n", "line 2 has 2 values, expected 40"),
-        (f"{_line()}\n{_line()}", "line 2 has no end of line"),
+        (f"{_line()}\n{_line()}", "line 2 does not end with a line break"),
         (f"{_line('2')}\n", "line 1: the label is '2'"),
         (f"{_line(count='x')}\n", "line 1: count 1 is 'x'"),
         (f"{_line(key='xyz')}\n", "line 1: id 1 is 'xyz'"),

@@ -144,8 +144,14 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("size", r"train/dog/3.png has 9 x 8 pixels, and .*0.png has 8 x 9: set data.size"),
-        ("classes", "the held-out images have classes that training lacks: fox; training has cat"),
+        (
+            "size",
+            r"train/dog/3.png has 9 x 8 pixels, and .*0.png has 8 x 9: all images need",
+        ),
+        (
+            "classes",
+            "the held-out images have classes that the training images lack: fox; training has cat",
+        ),
         ("one class", "all images to train on have the class cat, and a classifier needs two"),
         ("no train", "has val/ and no train/"),
         ("empty", "has no images: expected a folder for each class"),
@@ -154,7 +160,7 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ("label", r"0001 has the label '', expected a number in 0001.cls"),
         ("no tar", "is not a tar that can be read"),
         ("cifar", r"lacks data_batch_1.bin, .*cifar-10-binary.tar.gz"),
-        ("cifar length", "damaged: it has 100 bytes, not a multiple of 3,073"),
+        ("cifar length", "damaged: it has 100 bytes, which is not a multiple of 3,073"),
         ("cifar label", r"test_batch.bin: example 1 has the label 11, expected 0 to 9"),
         ("npz", "cannot be read as npz"),
         ("npz pickled", "cannot be read as npz"),
@@ -165,7 +171,7 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ("npz large", r"labels are int64 from 1 to 1099511627776, expected integers"),
         (
             "npz heldout",
-            "2 held-out images have labels that training lacks, such as 12, .* 0 to 11",
+            "2 held-out images have labels that the training images lack, such as 12; .* 0 to 11",
         ),
     ],
 )
@@ -223,15 +229,15 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "npz"}, "needs directory, the path of the archive"),
-        ({"source": "tars"}, "needs directory, the folder of its files"),
+        ({"source": "npz"}, "needs the setting directory, the path of the archive"),
+        ({"source": "tars"}, "needs the setting directory, the folder of its files"),
         (
             {"source": "cifar10", "directory": "d", "size": 32},
-            "size has no effect except with the sources 'folder'",
+            "size has an effect only with the sources 'folder'",
         ),
         (
             {"source": "digits", "skip_broken": True},
-            "skip_broken has no effect except with the sources 'folder'",
+            "skip_broken has an effect only with the sources 'folder'",
         ),
     ],
 )

@@ -129,16 +129,16 @@ def test_colour_images(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({}, r"has no train-images\* and train-labels\* \(it holds: nothing\)"),
-        ({"train-images": _random(3, 2, 2)}, "train-images has no partner"),
+        ({"train-images": _random(3, 2, 2)}, "train-images is only one of two required files"),
         (
             {"train-images": _random(3, 2, 2), "train-labels": _random(2)},
-            r"images \(3, 2, 2\) and labels \(2,\) do not belong together",
+            r"images \(3, 2, 2\) and labels \(2,\) have shapes that do not fit",
         ),
         ({"train-images": _random(3, 2), "train-labels": _random(3)}, r"images \(3, 2\)"),
         ({"train-images": _random(0, 2, 2), "train-labels": _random(0)}, "has no images"),
         (
             {"train-images": _random(1, 2, 2), "train-images.2": _random(1), "train-labels": []},
-            r"several train-images\*: train-images, train-images\.2; keep one",
+            r"several files train-images\*: train-images, train-images\.2; keep only one",
         ),
         (
             {
@@ -166,7 +166,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "idx"}, "source 'idx' needs directory"),
+        ({"source": "idx"}, "source 'idx' needs the setting directory"),
         (
             {"source": "digits", "directory": "d"},
             "directory 'd' has no effect with source 'digits'",

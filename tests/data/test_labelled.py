@@ -68,7 +68,7 @@ def test_a_file_has_the_class_of_its_folder_or_of_the_first_pattern(tmp_path):
         ('{"text": "a"}', {}, r"rows.jsonl:1 needs a text in 'text' and a class .*data\.label_f"),
         ('{"text": "a", "label": 1.5}', {}, "a text or a whole number"),
         ("{", {}, r"rows.jsonl:1 is not JSON"),
-        ('{"text": "a", "label": "x"}', {}, r"classes \['x'\], and a classifier needs two or more"),
+        ('{"text": "a", "label": "x"}', {}, r"classes \['x'\], but a classifier needs two"),
         ('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}', {},
          r"split has no document of the class .*change data\.heldout_fraction \(0\.3\)"),
     ],
@@ -90,7 +90,7 @@ def test_a_file_without_a_class_is_told(tmp_path):
     ("settings", "words"),
     [
         ({"source": "files"}, r"source 'files' with files \[\]: name the files in data\.files"),
-        ({}, r"python-stdlib need classes, such as \{tests: \[test/\*\]"),
+        ({}, r"python-stdlib needs data.classes, such as \{tests: \[test/\*\]"),
     ],
 )
 def test_settings_that_contradict_are_refused(settings, words):

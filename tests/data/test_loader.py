@@ -257,7 +257,7 @@ def test_a_start_continues_the_order_in_batches_of_another_size(shuffle: bool) -
 
 
 def test_a_start_before_the_first_example() -> None:
-    with pytest.raises(DataError, match="start at example -3: give start_example 0 or more"):
+    with pytest.raises(DataError, match="start_example is -3: use 0 or more"):
         _loader(_arrays(4), 2, start_example=-3)
 
 

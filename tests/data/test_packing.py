@@ -56,5 +56,7 @@ def test_two_percent_of_real_documents_is_padding_at_most() -> None:
 
 
 def test_packing_without_hidden_tokens_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"packing documents works only with hidden tokens"):
+    with pytest.raises(
+        ValidationError, match=r"data.packing: documents works only with data.masking"
+    ):
         TextConfig(packing="documents")

@@ -82,7 +82,7 @@ def test_files_imply_their_source_and_one_glob_needs_no_list() -> None:
         ({"source": "files"}, r"source 'files' needs data\.files"),
         ({"source": "python-stdlib", "files": ["a"]}, r"files \['a'\] have no effect with source"),
         ({"files": []}, r"data\.files is empty: name a file"),
-        ({"source": "a.txt"}, r"unknown source 'a\.txt': .* name files of your own in data\.files"),
+        ({"source": "a.txt"}, r"unknown source 'a\.txt': .* name its files in data\.files"),
     ],
 )
 def test_contradictory_sources(settings: dict[str, Any], message: str) -> None:
@@ -153,7 +153,7 @@ def test_without_a_cache_the_tokens_stay_in_memory(
         dataset = _config(books).build()
     assert len(dataset.train) > 0
     (record,) = caplog.records
-    assert "kept in memory: no cache in" in record.getMessage()
+    assert "kept only in memory, because the cache" in record.getMessage()
     assert dataset.baselines()["trigram"] > 0
 
 
@@ -193,7 +193,7 @@ def test_too_little_text(books: Path, settings: dict[str, Any], message: str) ->
 
 def test_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match="has 1 tokens, one window needs 65"):
+    with pytest.raises(DataError, match="has 1 tokens, but a window needs 65"):
         _config(tmp_path).build()
 
 

@@ -127,7 +127,7 @@ if place.generation == 1:
 """
     code, said = run(then, stuck_timeouts=StuckTimeouts(silent_seconds=1.0))
     assert code == 0
-    assert said[0].startswith("process 2 of 3 has not been heard for 1 s, at step 9")
+    assert said[0].startswith("process 2 of 3 has sent no heartbeat for 1 s, at step 9")
     lines = map(json.loads, (tmp_path / "elastic.jsonl").read_text().splitlines())
     (stuck,) = (one for one in lines if one["event"] == "stuck")
     assert stuck["process"] == 2
@@ -150,7 +150,7 @@ def test_who_has_ended_while_the_agent_was_away_is_not_stuck(run, monkeypatch: p
 
 def test_losses_without_a_new_step_end_it(run):
     then = 'sys.stderr.write("broken"); sys.stderr.flush(); os._exit(3)'
-    with pytest.raises(RunError, match=r"2 generations in a row .* process 0 ended .*broken"):
+    with pytest.raises(RunError, match=r"2 consecutive generations .* process 0 ended .*broken"):
         run(then, same=True, restarts=2, processes=1)
 
 
@@ -199,7 +199,7 @@ class Uncopied(SingleHost):
     def uncopied(self) -> str | None:
         self.asked = min(self.asked, time.monotonic())
         if time.monotonic() < self.asked + 1.5:
-            return "the snapshots of b are not being copied"
+            return "the snapshots of b cannot be copied at present"
         self.copied += 1
         if self.copied == 2:  # what came of the first answer is written down
             (self.folder / "copied").touch()
@@ -218,7 +218,7 @@ def test_a_host_that_makes_no_copies_is_in_the_report(run, tmp_path: Path):
         ("copied", "a"),
     ]
     (line,) = uncopied_lines(events)
-    told = "copies generation 1, a: the snapshots of b are not being copied"
+    told = "copies generation 1, a: the snapshots of b cannot be copied at present"
     assert line == f"{told}; made again after {events[1]['time'] - events[0]['time']:.0f} s"
     assert events[1]["time"] - events[0]["time"] > 1
     (line,) = uncopied_lines(events[:1])

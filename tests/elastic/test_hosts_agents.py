@@ -152,7 +152,7 @@ def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
         ids.add(first[0]["run"]["id"])
         late = finish(play.start("c", least=2, values=values))
         assert late[0] == 0, late
-        assert "has finished, so that nothing is trained again" in late[1]
+        assert "has finished, so nothing is trained" in late[1]
     assert len(ids) == 2
 
 
@@ -175,7 +175,7 @@ def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: 
         play.end()
         told = [finish(host) for host in hosts]
         assert [code for code, _ in told] == [0, 0], told
-        assert "2 processes; waiting beside them: c" in "".join(out for _, out in told)
+        assert "2 processes; hosts that wait in reserve: c" in "".join(out for _, out in told)
 
 
 @pytest.mark.full
@@ -197,7 +197,7 @@ def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
         on, words = names[both[1]["agent"]], told[both[1]["agent"]][1]
         assert f"this host, {on}, waits in reserve during generation {number + 1} for" in words
         assert "s, because one of its processes was stuck" in words
-        plan = "1 hosts, 1 processes with mesh.data=1, train.microbatches=2; waiting beside them: "
+        plan = "1 hosts, 1 processes with mesh.data=1, train.microbatches=2; "
         assert plan + on in told[both[0]["agent"]][1]
 
 

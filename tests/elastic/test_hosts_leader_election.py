@@ -248,7 +248,7 @@ def test_generations_go_on_from_those_of_former_rendezvous():
 
 
 def test_what_is_no_token():
-    with pytest.raises(RendezvousError, match="'junk' is not a token of a rendezvous"):
+    with pytest.raises(RendezvousError, match="'junk' is not the token of a rendezvous"):
         Token.parse("junk")
 
 

@@ -73,7 +73,7 @@ def test_processes_are_ended_before_the_lease_is(pair):
     clock.now += 0.85 * CONFIG.lease_seconds
     assert a.ends() is None
     clock.now += 0.1 * CONFIG.lease_seconds
-    assert a.ends() == "its lease expired"
+    assert a.ends() == "the lease of this host expired"
     turns(a)
     assert a.ends() is None  # it was renewed in time
 

@@ -90,7 +90,7 @@ def test_hosts_meet_whatever_their_clocks_show(meeting: Meeting):
 
 def test_too_few_hosts_are_waited_for_and_told(meeting: Meeting):
     words = (
-        r"within 0.5 s: 2 of 3 hosts are missing, here is a; start the agents of the other hosts"
+        r"within 0.5 s: 2 of 3 hosts are missing, only a joined; start the agents of the missing"
     )
     with pytest.raises(RunError, match=words):
         meeting.host("a", least=3, seconds=0.5).begin(meeting.folder, lambda: False)
@@ -109,11 +109,11 @@ def test_who_is_awaited_is_said_now_and_then(meeting: Meeting, monkeypatch):
     ("given", "words"),
     [
         ({"values": {"train": {"batch_size": 8, "steps": 6}}},
-         r"this host, b, differs from a at .*: config train.steps: 6 here, 5 there\. Make them"),
+         r"this host, b, differs from a at .*: config train.steps: 6 here, 5 there\. Make the two"),
         pytest.param({"least": 2}, r"differs from a at .*: --min: 2 here, 1 there",
                      marks=pytest.mark.full),
         ({"token": b"another-token-16"},
-         r"the token of this host, b, is not that of a at .*: give all hosts the same"),
+         r"the token of this host, b, differs from the token of a at .*: give all hosts the same"),
     ],
 )  # fmt: skip
 def test_a_host_that_differs_is_refused_and_the_others_go_on(meeting: Meeting, given, words):
@@ -161,7 +161,7 @@ def ended(meeting: Meeting) -> Identity:
 def test_a_host_that_comes_after_the_end_trains_nothing_again(meeting: Meeting, ended: Identity):
     assert meeting.begin(meeting.host("b")) == [None]
     assert re.fullmatch(
-        rf"run {ended.path} of the rendezvous \S+ has finished, so that nothing is trained .*",
+        rf"run {ended.path} of the rendezvous \S+ has finished, so nothing is trained.*",
         meeting.said[-1],
     )
 
@@ -306,7 +306,7 @@ def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting
         assert assignment is not None
         assert (assignment.count, assignment.total) == (1, 1)
         assert b.members.take() is None
-        assert meeting.said[-1].endswith("; waiting beside them: b")
+        assert meeting.said[-1].endswith("; hosts that wait in reserve: b")
     else:
         parts = meeting.begin(*hosts)
         assert [assignment.total for assignment in parts if assignment] == [2, 2]
@@ -354,7 +354,7 @@ def test_an_agent_goes_on_from_the_generations_of_its_run(given, tmp_path: Path)
 def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
     assert split_host("n1/::1") == ("n1", "::1")
     (tmp_path / "short").write_text("abc\n")
-    with pytest.raises(RunError, match="has 3 bytes: write at least 16"):
+    with pytest.raises(RunError, match="has 3 bytes: use a token of at least 16"):
         read_host_token(tmp_path / "short")
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     assert read_host_token(tmp_path / "token") == TOKEN

@@ -85,7 +85,9 @@ def test_a_batch_that_shrinks_with_the_mesh(mesh):
 
 
 def test_a_full_mesh_that_the_batch_does_not_divide_over():
-    with pytest.raises(RunError, match="a batch of 6 does not divide over the full mesh's 4"):
+    with pytest.raises(
+        RunError, match="a batch of 6 does not divide over the 4 devices along data of the full"
+    ):
         make_plan(hosts(3), BatchRule({"data": 4}, 6, rescales=True), 3)
 
 
@@ -107,10 +109,14 @@ def test_hosts_that_no_mesh_has_a_place_for_wait():
 @pytest.mark.parametrize(
     ("mesh", "count", "words"),
     [
-        ({"data": 2, "tensor": 4}, 2, "2 devices are not a multiple of 4, which the other axes"),
+        (
+            {"data": 2, "tensor": 4},
+            2,
+            "2 devices are not a multiple of 4 devices that the axes other",
+        ),
         ({"tensor": 4}, 2, "2 devices are not the 4"),
-        ({"data": 1, "stage": -1}, 2, "an axis of the model has size -1"),
-        ({"data": {"dcn": 2, "ici": 2}}, 2, "write data as one number"),
+        ({"data": 1, "stage": -1}, 2, "an axis other than data has size -1"),
+        ({"data": {"dcn": 2, "ici": 2}}, 2, "set mesh.data to a single number"),
     ],
 )
 def test_what_cannot_shrink_is_refused(mesh, count, words):

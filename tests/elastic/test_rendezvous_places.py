@@ -129,7 +129,7 @@ def test_a_swap_whose_answer_is_lost_is_looked_up(tmp_path: Path, monkeypatch):
     ("address", "words"),
     [("etcd://node1:2379", "on another machine and lacks TLS"),
      ("etcd://127.0.0.1", "'127.0.0.1' is not HOST:PORT"),
-     ("etcd://me:word@127.0.0.1:1", "admitted by its certificate"),
+     ("etcd://me:word@127.0.0.1:1", "authenticate with a certificate"),
      ("etcds://node1:2379", "set JAXDIST_ETCD_CA, JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY")],
 )  # fmt: skip
 def test_addresses_of_etcd_that_are_refused(address, words):
@@ -198,7 +198,7 @@ def test_a_directory_that_went_away(tmp_path: Path):
 
 def test_an_address_of_another_kind():
     with pytest.raises(
-        ConfigError, match="directory that all hosts see, redis://HOST:PORT, or etcd"
+        ConfigError, match="directory that all hosts share, redis://HOST:PORT, or etcd"
     ):
         open_rendezvous("zookeeper://node1")
 
@@ -223,8 +223,8 @@ def keeping(old: Path, new: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rename", "words"),
-    [(copying, "takes the place of another that has content|for a moment"),
-     (keeping, "does not take its place")],
+    [(copying, "replaces another directory that has files|briefly"),
+     (keeping, "does not replace that file")],
 )  # fmt: skip
 def test_a_directory_without_atomic_rename_is_refused(tmp_path, monkeypatch, rename, words):
     monkeypatch.setattr(folder_module.os, "rename", rename)
@@ -237,4 +237,4 @@ def test_a_directory_without_atomic_rename_is_refused(tmp_path, monkeypatch, ren
 def test_a_file_that_is_torn_while_it_is_replaced_is_seen(tmp_path, monkeypatch):
     """Nothing else is wrong with it."""
     monkeypatch.setattr(folder_module.os, "replace", copying)
-    assert "for a moment" in (folder_module._while_read(tmp_path) or "")
+    assert "briefly" in (folder_module._while_read(tmp_path) or "")

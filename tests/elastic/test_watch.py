@@ -131,6 +131,6 @@ def test_what_is_of_another_generation_or_not_all_tells_nothing(generation, proc
 
 def test_memory_that_is_full_is_told(tmp_path: Path):
     (tmp_path / "full").touch()
-    words = r"status_1 in memory cannot be written: Not a directory; free some memory"
+    words = r"status_1 in shared memory cannot be written: Not a directory; free some memory"
     with pytest.raises(RunError, match=words):
         Publisher(tmp_path / "full" / "status_1", 1)

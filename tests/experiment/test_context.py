@@ -139,7 +139,9 @@ def test_predicted_positions_need_not_divide_as_sequences_do(mesh, rules):
 def test_the_choice_is_explained():
     found = experiment({"context": 2}, model__kv_heads=1)
     (line,) = (one for one in found.explained if one.startswith("context"))
-    assert line.startswith("context: attention by ring over 2 devices, zigzag order; a device rec")
+    assert line.startswith(
+        "context: attention by ring over 2 devices, zigzag order; bytes that a device rec"
+    )
     assert found.layout.split.order == "zigzag"
     windowed = experiment({"context": 2}, model__kv_heads=1, model__attention_window=3)
     assert windowed.layout.split.order == "contiguous"
@@ -161,16 +163,16 @@ def test_settings_without_effect_are_reported():
          r"context 4 does not divide sequences of 18 positions: use mesh\.context 3 or 6, or "
          r"data\.window 16 or 20"),
         ({"context": 4}, {"sharding__context": "ulysses"},
-         r"context ulysses exchanges heads among 4 .* the 2 kv_heads of a device: at most 2"),
+         r"context ulysses exchanges heads among 4 .* the 2 kv_heads of a device: use at most 2"),
         ({"context": 3}, {"sharding__context": "ring_ulysses", "data__window": 18},
          r"context ring_ulysses needs groups of several devices, and mesh\.context is 3"),
         ({"context": 2}, {"sharding__context_order": "zigzag", "data__window": 18,
                           "sharding__context": "ring"},
          r"zigzag cuts sequences into 4 pieces, which do not divide 18 .* data\.window 16 or 20"),
         ({"context": 2}, {"sharding__context_order": "striped", "model__attention_window": 4},
-         r"context_order striped with model\.attention_window 4: a window gives"),
+         r"context_order striped with model\.attention_window 4: with a window"),
         ({"context": 2}, {"sharding__context_order": "zigzag", "sharding__context": "ulysses"},
-         r"order zigzag with sharding\.context ulysses: each device has whole sequences"),
+         r"order zigzag with sharding\.context ulysses: with ulysses each device has"),
         ({"context": 2}, {"sharding__context": "ring", "model__attention": "plain"},
          r"context ring with model\.attention plain: .*; set model\.attention: auto, or"),
         ({"context": 4}, {"model__attention": "plain"},
@@ -179,7 +181,7 @@ def test_settings_without_effect_are_reported():
                                       "sharding__context": "ring"},
          r"context of 2 with mesh .* ring: keys that rotate .*; set sharding\.context: auto"),
         ({"context": 2}, {"sharding__context": "ring", "model__attention": "splash"},
-         r"context ring with model\.attention splash: keys that rotate .*context: auto"),
+         r"context ring with model\.attention splash: a ring computes .*context: auto"),
         ({"context": 2, "tensor": 2}, {"sharding__collective_matmul": True,
                                        "sharding__rules": {"residual_seq": "tensor"}},
          r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),

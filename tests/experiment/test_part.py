@@ -77,13 +77,13 @@ def test_patterns_that_match_nothing_name_the_nearest_parameter():
 
 
 def test_something_must_be_left_to_train():
-    with pytest.raises(ConfigError, match="nothing is left to train: use narrower patterns"):
+    with pytest.raises(ConfigError, match="no parameter is left to train: use patterns"):
         built({"freeze": ["*"]})
 
 
 def test_layers_fetched_ahead_cannot_be_frozen():
     zero = {"stage": 3, "prefetch": True}
-    with pytest.raises(ConfigError, match="fetching layers ahead computes the gradients of all"):
+    with pytest.raises(ConfigError, match="prefetching layers computes the gradients of all"):
         built(
             {"freeze": ["blocks/*"], "remat": "full"},
             mesh={"data": 2},

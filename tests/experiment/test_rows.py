@@ -181,7 +181,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_would_compute_other_numbers_on_each_device_is_refused(model, parallel, loss, devices):
-    with pytest.raises(ConfigError, match=r"ties the rows of a batch together \(\w+") as caught:
+    with pytest.raises(
+        ConfigError, match=r"computes across the examples of a batch \(\w+"
+    ) as caught:
         built(model, parallel, loss)
     assert "parallel.batch_norm: local" in str(caught.value)
     # The user may want just that: statistics of each device's own rows.
@@ -210,7 +212,7 @@ def test_what_computes_the_same_numbers_is_not(model, parallel, devices):
 @pytest.mark.parametrize(("model", "said"), [("Flax", 1), ("linen_net", 1), ("Rowwise", 0)])
 def test_statistics_of_a_microbatch_are_told(model, said, devices):
     notices = built(model, microbatches=2).notices
-    found = [notice for notice in notices if "microbatches 2: the model ties the rows" in notice]
+    found = [notice for notice in notices if "microbatches 2: the model computes across" in notice]
     assert len(found) == said
 
 
@@ -224,4 +226,4 @@ def fixed(module: Any, batch: Any) -> dict[str, Mean]:
 def test_a_loss_that_takes_no_other_number_of_rows_is_told(devices):
     one = {"type": "import", "path": "test_rows:fixed"}
     (notice,) = built("Rowwise", {}, one, microbatches=2).notices
-    assert notice.startswith("cannot determine whether the model ties the rows of a batch together")
+    assert notice.startswith("cannot determine whether the model computes across the")

@@ -87,6 +87,8 @@ class Weighted:
 
 def test_it_is_refused_where_rows_may_weigh_nothing() -> None:
     data = {"type": "import", "path": f"{__name__}:Weighted", "classes": 10}
-    with pytest.raises(ConfigError, match=r"'loss' with a weight in each example: .*whether rows"):
+    with pytest.raises(
+        ConfigError, match=r"'loss' with a weight in each example: .*whether examples with"
+    ):
         made("scalar", data=data, eval={})
     made("as_sum", data=data, eval={})

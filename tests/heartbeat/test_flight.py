@@ -71,8 +71,10 @@ def test_who_takes_long_outside_of_its_wait(others: int):
     (slow,) = find_slow([*(flight(at) for at in range(others)), flight(9, own=20.0)])
     assert (slow.process, slow.step) == (9, 39)
     assert slow.ratio == pytest.approx(10, rel=0.1)
-    assert slow.words().startswith("process 9 is slow, 10 times the others: 20 ms a step outside")
-    assert slow.why.endswith("most is input wait")
+    assert slow.words().startswith(
+        "process 9 is 10 times as slow as the other processes: 20 ms of work"
+    )
+    assert slow.why.endswith("difference is input wait")
 
 
 def test_little_more_is_not_told():
@@ -91,7 +93,9 @@ def test_who_is_the_last_at_each_step():
     (slow,) = find_slow([flight(0), flight(1), flight(2), flight(3, behind=10.5)])
     assert (slow.process, slow.least) == (3, True)
     assert slow.ratio == pytest.approx(STEP / (STEP - 10), rel=0.02)
-    assert slow.why.startswith("it came last at 100% of the steps, by 9.97 ms of 50")
+    assert slow.why.startswith(
+        "the process was the last in 100% of the steps, by 9.97 ms of a step of 50"
+    )
 
 
 def test_too_little_is_known_of_some():
@@ -141,11 +145,11 @@ def test_who_is_slow_at_two_looks_is_told_once(
         now[0] = look * (LOOK_SECONDS + 1)
         recorder.look(run_folder, statuses)
         assert len(said) == (0 if look < 2 else 1)
-    assert said[0].startswith("process 2 is slow, 9.53 times the others")
+    assert said[0].startswith("process 2 is 9.53 times as slow")
     (event,) = read_journal(tmp_path)
     assert (event["event"], event["process"], event["generation"]) == ("slow", 2, 2)
     (line,) = slow_lines([event])
-    assert line.startswith("slow   generation 2, step 39: process 2 is slow, 9.53 times the others")
+    assert line.startswith("slow   generation 2, step 39: process 2 is 9.53 times as slow")
 
 
 def test_a_record_and_its_picture(tmp_path: Path, write):

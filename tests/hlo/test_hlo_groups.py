@@ -95,7 +95,7 @@ def test_spellings(text, groups):
 
 def test_an_unknown_spelling_is_refused():
     with pytest.raises(
-        LedgerError, match=r"replica_groups=ring\(8\).*form of the groups is unknown"
+        LedgerError, match=r"replica_groups=ring\(8\).*groups have an unknown syntax"
     ):
         written_groups(", replica_groups=ring(8), dimensions={0}", 8)
     with pytest.raises(LedgerError, match=r"\[2,4\]<=8"):

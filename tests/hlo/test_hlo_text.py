@@ -45,7 +45,7 @@ def test_what_xla_wrote_down_is_read_without_printing(monkeypatch):
     assert ledger(compiled, mesh, text) == expected
     assert expected.sent_bytes("data") > 0
     monkeypatch.setattr(Path, "glob", lambda *_: [])
-    with pytest.raises(LedgerError, match="cannot print it"):
+    with pytest.raises(LedgerError, match="cannot print the program"):
         compile_with_text(lowered)
 
 

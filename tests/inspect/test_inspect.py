@@ -111,7 +111,7 @@ def test_remat_shows_in_the_flops(tmp_path: Path) -> None:
     ("change", "verdict", "words"),
     [
         ("train.log_every=7", "same program", "This setting changed nothing"),
-        ("optim.learning_rate=0.5", "same numbers", "the programs are not"),
+        ("optim.learning_rate=0.5", "same numbers", "but only in instructions"),
         ("train.batch_size=128", "different", "What changed"),
     ],
 )
@@ -213,9 +213,9 @@ def test_the_command_for_tpus_needs_no_devices(jaxdist: Jaxdist) -> None:
     ("arguments", "parts"),
     [
         (["--devices", 4, "--topology", "v5e:2x4"],
-         ["error: --devices 4 compiles for CPU, --topology v5e:2x4 for TPU: give one"]),
+         ["error: --devices 4 compiles for CPUs, but --topology v5e:2x4 compiles"]),
         (["--diff", "none.yaml"], ["error: none.yaml: no such file"]),
-        (["--plot", "there"], ["error: --plot draws the predicted step", "give --topology"]),
+        (["--plot", "there"], ["error: --plot draws the predicted step", "add --topology"]),
         (["--diff-set", "nothing"], ["error:", "nothing"]),
         (["--set", "nosuch.key=1"], ["1 problem in config.yaml", "nosuch"]),
     ],

@@ -25,7 +25,7 @@ def test_the_same_numbers_of_another_program() -> None:
     found = difference(inspection(collective()), inspection(collective(), program_sha256="b"))
     assert found.to_json() == {"verdict": "same numbers", "changes": []}
     text = " ".join(printed(found).split())
-    assert "The numbers are the same, but the programs are not" in text
+    assert "The two programs differ, but only in instructions" in text
     assert "changed nothing" not in text
 
 

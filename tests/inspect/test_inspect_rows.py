@@ -111,7 +111,7 @@ def test_the_longest_names_still_fit() -> None:
 
 def test_what_is_not_known_or_not_there() -> None:
     text = printed(inspection(memory_bytes=None, flops_low=1e9))
-    assert "No collectives" in text
+    assert "has no collectives" in text
     assert cells(text, "matmul, conv") == ["1 G-2 G", "1 G", "2.000"]
     assert cells(text, "peak") == ["9 kB", "-"]
 
@@ -133,4 +133,4 @@ def test_a_loop_of_unknown_length_bounds_nothing() -> None:
     ledger = dataclasses.replace(found.ledger, unknown_loops=("jit(f)/while",))
     text = printed(dataclasses.replace(found, ledger=ledger))
     assert "2 or more" in text
-    assert "counted once: jit(f)/while" in text
+    assert "each is counted as a single" in " ".join(text.split())

@@ -97,13 +97,13 @@ def test_the_table_fits_80_columns_and_says_what_is_assumed():
 
 def test_a_loop_of_unknown_length_is_said_loudly():
     time = dataclasses.replace(TIME, unknown_loops=("while.7",))
-    assert "LONGER THAN THAT" in printed(inspection(step_time=time))
+    assert "THE STEP TAKES LONGER" in printed(inspection(step_time=time))
 
 
 def test_a_schedule_that_is_not_in_the_program_is_said_loudly():
     time = dataclasses.replace(TIME, unmatched="the program's loop has 7 passes, not 8")
     text = " ".join(printed(inspection(step_time=time)).split())
-    assert "NOT THE PIPELINE'S STEP: the program's loop has 7 passes, not 8" in text
+    assert "NOT THE TIME OF THE PIPELINE'S STEP: the program's loop has 7 passes, not 8" in text
     assert "With the cheapest branches 8 s." in text
 
 
@@ -126,7 +126,7 @@ def test_what_only_wrappers_enclose_is_called_by_its_operation():
 
 def test_where_there_are_no_estimates_none_is_made_up():
     found = inspection(step_time=None, device_kind="cpu")
-    assert "No time is predicted: compilers for cpu write no estimates" in printed(found)
+    assert "No time is predicted: only the compiler for TPUs" in printed(found)
     assert times_json(found) is None
 
 

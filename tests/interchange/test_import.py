@@ -85,7 +85,9 @@ def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
         np.testing.assert_array_equal(now[name], 0 if name.startswith("classifier") else value)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["BertForSequenceClassification"]
-    with pytest.raises(JaxdistError, match=r"--to gguf takes model.type gpt, not bert"):
+    with pytest.raises(
+        JaxdistError, match=r"--to gguf supports only model.type gpt, but model.type is bert"
+    ):
         export_model(tmp_path / "run", tmp_path / "x.gguf", gguf=True, console=QUIET)
     # A model that has the head by its architecture must have its tensors.
     (bare / "config.json").write_text(
@@ -222,7 +224,9 @@ def test_what_is_no_model_and_what_exists_are_refused(model, tmp_path):
     for path, words in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "of another")):
         with pytest.raises(JaxdistError, match=words):
             import_model(path, tmp_path / "run", console=QUIET)
-    with pytest.raises(JaxdistError, match="exists already: name another directory with --out"):
+    with pytest.raises(
+        JaxdistError, match="exists already: choose a directory that does not exist"
+    ):
         import_model(model, tmp_path, console=QUIET)
 
 

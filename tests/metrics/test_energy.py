@@ -57,7 +57,7 @@ def test_no_reading_of_rapl_is_lost(steps: list[int]) -> None:
 
 
 def test_without_counters_rapl_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no RAPL counter"):
+    with pytest.raises(RunError, match="has no RAPL energy counter"):
         Rapl(tmp_path)
 
 
@@ -153,8 +153,8 @@ def test_lives_are_joined_and_carbon_follows() -> None:
         ({"pue": 0.9}, "a number of at least 1"),
         ({"grid": -1}, "a number of at least 0"),
         ({"meter": "smi"}, "nvml"),
-        ({"idle_watts": 10}, "idle_watts needs watts"),
-        ({"watts": 10, "idle_watts": 20}, "at most as large"),
+        ({"idle_watts": 10}, "idle_watts works only with watts"),
+        ({"watts": 10, "idle_watts": 20}, "must not exceed watts"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given: dict, words: str) -> None:

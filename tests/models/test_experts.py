@@ -203,7 +203,7 @@ def test_experts_are_in_every_nth_block():
     ("experts", "message"),
     [
         ({"count": 4, "top_k": 5}, "top_k 5 exceeds the number of experts: use top_k 4"),
-        ({"count": 4, "capacity_factor": 0.4}, "capacity_factor 0.4 leaves most .* use 0.5 or"),
+        ({"count": 4, "capacity_factor": 0.4}, "capacity_factor 0.4 drops most .* use 0.5 or"),
         ({"count": 4, "top_k": 1}, "set normalize: false"),
         ({"count": 4, "every": 3}, "experts.every 3 must divide layers 4: use 2"),
     ],
@@ -231,9 +231,11 @@ def test_the_product_is_chosen_by_the_platform_and_the_widths():
     chosen = [("cpu", 128, 256), ("tpu", 128, 256), ("tpu", 64, 256), ("gpu", 128, 128)]
     names = [type(choose_product("auto", *of)).__name__ for of in chosen]
     assert names == ["Loop", "Megablox", "RaggedDot", "RaggedDot"]
-    with pytest.raises(ConfigError, match="megablox: it runs on tpu, and these devices are cpu"):
+    with pytest.raises(
+        ConfigError, match=r"megablox: the product runs only on TPUs, but .* is cpu"
+    ):
         choose_product("megablox", "cpu", 128)
-    with pytest.raises(ConfigError, match="megablox: its tiles of 128 do not divide widths 64"):
+    with pytest.raises(ConfigError, match="megablox: the tiles of 128 do not divide the widths 64"):
         choose_product("megablox", "tpu", 64)
 
 

@@ -145,7 +145,7 @@ def test_an_id_without_a_row_is_named_with_table_and_example() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"type": "mf", "width": 4}}, "rows of two fields"),
+        ({"model": {"type": "mf", "width": 4}}, "embeddings of two fields"),
         ({"model": {"type": "mf", "width": 4}, "data": {**_DATA, "fields": 2, "dense": 1}}, "two"),
         ({"data": {"type": "images", "source": "digits"}}, "needs ids of categorical fields"),
         ({"data": {**_DATA, "ids": 2**31 - 1}}, "at most"),

@@ -149,7 +149,11 @@ def test_blocks_of_ones_own_are_kept_by_their_own_names() -> None:
 @pytest.mark.parametrize(
     ("kind", "remat", "message"),
     [
-        (Plain, "save_qkv", r"remat save_qkv keeps .* but the blocks name none: .*checkpoint_name"),
+        (
+            Plain,
+            "save_qkv",
+            r"remat save_qkv keeps .* but the blocks name no activations: .*checkpoint_name",
+        ),
         (Plain, {"hidden": "save"}, r"remat \{hidden: save\} keeps .* or use one of none, elem"),
         (Named, {"hiden": "save"}, r"no activation .* 'hiden'; did you mean 'hidden'\?"),
         (Named, ["full", "minimal"], r"remat full, minimal: .* 'query'; allowed: hidden"),
@@ -176,7 +180,7 @@ class GptSection(Config):
             r"remat\.quary .*unknown key; did you mean 'query'\? \(allowed: b",
         ),
         ({"query": "keep"}, r"remat\.query .*allowed: save, offload, recompute"),
-        ({"block_input": "recompute"}, r"recomputed from block_input, .*: save it"),
+        ({"block_input": "recompute"}, r"recomputed from block_input, .*: save block_input"),
         ({}, r"remat = \{\}"),
         ([], r"remat = \[\]"),
         # Of a name that is none, and of a list without one entry that is right, no more is said.

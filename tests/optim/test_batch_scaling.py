@@ -93,14 +93,14 @@ def test_the_same_batch_changes_nothing(rule):
 def test_a_warmup_that_fills_the_run():
     config = ScaleFromConfig(batch_size=512, learning_rate=1e-3, warmup_fraction=1 / 320)
     with pytest.raises(
-        ConfigError, match=r"fills the run: 3125 of 3125 .* a smaller batch than 163840"
+        ConfigError, match=r"would fill the whole run: 3125 of 3125 .* a smaller batch than 163840"
     ):
         scale(config, batch_size=163_840, total_steps=3125)
 
 
 def test_epochs_need_an_epoch():
     config = ScaleFromConfig(batch_size=8, learning_rate=1e-3, warmup_epochs=2.0)
-    with pytest.raises(ConfigError, match=r"warmup_epochs 2.0 .* give warmup_fraction instead"):
+    with pytest.raises(ConfigError, match=r"warmup_epochs 2.0 .* set warmup_fraction instead"):
         scale(config, batch_size=8, total_steps=100)
 
 

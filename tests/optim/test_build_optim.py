@@ -161,7 +161,7 @@ def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
 )
 def test_an_imported_optimizer_whose_first_update_is_not_finite_is_refused(path, args):
     config = ImportedOptimizerConfig(type="import", path=path, args=args, learning_rate=0.1)
-    with pytest.raises(ConfigError, match=rf"optim.path {path}: its first update .* is not finite"):
+    with pytest.raises(ConfigError, match=rf"optim.path {path}: the first update .* is not finite"):
         build_optimizer(config, total_steps=4, params=PARAMS, dims=DIMS)
     kept = config.model_copy(update={"args": {}})
     build_optimizer(kept, total_steps=4, params=PARAMS, dims=DIMS)

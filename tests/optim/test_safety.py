@@ -185,7 +185,9 @@ def test_a_run_that_only_skips_is_stopped():
     assert (int(outer.skipped), int(inner.skipped)) == (3, 0)
     counters = (int(outer.consecutive), int(outer.skipped))
     safety.check_skips(*counters, max_consecutive=3)
-    with pytest.raises(RunError, match=r"3 steps in a row .* \(allowed: 2; 3 since the start\)"):
+    with pytest.raises(
+        RunError, match=r"3 consecutive .* \(at most 2 are allowed; 3 were skipped since"
+    ):
         safety.check_skips(*counters, max_consecutive=2)
 
 

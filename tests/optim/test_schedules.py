@@ -44,7 +44,7 @@ def test_a_run_shorter_than_its_warmup_says_so():
     assert plan_rate(config, total_steps=60).explained == ()
     [line] = plan_rate(config, total_steps=40).explained
     assert line == (
-        "the run ends at step 40 of the 60 of its warm-up, at 67% of the learning rate; set "
+        "the run ends in its warm-up of 60 steps, at step 40 and 67% of the learning rate; set "
         "optim.schedule.warmup_steps to a smaller number"
     )
 

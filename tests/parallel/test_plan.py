@@ -38,7 +38,7 @@ def test_a_mesh_without_an_axis_for_the_batch_is_refused():
     with pytest.raises(ConfigError, match=r"type ring with mesh \{tensor: 8\}: .*; set mesh\.data"):
         plan({"tensor": 8})
     with pytest.raises(
-        ConfigError, match=r"mesh \{data: 8\}: .* and there is none; .*rules\.batch"
+        ConfigError, match=r"mesh \{data: 8\}: .* but no axis splits the batch; .*rules\.batch"
     ):
         plan({"data": 8}, batch=None)
 

@@ -258,14 +258,14 @@ def test_it_says_what_it_does() -> None:
 TWO = {"data": {"dcn": 2, "ici": 2}}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("three devices", {"data": 3}, {}, r"shards.* 8 logical shards do not divide over 3"),
-    ("no data axis", {"tensor": 2}, {}, "its logical shards divide the batch along its axis"),
+    ("no data axis", {"tensor": 2}, {}, "but no axis splits the batch"),
     ("stages", {"data": 2, "stage": 2}, {}, "in the order of their schedule"),
     ("context", {"data": 2, "context": 2}, {}, "whose bits may then depend on their number"),
     ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "an order of their own"),
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
-    ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "have a norm that"),
-    ("second copy", TWO, {"zero": {"stage": 3, "secondary": True}}, "no second copy"),
+    ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "the norm of gradients"),
+    ("second copy", TWO, {"zero": {"stage": 3, "secondary": True}}, "a second copy saves nothing"),
 ]  # fmt: skip
 
 

@@ -382,6 +382,6 @@ def test_a_model_that_is_filled_up_to_the_same_sizes_is_another(saved, monkeypat
     program = program_of(*PLANS["5, zero 3"])
     with (
         store(saved["5, zero 3"]) as checkpoints,
-        pytest.raises(CheckpointError, match=r"saved float32\[2,13,22\], wanted .*\[2,14,22\]"),
+        pytest.raises(CheckpointError, match=r"saved float32\[2,13,22\], expected .*\[2,14,22\]"),
     ):
         checkpoints.restore(program.state_shapes, shapes=program.own_shapes)

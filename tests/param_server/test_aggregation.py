@@ -265,7 +265,7 @@ REFUSED = {
         Elastic(),
         2,
         ("strategy", "aggregation", "type"),
-        "elastic adds up what workers send",
+        "but elastic needs the sum of all pushes",
     ),
     "one rack": (BSP(), 4, ("aggregation", "size"), "size 4 puts all 4 workers .* at most 3"),
 }

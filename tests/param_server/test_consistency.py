@@ -287,7 +287,7 @@ def test_a_change_that_is_too_old_is_dropped():
     model, old = Decoupled(oldest=2), Arrival(0, 0, 0, version=1)
     assert model.refusal(members(2, version=3), old) is None
     reason = model.refusal(members(2, version=4), old)
-    assert reason == "it is 3 merges old, and strategy.consistency.oldest is 2"
+    assert reason == "the push is 3 merges old, but strategy.consistency.oldest is 2"
 
 
 def test_with_rate_one_and_no_momentum_parameters_are_averaged():
@@ -360,7 +360,7 @@ def test_reads_that_save_no_question_are_told_of():
     assert "result. Use each_clock, or ahead" in lazy
     (eager,) = consistency_notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive with reads eager" in eager
-    assert "the copies that servers send besides are not used. Use each_clock" in eager
+    assert "the copies that servers send in addition are not used. Use each_clock" in eager
     assert consistency_notices(SSP(reads="ahead"), sgd, 2) == ()
 
 
@@ -398,10 +398,10 @@ def test_refused_with_the_number_of_workers(case):
 
 
 INVALID = {
-    "adapts nothing": (lambda: AdaptiveSSP(least=3, most=3), "leave nothing to adapt"),
+    "adapts nothing": (lambda: AdaptiveSSP(least=3, most=3), "leave no range in which"),
     "value bound": (lambda: SSP(reads="each_clock", value_bound=1.0), "set reads: ahead"),
     "eager value bound": (lambda: AdaptiveSSP(reads="eager", value_bound=1.0), "with reads eager"),
-    "alpha and beta": (lambda: Elastic(alpha=0.1, beta=0.9), "give one of alpha"),
+    "alpha and beta": (lambda: Elastic(alpha=0.1, beta=0.9), "set only one of alpha"),
     "least without window": (lambda: Decoupled(at_least=2), "has no effect without grace_seconds"),
     "least above quorum": (
         lambda: Decoupled(at_least=3, quorum=2, grace_seconds=1.0),

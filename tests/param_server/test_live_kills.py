@@ -88,4 +88,4 @@ def test_a_worker_that_joins_is_in_the_same_round_at_all_servers():
                 assert [link.state.clock for link in joined._links] == [1, 1]
                 assert joined.clock == 1
                 assert other.read()[0][0] == -1  # Not the mean with a push of zeros.
-                assert dict(first.counters.dropped) == {"it has no tokens": 1}
+                assert dict(first.counters.dropped) == {"the push has no tokens": 1}

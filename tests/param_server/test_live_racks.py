@@ -168,7 +168,7 @@ def test_a_nan_of_one_worker_leaves_the_rest_of_its_rack():
         at_once(work, 4)
         (server,) = racked.root.servers
         assert server.shard.params.tolist() == [-4.0] * server.shard.layout.length
-        assert server.counters.dropped == {"it holds a NaN or an infinity": 1}
+        assert server.counters.dropped == {"the push contains a NaN or an infinity": 1}
         assert [one.stats()["dropped"] for (one,) in racked.aggregators] == [1, 2]
 
 
@@ -280,5 +280,5 @@ def test_what_a_run_with_racks_needs_and_cannot_do(monkeypatch):
     with pytest.raises(ConfigError, match=r"aggregator 0 cannot listen .* port 7003: taken"):
         ports.check_ports("127.0.0.1", 7000, 2, aggregators=2)
     sharded = Sharded(Cluster(workers=4, aggregation=Racks(size=2)), *[None] * 3)
-    with pytest.raises(RunError, match="such a run cannot be replayed from their logs"):
+    with pytest.raises(RunError, match="such a run cannot be replayed"):
         Replay(sharded, [], [], [], lambda client: None, lambda client, clock: ())

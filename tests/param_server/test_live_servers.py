@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted():
             client.read()
             client.push([np.ones_like(found)])
             client.drain()
-        assert server.counters.dropped == Counter({"it holds a NaN or an infinity": 3})
+        assert server.counters.dropped == Counter({"the push contains a NaN or an infinity": 3})
         assert server.counters.applied == 1
         assert server.shard.params.tolist() == [-1.0] * server.shard.layout.length
 

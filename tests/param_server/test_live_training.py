@@ -236,9 +236,9 @@ def test_shards_are_saved_and_read_back_and_damage_is_found(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[0] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"arrays/000000.bin: its content does not match"):
+    with pytest.raises(CheckpointError, match=r"arrays/000000.bin: the content does not match"):
         read_shard(tmp_path, run.sharded, layout, 6)
-    with pytest.raises(CheckpointError, match=r"cannot be trusted: manifest.json: missing"):
+    with pytest.raises(CheckpointError, match=r"is damaged: manifest.json: missing"):
         read_shard(tmp_path, run.sharded, layout, 7)
 
 

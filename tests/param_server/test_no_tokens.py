@@ -51,7 +51,7 @@ def test_servers_apply_what_has_tokens_and_all_clocks_advance(model):
         for one in servers.servers:
             assert set(one.shard.params) == {-3.0}
             assert one.state.clocks.clocks == {0: CLOCKS, 1: CLOCKS}
-            assert one.counters.dropped == {"it has no tokens": CLOCKS + 1}
+            assert one.counters.dropped == {"the push has no tokens": CLOCKS + 1}
             assert one.counters.applied == 3
             assert not one.counters.refused
 
@@ -67,7 +67,7 @@ def test_a_rack_without_tokens_pushes_none():
         at_once(work, 4)
         (one,) = racked.root.servers
         assert set(one.shard.params) == {-3.0}
-        assert one.counters.dropped == {"it has no tokens": CLOCKS + 1}
+        assert one.counters.dropped == {"the push has no tokens": CLOCKS + 1}
         assert one.state.clocks.version == CLOCKS
         assert not racked.failed
 
@@ -89,7 +89,7 @@ def test_weights_that_are_not_finite_are_those_of_a_nan(tokens):
         changes = [np.ones_like(one) for one in client.read()]
         client.push(changes, tokens=tokens)
         client.drain()
-        assert servers.servers[0].counters.dropped == {"it holds a NaN or an infinity": 1}
+        assert servers.servers[0].counters.dropped == {"the push contains a NaN or an infinity": 1}
 
 
 MODELS = [BSP(), SSP(bound=1), Elastic(every=2), Decoupled(local_steps=2)]
@@ -111,7 +111,7 @@ def test_a_simulated_worker_without_tokens_holds_nobody_up(model):
     assert all(np.isfinite(array).all() for array in found.params.values())
     assert abs(found.params["w"]).max() < 1  # the others have trained
     if model.type != "elastic":  # whose worker is still pulled towards the centre
-        assert found.dropped == {"it has no tokens": 6}
+        assert found.dropped == {"the push has no tokens": 6}
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_run_with_masked_batches_trains_and_is_replayed(model, codec, tmp_path
     for one in run.servers:
         assert np.isfinite(one.shard.params).all()
         assert set(one.state.clocks.clocks.values()) == {run.clocks}
-        assert one.counters.dropped == {"it has no tokens": run.clocks // 2}
+        assert one.counters.dropped == {"the push has no tokens": run.clocks // 2}
     workers, steps = [run.worker(slot) for slot in range(2)], run.cluster.local_steps
     again = Replay(
         run.sharded,

@@ -51,13 +51,13 @@ REFUSED = {
     "central": (
         {"servers": 2, "placement": {"type": "central"}},
         {},
-        r"strategy.servers = 2 .* set a single server, or type balanced",
+        r"strategy.servers = 2 .* set one server, or type balanced",
     ),
     "batch": ({"workers": 3}, {}, r"strategy.workers = 3 .* set 63, .*batch_shares: by_speed"),
     "shares": (
         {"batch_shares": [32, 16, 8]},
         {},
-        r"strategy.batch_shares = .* 3 shares that add up to 56: give one for each of 4 .* 64",
+        r"strategy.batch_shares = .* 3 numbers that add up to 56: give a number .* of the 4 .* 64",
     ),
     "devices": (
         {"workers": 32},
@@ -82,7 +82,7 @@ REFUSED = {
     "racks": (
         {"aggregation": {"type": "racks", "size": 4}},
         {},
-        r"strategy.aggregation.size = 4 .* at most 3, or set type direct",
+        r"strategy.aggregation.size = 4 .* at most 3, or set type: direct",
     ),
     "speeds": (
         {"simulation": {"step_seconds": [0.1, 0.2]}},
@@ -104,7 +104,11 @@ REFUSED = {
         {},
         r"strategy.codec = .* set strategy.codec: null",
     ),
-    "clip": ({}, optim(type="sgd", clip_norm=1.0), r"optim.clip_norm = 1.0 .* set null"),
+    "clip": (
+        {},
+        optim(type="sgd", clip_norm=1.0),
+        r"optim.clip_norm = 1.0 .* set optim.clip_norm: null",
+    ),
     "spikes": (
         {},
         optim(type="sgd", skip_spikes={"factor": 3.0}),
@@ -113,13 +117,13 @@ REFUSED = {
     "master": (
         {},
         optim(type="sgd", master_weights="bfloat16"),
-        r"optim.master_weights = 'bfloat16' .* float32 parameters",
+        r"optim.master_weights = 'bfloat16' .* servers hold the parameters in float32",
     ),
     "lamb": (
         {},
         optim(type="lamb", variant="apex"),
-        r"optim.max_grad_norm .* 1 \(of optim.variant apex\) .* clips the norm over all parameters"
-        r".* max_grad_norm: off",
+        r"optim.max_grad_norm .* 1 \(of optim.variant apex\) .* lamb clips the gradient's norm"
+        r".*max_grad_norm: off",
     ),
     "onebit": (
         {},
@@ -135,32 +139,32 @@ REFUSED = {
     "deterministic": (
         {},
         {"parallel": {"deterministic": {"type": "strict", "shards": 8}}},
-        r"parallel.deterministic = .* in the order of workers, .* `jaxdist replay` has its bits",
+        r"parallel.deterministic = .* gradients by worker, .* `jaxdist replay` repeats a run",
     ),
     "stage": (
         {},
         {"mesh": {"data": 1, "stage": 2}},
-        r"mesh = .*mesh axis stage of 2 devices with .* the mesh belongs to one worker",
+        r"mesh = .*mesh axis stage of 2 devices with .* the mesh of a worker has only",
     ),
     "compression": (
         {},
         {"parallel": {"compression": {"type": "sign"}}},
-        r"parallel.compression = .* set parallel.compression: null, and see strategy.codec",
+        r"parallel.compression = .* set parallel.compression: null, and compress the pushes",
     ),
     "nonfinite": (
         {},
         optim(type="sgd", skip_nonfinite=True),
-        r"optim.skip_nonfinite = True .* servers drop pushes that hold a NaN .* set false",
+        r"optim.skip_nonfinite = True .* servers drop and count every push with a NaN .* set false",
     ),
     "replicas": (
         {},
         train(check_replicas={"every": 5}),
-        r"train.check_replicas = .* compares devices that take every step together, .* leave it",
+        r"train.check_replicas = .* compares replicas that take every step .* leave the setting",
     ),
     "ramp": (
         {},
         train(batch_ramp={"start_batch_size": 16, "increment": 16, "ramp_examples": 96}),
-        r"train.batch_ramp = .* leave it out",
+        r"train.batch_ramp = .* leave the setting out",
     ),
 }
 
@@ -198,7 +202,7 @@ def test_what_is_told():
     (told,) = built(optim={**SGD, "momentum": 0.9}).notices
     assert "consistency type ssp with optim.momentum 0.9" in told
     (told,) = built({"consistency": {"type": "elastic", "every": 7}}).notices
-    assert "28 rather than 24" in told
+    assert "28 steps instead of 24" in told
     (told,) = built({"error_feedback": False}).notices
     assert "no effect without strategy.codec" in told
 

@@ -224,7 +224,7 @@ def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, sp
     if name != "bsp with backups":
         every = {(client, clock) for client in range(3) for clock in range(6)}
         assert counted.keys() == {key for key in every if masked(*key)}
-        assert {reason for _, _, reason in found.dropped} == {"it has no tokens"}
+        assert {reason for _, _, reason in found.dropped} == {"the push has no tokens"}
         assert found.state.clocks.clocks == dict.fromkeys(range(3), 6)
     assert np.isfinite(found.w).all()
     assert not found.refused
@@ -402,7 +402,7 @@ def test_a_change_with_a_nan_is_not_applied_and_holds_nobody_up():
         (apply,) = (one for one in effects if isinstance(one, Apply))
         assert [part.arrival.client for part in apply.merge.parts] == [1]
         drops = [one for one in effects if isinstance(one, Drop)]
-        assert drops == [Drop(0, 0, "it holds a NaN or an infinity")]
+        assert drops == [Drop(0, 0, "the push contains a NaN or an infinity")]
         assert good.state.clocks.clocks == {0: 1, 1: 1}
 
 
@@ -411,7 +411,10 @@ def test_a_round_of_nothing_usable_moves_the_version_alone():
     state = joined(model, 1)
     state, effects = server.receive(model, state, Push(Stamp(0, 0, 0), 0, 0, usable=False))
     assert effects[0].merge.parts == ()
-    assert effects[1:] == (Drop(0, 0, "it holds a NaN or an infinity"), Acknowledge(0, 0, None))
+    assert effects[1:] == (
+        Drop(0, 0, "the push contains a NaN or an infinity"),
+        Acknowledge(0, 0, None),
+    )
     assert state.clocks.version == 1
 
 
@@ -454,7 +457,10 @@ def test_a_client_sends_again_in_the_new_epoch_what_is_under_way():
     range_state = server.range_in_epoch(range_state, 1)
     _, (refusal,) = server.receive(model, range_state, first)
     heard = worker.hear(state, refusal)
-    assert heard.refused == "epoch 0 is not the range's, 1: ask for the placement"
+    assert (
+        heard.refused
+        == "epoch 0 differs from the epoch 1 of the range: request the current placement"
+    )
     state = worker.client_in_epoch(heard.state, refusal.epoch)
     (again,) = worker.retries(state)
     assert again == Pull(Stamp(1, 0, 0))
@@ -474,8 +480,8 @@ def test_a_client_has_a_window_of_messages():
 
 
 REFUSED = {
-    "an older epoch": (Pull(Stamp(2, 0, 0)), r"epoch 2 is not the range's, 3"),
-    "a newer epoch": (Pull(Stamp(4, 0, 0)), r"epoch 4 is not the range's, 3"),
+    "an older epoch": (Pull(Stamp(2, 0, 0)), r"epoch 2 differs from the epoch 3"),
+    "a newer epoch": (Pull(Stamp(4, 0, 0)), r"epoch 4 differs from the epoch 3"),
     "a stranger": (Pull(Stamp(3, 9, 0)), r"client 9 is not a member: join first"),
     "far ahead": (Pull(Stamp(3, 0, WINDOW)), r"message 64 is not within 64 of message 0"),
     "negative": (Pull(Stamp(3, 0, -1)), r"message -1 is not within"),
@@ -496,7 +502,7 @@ def test_refused_messages_change_nothing(case):
 
 
 IMPOSSIBLE = {
-    "a version to come": (Push(Stamp(0, 0, 0), 0, 1), "version 1 is not there yet"),
+    "a version to come": (Push(Stamp(0, 0, 0), 0, 1), "version 1 does not exist yet"),
     "a clock of the past": (Push(Stamp(0, 0, 0), -1, 0), "clock -1 is not its next clock, 0"),
     "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not its next clock, 0"),
     "less than no tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=-1.0), "-1.0 tokens"),

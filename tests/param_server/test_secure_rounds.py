@@ -164,7 +164,7 @@ def test_pushes_without_tokens_or_with_a_nan_count_for_nothing(team):
     one.begin()
     np.testing.assert_array_equal(one.server.shard.params, before - np.float32(1.0))
     assert dict(one.server.counters.dropped) == {
-        "it has no tokens": 1, "it holds a NaN or an infinity": 1,
+        "the push has no tokens": 1, "the push contains a NaN or an infinity": 1,
     }  # fmt: skip
     for number in range(3):
         one.push(number, np.nan, tokens=0.0)

@@ -163,7 +163,7 @@ def test_a_placement_does_not_depend_on_the_order_of_servers():
 def test_central_holds_everything():
     found = Central().place(tensors(3, 2), [7])
     assert found.bytes_by_server == {7: 5}
-    assert "one server holds everything" in found.explain()
+    assert "a single server holds all parameters" in found.explain()
 
 
 def test_an_explanation_names_the_fullest_and_what_is_cut():
@@ -171,7 +171,7 @@ def test_an_explanation_names_the_fullest_and_what_is_cut():
     text = Hashed(range_bytes=1_000_000).place(parts, range(2)).explain()
     assert "cut by rows: w0 (2), w1 (2), w2 (2), w3 (2) and 2 more" in text
     assert "1/3 of the bytes" in text
-    assert "mean 6 MB; no placement of these ranges is below 6 MB" in text
+    assert "mean 6 MB; lower bound for these ranges 6 MB" in text
 
 
 REFUSED = {
@@ -181,14 +181,17 @@ REFUSED = {
     ),
     "no server": (lambda: Balanced().place(tensors(3), []), r"servers \[\]: name at least one"),
     "a server twice": (lambda: Hashed().place(tensors(3), [1, 1]), r"\[1, 1\]: .* none twice"),
-    "central on two": (lambda: Central().place(tensors(3, 2), [0, 1]), r"and 2 are given: set a "),
+    "central on two": (
+        lambda: Central().place(tensors(3, 2), [0, 1]),
+        r"but there are 2 servers: set one",
+    ),
     "one name twice": (
         lambda: cut_ranges([*tensors(1), *tensors(1)], 4),
-        r"two parameters are named 't0'",
+        r"two parameters have the name 't0'",
     ),
     "empty": (
         lambda: cut_ranges([PlaceableTensor("w", 0, 0)], 4),
-        r"'w' has 0 rows, 0 bytes: .* leave it out",
+        r"'w' has 0 rows, 0 bytes: .* leave the parameter out",
     ),
 }
 

@@ -113,7 +113,7 @@ def test_a_nan_at_one_server_loses_nothing_at_the_other_server():
     speeds = cluster.simulation.speeds(4)
     run = Simulation(cluster, problem, Sgd(RATE), speeds, 6, 10, None, BIAS)
     found = run.run()
-    assert found.dropped == {"it holds a NaN or an infinity": 1}
+    assert found.dropped == {"the push contains a NaN or an infinity": 1}
     seen = 0
     for server, shard in enumerate(run.shards):
         if any(one.name == "b" for one in shard.ranges):

@@ -170,14 +170,14 @@ def test_a_nan_of_one_worker_leaves_the_rest_of_its_rack():
     found = simulated(BSP(), problem=Broken(), servers=1)
     assert np.isfinite(found.params["b"])
     # At the server: of the rack that had nothing else.
-    assert found.dropped == {"it holds a NaN or an infinity": 1}
+    assert found.dropped == {"the push contains a NaN or an infinity": 1}
     assert sum(found.staleness.values()) == 3 * 5 - 1
 
 
 def test_what_racks_cannot_do():
     with pytest.raises(
-        ConfigError, match="value_bound limits the outstanding changes of each worker"
+        ConfigError, match="value_bound limits the unacknowledged changes of each worker"
     ):
         simulated(Asynchronous(reads="ahead", value_bound=1.0))
-    with pytest.raises(ConfigError, match="all 6 workers in one rack"):
+    with pytest.raises(ConfigError, match="all 6 workers in a single rack"):
         simulated(BSP(), size=6)

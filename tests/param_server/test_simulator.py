@@ -464,7 +464,7 @@ def test_a_nan_is_dropped_and_the_run_goes_on():
 
     for model in BSP(), SSP(), SSP(bound=0):
         found = simulated(model, problem=Broken())
-        assert found.dropped == {"it holds a NaN or an infinity": 1}
+        assert found.dropped == {"the push contains a NaN or an infinity": 1}
         assert np.isfinite(found.params["b"])
         assert sum(found.staleness.values()) == 14
 
@@ -488,7 +488,7 @@ def test_a_script_about_others_is_refused(case):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match=r"2 examples leaves some of 3 workers without any"):
+    with pytest.raises(ConfigError, match=r"2 examples leaves some of 3 workers without examples"):
         shares_by_speed([1, 1, 1], 2)
     with pytest.raises(ConfigError, match=r"backups 3 of 3 workers"):
         simulated(BSP(backups=3))

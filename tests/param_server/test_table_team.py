@@ -104,7 +104,7 @@ def test_the_run_goes_on_without_servers_that_die_again_and_again(team: Any) -> 
     assert sorted(played) == [0, 1, 2, 3]
     assert [port for port, _ in found.leaders] == [102] * 3
     played[2].die()
-    with pytest.raises(RunError, match=r"table 2 ended .* the rows that it held"):
+    with pytest.raises(RunError, match=r"table 2 ended .* the rows that the server held are lost"):
         found.ask({"count": 0})
 
 

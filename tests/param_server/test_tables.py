@@ -357,11 +357,11 @@ def test_tables_on_disk_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         write_tables(tmp_path, 0, step, {"seed": 1, "servers": 1}, rows, values)
     with pytest.raises(CheckpointError, match="seed 1 there, 2 here"):
         list(read_tables(tmp_path, 10, {"seed": 2}))
-    with pytest.raises(CheckpointError, match="cannot be trusted"):
+    with pytest.raises(CheckpointError, match=r"(is|are) damaged"):
         list(read_tables(tmp_path, 50, {}))
     file = next(tmp_path.glob("tables/server_0/step_*20/arrays/000001.bin"))
     file.write_bytes(b"\0" * file.stat().st_size)
-    with pytest.raises(CheckpointError, match="cannot be trusted"):
+    with pytest.raises(CheckpointError, match=r"(is|are) damaged"):
         list(read_tables(tmp_path, 20, {}))
     prune_tables(tmp_path, [10])
     found = sorted(path.name for path in (tmp_path / "tables/server_0").iterdir())

@@ -473,7 +473,7 @@ def test_the_report_of_another_run_is_not_gone_on_with(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "JSONDecodeError"), ("{}", "KeyError('results'); give another")]
+    ("text", "said"), [("{", "JSONDecodeError"), ("{}", "KeyError('results'); choose another")]
 )
 def test_what_is_no_report_is_not_gone_on_with(text, said, tmp_path, monkeypatch, subject):
     refuse_to_resume(text, said, tmp_path, monkeypatch, subject)

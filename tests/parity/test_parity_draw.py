@@ -194,7 +194,7 @@ def test_resume_without_a_file_is_told():
 def test_axes_of_draws_are_those_of_a_mesh():
     wrong = run("--draw", 1, "--axis", "contxt").exception
     assert "--axis contxt names no mesh axis: did you mean 'context'" in str(wrong)
-    assert "--axis selects draws, and there are none: give --draw as well" in str(
+    assert "--axis selects among random configs: add --draw N" in str(
         run("--axis", "context").exception
     )
 
@@ -332,8 +332,8 @@ def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
 def test_a_process_that_does_not_answer_is_ended():
     found = [*parity_children.answers(answer, [14, 15], jobs=2, limit_seconds=1.0)]
     assert [ended.reason for ended in found] == [
-        "no answer, and idle for 1 s",
-        "no answer in 1 s of CPU time",
+        "the process gave no answer and was idle for 1 s",
+        "the process gave no answer in 1 s of CPU time",
     ]
 
 

@@ -124,7 +124,7 @@ def test_slots_of_a_violation():
 
 @pytest.mark.parametrize("slots", [0, [1], [4, 0]])
 def test_slots_that_are_none(slots):
-    with pytest.raises(ConfigError, match=r"for 2 chunks: give one number of at least 1"):
+    with pytest.raises(ConfigError, match=r"for 2 chunks: give a single number of at least 1"):
         check_schedule(gpipe(2, 4), slots=slots)
 
 

@@ -74,7 +74,7 @@ WRONG = {
     "twice": (text((1, 3, "0F1")), r"row 1, column 3: 0F1 repeats row 1, column 2"),
     "two rows": (
         text((2, 1, "0F0")),
-        r"row 2, column 1: 0F0: chunk 0 is on row 1 \(0F0 in column 1\).*: move it to row 1",
+        r"row 2, column 1: 0F0: chunk 0 is on row 1 \(0F0 in column 1\).*: move the task to row 1",
     ),
     "no such chunk": (
         text().replace("1F", "2F").replace("1B", "2B"),
@@ -82,9 +82,9 @@ WRONG = {
     ),
     "deadlock": (
         text((2, 2, "1B0"), (2, 3, "1F0")),
-        r"stage 1, place 1: 1B0 needs 1F0, which comes after it, at place 2: swap them",
+        r"stage 1, place 1: 1B0 needs 1F0, which comes after it, at place 2: swap the two tasks",
     ),
-    "empty": ("\n\n", r"no tasks: give one row per stage"),
+    "empty": ("\n\n", r"the file has no tasks: write one row per stage"),
     "idle row": (text() + ",,\n", r"stage 2 of 3 holds no chunk"),
 }
 

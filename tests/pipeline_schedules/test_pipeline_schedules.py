@@ -102,7 +102,7 @@ def test_interleaved_needs_whole_rounds():
 @pytest.mark.parametrize(("build", "instead"), [(interleaved, "1f1b"), (breadth_first, "gpipe")])
 def test_one_chunk_is_another_schedule(build, instead):
     with pytest.raises(
-        ConfigError, match=rf"1 chunks per stage: give at least 2, or use {instead}"
+        ConfigError, match=rf"1 chunks per stage: use at least 2, or use schedule {instead}"
     ):
         build(4, 8, 1)
 
@@ -149,9 +149,11 @@ def test_config_csv(tmp_path):
     write_csv(one_f_one_b(4, 8), path)
     config = CONFIG.validate_python({"type": "csv", "path": str(path)})
     assert config.build(4, 8).rows == one_f_one_b(4, 8).rows
-    with pytest.raises(ConfigError, match=r"mine.csv: it has 4 stages, but the run has 2"):
+    with pytest.raises(ConfigError, match=r"mine.csv: the file has 4 stages, but the run has 2"):
         config.build(2, 8)
-    with pytest.raises(ConfigError, match=r"mine.csv: it has 8 microbatches, but the run has 16"):
+    with pytest.raises(
+        ConfigError, match=r"mine.csv: the file has 8 microbatches, but the run has 16"
+    ):
         config.build(4, 16)
 
 

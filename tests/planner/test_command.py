@@ -115,7 +115,7 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
     done = jaxdist.here("plan", "config.yaml", "--on", "h100:2x8", "--explain", 1)
     assert done.code == 0, done
     said = " ".join(done.out.split())
-    assert "By formulas only" in said
+    assert "The ranking uses only formulas" in said
     assert "board power" in said
 
 
@@ -123,8 +123,8 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
     ("arguments", "part"),
     [
         (["--on", "v5q:2x2"], "topology 'v5q:2x2'"),
-        (["--on", "v5e:2x4", "--plot", "drawn"], "give both"),
-        (["--on", "v5e:2x4", "--explain", "99999"], "give 1 to"),
+        (["--on", "v5e:2x4", "--plot", "drawn"], "add --explain N"),
+        (["--on", "v5e:2x4", "--explain", "99999"], "use a number from 1 to"),
         (["--on", "v5e:2x4", "train.batch_size=7"], "batch does not divide"),
         (["--on", "v5e:2x4", "optim.type=lars"], "optim.type"),
         (
@@ -135,7 +135,7 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
         (["--on", "v5e:2x4", "--write", "no/such/best.yaml"], "No such file"),
         (
             ["--on", "v5e:1x1", "model.layers=64", "model.embed=8192", "model.mlp=32768"],
-            "chips would do",
+            "chips would be enough",
         ),
     ],
 )
@@ -150,9 +150,9 @@ def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)
     refused = jaxdist("plan", "config.yaml", "--on", "h100:2x8", "--compile")
     assert refused.code == 2, refused
-    assert "--compile: h100:2x8: By formulas only" in refused.message
+    assert "--compile: h100:2x8: The ranking uses only formulas" in refused.message
     refused = jaxdist.here("plan", "config.yaml", "--on", "h100:2x8", "--memory")
-    assert "--memory: h100:2x8: By formulas only" in refused.message
+    assert "--memory: h100:2x8: The ranking uses only formulas" in refused.message
 
 
 @pytest.mark.full

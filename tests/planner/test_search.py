@@ -200,7 +200,7 @@ def test_a_pipeline_waits_less_with_more_microbatches() -> None:
         (Plan(stage=3, data=1, zero=0, schedule="1f1b", microbatches=4), "layers do not divide"),
         (Plan(stage=8, data=1, zero=0, schedule="1f1b", microbatches=4), "fewer microbatches"),
         (Plan(stage=2, data=2, zero=3, schedule="1f1b", microbatches=4), "ZeRO 3 in a pipeline"),
-        (Plan(data=1, zero=3), "one replica"),
+        (Plan(data=1, zero=3), "with a single replica"),
         (Plan(data=2, zero=3, bfloat16_reduction=True), "compute dtype already"),
     ],
 )
@@ -216,7 +216,7 @@ def test_where_nothing_fits_the_least_chips_are_told() -> None:
     assert chips is not None
     assert chips > 64  # 12 bytes of 69 billion parameters over 16 GB
     told = str(no_plan(LARGE, target, nothing))
-    assert f"{chips:,} chips would do" in told
+    assert f"{chips:,} chips would be enough" in told
     assert MEMORY in told
 
 
@@ -238,7 +238,7 @@ def test_a_plan_too_large_says_what_would_have_to_change() -> None:
     lines = remedies(one, LARGE)
     assert "does not fit" in lines[0]
     assert len(lines) > 1
-    with pytest.raises(ConfigError, match="give 1 to"):
+    with pytest.raises(ConfigError, match="use a number from 1 to"):
         judged_of(found, (), found.count + 1)
 
 
@@ -278,8 +278,8 @@ def test_long_sequences_are_shared_and_short_ones_are_not() -> None:
 @pytest.mark.parametrize(
     ("change", "plan", "reason"),
     [
-        ({}, Plan(context=2, stage=2, zero=3), "pipelines do not go with shared sequences"),
-        ({}, Plan(context=2, tensor=2, zero=3), "no formula prices axis tensor with shared"),
+        ({}, Plan(context=2, stage=2, zero=3), "pipelines cannot be combined with axis context"),
+        ({}, Plan(context=2, tensor=2, zero=3), "no formula covers axis tensor together with"),
         (
             {"window": 130},
             Plan(context=4, zero=3),

@@ -69,7 +69,10 @@ def test_numbers_go_on_from_target_to_target(jaxdist: Jaxdist) -> None:
     assert f"Memory of each {second['target']['device']}" in done.out
     refused = jaxdist.here("plan", "config.yaml", *BOTH, "--explain", 5)
     assert refused.code == 2
-    assert "4 plans are printed for 2 targets; give 1 to 4, or a single --on" in refused.message
+    assert (
+        "4 plans are printed for 2 targets; use a number from 1 to 4, or a single --on"
+        in refused.message
+    )
 
 
 def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdist) -> None:
@@ -83,7 +86,7 @@ def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdis
     assert "8: v5p:2x2x2" in said
     there, nothing = json.loads((jaxdist.folder / "p").read_text())["targets"]
     assert there["nothing"] is None
-    assert "chips would do" in nothing["nothing"]
+    assert "chips would be enough" in nothing["nothing"]
     refused = jaxdist.here("plan", "config.yaml", *LARGE, "--on", "v5e:1x1", "--on", "v5e:2x2")
     assert refused.code == 2
     assert refused.message.count("fits: ") == 2
@@ -92,9 +95,9 @@ def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdis
 def test_watts_of_the_config_are_of_one_kind_of_chip(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG, energy={"watts": 200.0})
     two = jaxdist.here("plan", "config.yaml", *BOTH)
-    assert "energy.watts belongs to one kind of chip" in " ".join(two.out.split())
+    assert "energy.watts describes a single type of chip" in " ".join(two.out.split())
     one = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x2", "--on", "v5e:2x4", "--json", "p")
-    assert "energy.watts belongs to one kind" not in one.out
+    assert "energy.watts describes a single type" not in one.out
     assert all(t["kwh"] for t in json.loads((jaxdist.folder / "p").read_text())["targets"])
 
 
@@ -134,7 +137,7 @@ def test_slices_are_of_those_that_do_not_say() -> None:
     chips = [one.chips for one in parse_targets(["v5p:2x2x1", "3xv5e:2x2", "2 x h100:4x8"], 2)]
     assert chips == [8, 12, 64]
     assert parse_target("2xh100:4x8").words == "h100:8x8"
-    with pytest.raises(MeshError, match="2 x v5e:2x2 is given twice"):
+    with pytest.raises(MeshError, match="2 x v5e:2x2 is named twice"):
         parse_targets(["v5e:2x2", "2xv5e:2x2"], 2)
-    with pytest.raises(MeshError, match="0 x v5e:2x2: give 1 or more"):
+    with pytest.raises(MeshError, match="0 x v5e:2x2: use 1 slice or more"):
         parse_target("0xv5e:2x2")

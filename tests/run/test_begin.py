@@ -102,8 +102,8 @@ def test_an_encoder_under_another_head(tmp_path):
         np.testing.assert_array_equal(ours["params/head"], fresh["params/head"])
     with pytest.raises(CheckpointError) as caught:
         begin_with(found, BeginWith(run=str(tmp_path)), say=pytest.fail)
-    assert "params/head: saved float32[6,5], wanted float32[6,7]" in str(caught.value)
-    assert "leave out what does not fit, as with '!params/head'" in str(caught.value)
+    assert "params/head: saved float32[6,5], expected float32[6,7]" in str(caught.value)
+    assert "leave out the arrays that do not fit, such as with '!params/head'" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -147,7 +147,11 @@ def test_a_part_is_saved_begun_with_and_not_resumed(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, keep_best=False, on_event=pytest.fail)
     with store, pytest.raises(CheckpointError) as caught:
         restore(store, found)
-    for part in ["holds a part of the state", "opt_state/", "checkpoint.begin_with"]:
+    for part in [
+        "contains only a part of the training state",
+        "opt_state/",
+        "checkpoint.begin_with",
+    ]:
         assert part in str(caught.value)
 
 
@@ -158,5 +162,5 @@ def test_what_is_not_there_is_named(tmp_path):
     saved(tmp_path)
     with pytest.raises(ConfigError, match=r"encoder: nothing in this run's state .*params/encoder"):
         begin_with(program(), BeginWith(run=str(tmp_path), parts=("encoder",)), say=pytest.fail)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 .*\[3\]"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9; .*\[3\]"):
         begin_with(program(), BeginWith(run=str(tmp_path), step=9), say=pytest.fail)

@@ -32,7 +32,7 @@ def test_a_run_that_saves_parameters_is_evaluated_and_not_resumed(trained: Jaxdi
     assert (seen.code, "step   1\n" in seen.out) == (0, True), seen
     refused = trained.here("train", "config.yaml", "--resume", *given, *SHORT, "train.steps=2")
     assert refused.code == 3
-    assert "holds a part of the state" in refused.message
+    assert "contains only a part of the training state" in refused.message
 
 
 def test_what_is_refused_before_anything_is_computed(trained: Jaxdist) -> None:
@@ -44,7 +44,7 @@ def test_what_is_refused_before_anything_is_computed(trained: Jaxdist) -> None:
             2,
             "!heads: nothing in this run's state has such a path; choose from step, params/",
         ),
-        ([begin + PARAMS, "model.hidden=[17]"], 3, "wanted float32[17,10]"),
+        ([begin + PARAMS, "model.hidden=[17]"], 3, "expected float32[17,10]"),
         ([begin + '{"run": "runs/x"}'], 3, "runs/x is not a run with checkpoints"),
         ([begin + '{"run": "runs/config", "step": 7}'], 3, "there are: [16, 24]"),
         (

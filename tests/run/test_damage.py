@@ -75,7 +75,7 @@ def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
     config = (trained.run / "config.yaml").read_text()
     refused = trained.here("train", "config.yaml", "--resume")
     assert refused.code == 3
-    assert "can be trusted: step 24: metadata.json: its content does not" in refused.message
+    assert "can be used: step 24: metadata.json: the content does not" in refused.message
     assert "there is no other checkpoint to try" in refused.out
     assert steps(trained.run) == [16, 24]
     assert (trained.run / "config.yaml").read_text() == config
@@ -166,5 +166,5 @@ def test_a_lost_list_of_workers_is_named(tmp_path: Path) -> None:
     (tmp_path / "order" / "server_0.from_0.jsonl").touch()
     (tmp_path / "order" / "clients.jsonl").write_text("[1]\n")
     (tmp_path / "shards" / "server_0" / "step_00000002").mkdir(parents=True)
-    with pytest.raises(RunError, match=r"clients.jsonl does not record which worker did what"):
+    with pytest.raises(RunError, match=r"clients.jsonl does not record the actions of each worker"):
         life_of(tmp_path, 1)

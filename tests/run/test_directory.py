@@ -133,7 +133,9 @@ def test_a_run_from_before_there_were_ids_gets_one_and_goes_on(tmp_path):
 def test_a_damaged_identity_is_named(tmp_path, text):
     begin(tmp_path / "gpt")
     (tmp_path / "gpt" / "run.json").write_text(text)
-    with pytest.raises(RunError, match=r"gpt/run.json cannot be used: .* remove it, and the next"):
+    with pytest.raises(
+        RunError, match=r"gpt/run.json cannot be used: .* remove the file, after which the next"
+    ):
         chosen(tmp_path / "gpt", resume=True)
 
 

@@ -109,7 +109,9 @@ def test_what_has_no_name_cannot_be_resumed_and_is_refused():
 
     for build in (local, lambda rngs: Net(rngs)):
         own = {**SHORT, "model": {"type": "import", "path": build}}
-        with pytest.raises(ConfigError, match=r"model\.path = .*Define it at the top level"):
+        with pytest.raises(
+            ConfigError, match=r"model\.path = .*Define the object at the top level"
+        ):
             jd.fit(own)
     with pytest.raises(ConfigError, match=r"model\.hidden = .*this is a ndarray"):
         jd.fit({**SHORT, "model": {"type": "mlp", "hidden": np.ones(1)}})

@@ -76,7 +76,7 @@ def test_a_run_that_only_skips_ends_with_the_reason(jaxdist: Jaxdist) -> None:
     write_config(jaxdist, "all", skip_nonfinite=True, max_skipped=3)
     done = jaxdist.here("train", "config.yaml")
     assert done.code == 3
-    assert "4 steps in a row were skipped (allowed: 3; 4" in done.message
+    assert "4 consecutive steps were skipped (at most 3 are allowed; 4" in done.message
 
 
 def test_show_says_how_derived_values_came_about(jaxdist: Jaxdist) -> None:

@@ -62,7 +62,9 @@ def test_a_step_that_was_skipped_is_written_down_and_the_run_goes_on():
 
 
 def test_a_run_that_only_skips_ends():
-    with pytest.raises(RunError, match=r"3 steps in a row were skipped .*allowed: 2; 7 since"):
+    with pytest.raises(
+        RunError, match=r"3 consecutive steps were skipped .*at most 2 are allowed; 7 were"
+    ):
         hooks(max_skipped=2).metrics(4, jnp.array([1.0, 1.0, 0.1, 7, 3]), 0.0)
 
 

@@ -216,8 +216,12 @@ def test_bad_input(tmp_path: Path, jaxdist: Jaxdist) -> None:
     with pytest.raises(RunError, match="cannot write the page to"):
         write_page([empty], torn / "config.yaml" / "page.html", [NO_PROGRAM])
     for args, words in (
-        (("--live",), "--live rewrites a page: give --html FILE"),
-        ((torn, "--json", "x.json"), "--json is about one run: give one run directory"),
+        (("--live",), "--live rewrites the page of --html, which is missing: give --html FILE"),
+        (
+            (torn, "--json", "x.json"),
+            "--json writes the report of a single run, but several are given: "
+            "give one run directory",
+        ),
         (("--html", "x.html", "--json", "x.json"), "--json has no effect with --html"),
     ):
         done = jaxdist.here("report", empty, *args)

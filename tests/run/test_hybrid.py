@@ -57,7 +57,7 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     os.kill(_table_server(run), signal.SIGKILL)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert "table 1 ended (signal SIGKILL): its followers take over" in out
+    assert "table 1 ended (signal SIGKILL): its follower servers take over" in out
     for one, other in zip(_records(alone, "train"), _records(run, "train"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
     (heldout,) = _records(run, "heldout")

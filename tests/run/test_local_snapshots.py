@@ -52,7 +52,7 @@ def test_one_that_is_damaged_is_passed_over_loudly(jaxdist: Jaxdist, crashed):
     done = jaxdist.here(*ARGS, "--resume")
     assert done.code == 0, done
     said = " ".join(done.out.split())
-    assert "skipped on this machine's disk: snapshot step_00000020.0_of_1: its content" in said
+    assert "skipped on this machine's disk: snapshot step_00000020.0_of_1: the content" in said
     assert "resume from step 16 of 24" in said
     found = checkpoint(jaxdist.run, 24)
     assert {name: array.tobytes() for name, array in found.items()} == whole

@@ -26,7 +26,10 @@ def test_a_run_goes_on_when_its_reader_goes_away(jaxdist: Jaxdist) -> None:
     with without_a_reader() as writer:
         done = jaxdist.train(stdout=writer)
     assert done.code == 0
-    assert done.message == "standard output: Broken pipe; the command continues without it"
+    assert done.message == (
+        "cannot write to standard output: Broken pipe; "
+        "the command continues without standard output"
+    )
     assert [record["step"] for record in metrics(jaxdist.run)][-1] == 24
 
 

@@ -52,7 +52,7 @@ def test_no_run_and_no_checkpoint(trained: Jaxdist) -> None:
         step.rename(trained.folder / step.name)
     empty = trained.here("eval", RUN, "--devices", 8)
     assert empty.code == 3
-    assert "no checkpoint in" in empty.message
+    assert "has no checkpoint: " in empty.message
 
 
 def test_a_run_of_images_generates_no_text(trained: Jaxdist) -> None:

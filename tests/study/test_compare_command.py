@@ -68,7 +68,7 @@ def test_what_a_config_refuses_of_them_is_left_out(
 ) -> None:
     out = study(config, *OF, "model.hidden=[3]")
     assert "left out: PowerSGD rank 4, since " in out
-    assert "rank 4 is above that of a 64 x 3 matrix" in out
+    assert "rank 4 exceeds the largest rank of a 64 x 3 matrix" in out
     names = {trial.variant for trial in trained}
     assert len(names) == 7
     assert "PowerSGD rank 4" not in names

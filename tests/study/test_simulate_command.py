@@ -101,7 +101,7 @@ def test_what_cannot_be_simulated(
 
 def test_a_loss_that_is_not_finite_is_told(config: Path) -> None:
     out = simulate(config, *PLAIN, "optim.learning_rate=1e30", "--json", "found.json")
-    assert "changes dropped: it holds a NaN or an infinity" in out
+    assert "changes dropped: the push contains a NaN or an infinity" in out
     (run,) = found("found.json")["variants"][0]["runs"]
     assert run["dropped"]
     assert run["curve"][-1]["loss"] is None

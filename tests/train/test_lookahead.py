@@ -274,7 +274,7 @@ DIGITS = {
     [
         ({"optim": {"type": "adamw", "learning_rate": 1e-3, "master_weights": "bfloat16"}},
          "strategy = .* (a config from Python): strategy.type lookahead with "
-         ".*optim.master_weights bfloat16: it moves the parameters"),
+         ".*optim.master_weights bfloat16: lookahead changes the parameters"),
         ({"strategy": {"type": "lookahead", "nesterov": True}},
          "nesterov has no effect without momentum"),
         ({"strategy": {"type": "lookahed"}}, "lookahead"),

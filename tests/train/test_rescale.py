@@ -107,11 +107,11 @@ RAMP = {"start_batch_size": 2, "increment": 2, "ramp_examples": 16}
 @pytest.mark.parametrize(
     ("given", "scale", "strict", "words"),
     [
-        ({}, None, False, "needs a rule for the learning rate; give optim.scale_from, or set el"),
+        ({}, None, False, "must scale the learning rate with it; set optim.scale_from, or set el"),
         ({"batch_ramp": RAMP}, 1, False,
-         r"rescale with train\.batch_ramp.* drop train\.batch_ramp"),
+         r"rescale with train\.batch_ramp.* leave train\.batch_ramp"),
         ({"phases": [{"batch_size": 8, "examples_fraction": 1.0, "learning_rate": 0.1}]}, 1, False,
-         r"rescale with train\.phases.* drop train\.phases"),
+         r"rescale with train\.phases.* leave train\.phases"),
         ({}, 1, True, r"rescale with parallel\.deterministic\.type strict: .* the same batch size"),
     ],
 )  # fmt: skip

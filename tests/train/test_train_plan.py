@@ -82,7 +82,7 @@ def test_the_size_of_the_data_is_read_only_where_it_counts_and_is_at_hand():
         {"scale_from": SCALE}, epochs=2.0, data={"type": "images", "source": "fashion-mnist"}
     )
     assert explain_config(fashion) == (
-        "learning rate, warm-up and stages: unknown until the data is read",
+        "learning rate, warm-up and stages: unknown before the data is read",
     )
 
 
@@ -93,7 +93,7 @@ def test_data_that_cannot_be_read_leaves_the_derived_values_open(monkeypatch):
     monkeypatch.setattr(ImagesConfig, "build", nothing)
     unread = config({"scale_from": SCALE}, epochs=2.0)
     assert explain_config(unread) == (
-        "learning rate, warm-up and stages: unknown until the data is read",
+        "learning rate, warm-up and stages: unknown before the data is read",
     )
 
 
@@ -128,10 +128,10 @@ def test_stages_of_one_size_share_a_program_and_microbatches_stay_small():
 
 REFUSED = [
     ({"learning_rate": 0.1, "scale_from": SCALE}, {"steps": 9},
-     r"optim .*give one of learning_rate \(0.1\) and scale_from \(learning_rate 0.01 at batch 16"),
-    ({}, {"steps": 9}, "optim .*give exactly one of learning_rate and scale_from"),
+     r"optim .*set only one of learning_rate \(0.1\) and scale_from \(learning_rate 0.01 at batch"),
+    ({}, {"steps": 9}, "optim .*set exactly one of learning_rate and scale_from"),
     ({"scale_from": SCALE, "schedule": {"warmup_steps": 5}}, {"steps": 9},
-     r"warmup_steps 5 and optim.scale_from.warmup_fraction 0.125; drop either"),
+     r"warmup_steps 5 and optim.scale_from.warmup_fraction 0.125; leave either out"),
     ({"learning_rate": 0.1, "max_skipped": 4}, {"steps": 9}, "max_skipped 4 has no effect"),
     (None, {"steps": 9, "batch_ramp": RAMP, "phases": PHASES},
      "train .*at most one of batch_ramp and phases"),
@@ -144,7 +144,7 @@ REFUSED = [
     (None, {"steps": 9, "batch_ramp": {**RAMP, "increment": 20}}, "from 16 to 64 is not a"),
     ({"scale_from": {"batch_size": 16, "learning_rate": 0.01, "warmup_epochs": 3}},
      {"steps": 9, "batch_ramp": RAMP}, "warmup_epochs 3 is not a fixed number of steps"),
-    ({"scale_from": {**SCALE, "warmup_fraction": 0.5}}, {"steps": 9}, "optim.*fills the run"),
+    ({"scale_from": {**SCALE, "warmup_fraction": 0.5}}, {"steps": 9}, "optim.*fill the whole run"),
 ]  # fmt: skip
 
 

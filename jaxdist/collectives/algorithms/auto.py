@@ -202,9 +202,9 @@ class Auto(Algorithm):
         if figures is None:
             field = "slow" if slow else "fast"
             raise CollectiveError(
-                f"algorithm auto has no figures of the device {self.device or kind!r} for axis "
-                f"{axis!r}: set `device` to one it knows (v5e, h100, cpu, ...) or give the link "
-                f"as `{field}: {{latency_seconds: ..., bytes_per_second: ...}}`"
+                f"algorithm auto does not know the links of the device {self.device or kind!r} for "
+                f"axis {axis!r}: set `device` to a known device (v5e, h100, cpu, ...), or describe "
+                f"the link as  `{field}: {{latency_seconds: ..., bytes_per_second: ...}}`"
             )
         return figures.slow if slow else figures.fast
 

@@ -56,7 +56,10 @@ class Hierarchical(Algorithm):
     def _plain_level(cls, level: Algorithm) -> Algorithm:
         for name in ("accumulate", "bucket_bytes"):
             if getattr(level, name) != Algorithm.model_fields[name].default:
-                raise ValueError(f"{name} has no effect here: set it on hierarchical itself")
+                raise ValueError(
+                    f"{name} has no effect in an algorithm of hierarchical: set {name} of "
+                    "hierarchical itself"
+                )
         return level
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:

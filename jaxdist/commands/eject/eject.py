@@ -62,8 +62,8 @@ def eject(
     lines = sum(map(bool, text.splitlines()))
     if lines > MOST_LINES:
         raise ConfigError(
-            f"eject: the file would have {lines} lines, but at most {MOST_LINES} are written; let "
-            "jaxdist read the data (--keep data), or leave out settings that you do not need"
+            f"eject: the file would have {lines} lines, but a file has at most {MOST_LINES} lines; "
+            "let jaxdist read the data (--keep data), or leave out settings that you do not need"
         )
     if out is not None:
         _write(text, out)
@@ -75,8 +75,10 @@ def _write(text: str, out: Path) -> None:
         with out.open("x") as file:  # do not overwrite a file that a user may have edited
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{out} exists already; move it away, or give another --out") from error
+        raise ConfigError(
+            f"{out} exists already; move the file away, or choose another file with --out"
+        ) from error
     except OSError as error:
         raise ConfigError(
-            f"{out} cannot be written: {error.strerror}; give another --out"
+            f"{out} cannot be written: {error.strerror}; choose another file with --out"
         ) from error

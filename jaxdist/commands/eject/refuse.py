@@ -71,11 +71,12 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
         problems.append("  data.type: import (supported with --keep data: images, text, synthetic)")
     if config.model.type == "import":
         problems.append(
-            "your own model cannot be written: eject a built-in model, and put yours into that file"
+            "your own model cannot be written: eject a config with a built-in model, and replace "
+            "the model in the written file by your own"
         )
     read = config.data.type != "import" and not keeps_data
     if read and any(line.startswith("  data.") for line in problems):
-        problems.append("or let jaxdist read the data: --keep data")
+        problems.append("or let the file read the data through jaxdist: --keep data")
     if problems:
         raise ConfigError(
             "eject cannot write these settings in plain JAX; leave them out, or choose "
@@ -101,8 +102,8 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
     names = [name for name, there in given.items() if there]
     if len(names) > 1 and (stages or (reduced and tensor)):
         yield (
-            f"{' with '.join(names)}: choose one of them, or parallel.zero with mesh.tensor or "
-            "parallel.reduce"
+            f"{' with '.join(names)}: use only one of these settings, or combine parallel.zero "
+            "with either mesh.tensor or parallel.reduce"
         )
     if config.train.microbatches > 1 and not stages:
         yield f"train.microbatches: {config.train.microbatches} without mesh.stage"
@@ -126,14 +127,15 @@ def check_built(experiment: Experiment) -> None:
     stages = mesh_axis_size(experiment.layout.mesh, "stage")
     if zero is not None and zero.padded:
         raise ConfigError(
-            f"eject: {', '.join(zero.padded)} would need padding to divide over the devices "
-            "(parallel.zero); use a number of devices that divides its size, or a larger "
-            "parallel.zero.whole_below"
+            f"eject: {', '.join(zero.padded)} would need padding to be split over the devices by "
+            "parallel.zero; use a number of devices that divides a dim of each parameter, or a "
+            "larger parallel.zero.whole_below"
         )
     layers = getattr(config.model, "layers", 1)
     if layers % stages:
         raise ConfigError(
-            f"eject: model.layers {layers} do not divide by mesh.stage {stages}; use a multiple"
+            f"eject: model.layers {layers} do not divide by mesh.stage {stages}; use a number of "
+            f"layers that is a multiple of {stages}"
         )
 
 

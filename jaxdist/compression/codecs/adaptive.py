@@ -50,7 +50,9 @@ class Adaptive(Codec):
     @classmethod
     def _bits(cls, bits: float) -> float:
         if not 1 <= bits <= BITS:
-            raise ValueError(f"{bits:g} bits on average are out of range: from 1 to 8, such as 4")
+            raise ValueError(
+                f"{bits:g} bits on average are out of range: use a number from 1 to 8, such as 4"
+            )
         return bits
 
     def planes(self, blocks: int) -> int:

@@ -19,7 +19,7 @@ def checked_block(block: int) -> int:
     """
     if block % BITS or not 8 <= block <= 2**20:
         raise ValueError(
-            f"a block of {block} elements is out of range: give a multiple of 8 from 8 to 1048576, "
+            f"a block of {block} elements is out of range: use a multiple of 8 from 8 to 1048576, "
             "such as 256"
         )
     return block
@@ -33,8 +33,8 @@ def checked_fraction(fraction: float) -> float:
     """
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"a fraction of {fraction:g} of the elements cannot be sent: give more than 0 and at "
-            "most 1, such as 0.01 for one in a hundred"
+            f"a fraction of {fraction:g} of the elements cannot be sent: use a fraction above 0 "
+            "and at most 1, such as 0.01 for one element in a hundred"
         )
     return fraction
 

@@ -59,17 +59,21 @@ class LowRank(LinearCodec):
     def check(self, like: Leaf, name: str = "") -> None:
         super().check(like, name)
         if len(like.shape) - self.stacked_dims < 2:
-            stacked = f" (of its dims {self.stacked_dims} are stacked)" if self.stacked_dims else ""
+            stacked = (
+                f" ({self.stacked_dims} of the array's dims are stacked layers)"
+                if self.stacked_dims
+                else ""
+            )
             raise CompressionError(
-                f"{described(self, like, name)}: lowrank needs a matrix; keep this array whole "
-                f"with a rule{stacked}"
+                f"{described(self, like, name)}: lowrank needs a matrix{stacked}; send this array "
+                "uncompressed with a rule (codec whole)"
             )
         _, rows, columns = self._sizes(like)
         if self.rank > min(rows, columns):
             raise CompressionError(
-                f"{described(self, like, name)}: rank {self.rank} is above that of a {rows} x "
-                f"{columns} matrix: set {min(rows, columns)} or less, or keep the array whole "
-                "with a rule"
+                f"{described(self, like, name)}: rank {self.rank} exceeds the largest rank of a "
+                f"{rows} x {columns} matrix: set {min(rows, columns)} or less, or send the array "
+                "uncompressed with a rule (codec whole)"
             )
 
     def init(self, like: Leaf) -> CodecState:

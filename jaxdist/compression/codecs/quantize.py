@@ -52,7 +52,10 @@ class Quantize(Codec):
     @classmethod
     def _bits(cls, bits: int) -> int:
         if bits not in (4, 8):
-            raise ValueError(f"{bits} bits are out of range: 8 or 4 (sign has 1, adaptive mixes)")
+            raise ValueError(
+                f"{bits} bits are not supported: use 8 or 4 bits, type sign for 1 bit, or type "
+                "adaptive for a mixture"
+            )
         return bits
 
     @property

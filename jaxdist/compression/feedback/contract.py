@@ -39,12 +39,17 @@ class Feedback(Config):
         """Raise CompressionError if this feedback would make the estimates of a codec worse."""
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
-        why = "is unbiased: it has no error to feed back, and feedback would add up its variance"
+        why = (
+            "is unbiased: error feedback would not correct a bias, and would add up the codec's "
+            "variance"
+        )
         if not codec.unbiased:
-            why = "scales up the elements that it sends, so that the error fed back would grow"
+            why = (
+                "scales up the elements that it sends, so the residual of error feedback would grow"
+            )
         raise CompressionError(
             f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "leave the feedback out (error_feedback: false; in code NoFeedback()), or use a "
+            "turn error feedback off (error_feedback: false, or NoFeedback() in code), or use a "
             "biased codec (rounding: nearest, scaled: false)"
         )
 

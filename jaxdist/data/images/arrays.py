@@ -57,7 +57,8 @@ def cifar(folder: Path, name: str) -> tuple[Labelled, Labelled]:
     if missing:
         raise DataError(
             f"data.directory: {folder} lacks {', '.join(missing)} of {name}: unpack the archive "
-            f"{name.replace('cifar', 'cifar-')}-binary.tar.gz, and name the folder of its files"
+            f"{name.replace('cifar', 'cifar-')}-binary.tar.gz, and set data.directory to the "
+            "folder with its files"
         )
     train, heldout = (
         [_cifar_file(folder / part, files) for part in split]
@@ -76,7 +77,8 @@ def _cifar_file(path: Path, files: _Cifar) -> Labelled:
     size = files.labels + int(np.prod(_SHAPE))
     if not len(content) or len(content) % size:
         raise DataError(
-            f"data: {path} is damaged: it has {len(content):,} bytes, not a multiple of {size:,}"
+            f"data: {path} is damaged: it has {len(content):,} bytes, which is not a multiple of "
+            f"{size:,}; fetch the file again"
         )
     rows = content.reshape(-1, size)
     label = rows[:, files.labels - 1].astype(np.int32)
@@ -155,8 +157,8 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(
-            f"data: {name}: images {image.shape} and labels {label.shape} do not belong together, "
-            "expected [N, H, W] or [N, H, W, C] and [N]"
+            f"data: {name}: images {image.shape} and labels {label.shape} have shapes that do not "
+            "fit each other; expected images [N, H, W] or [N, H, W, C] and labels [N]"
         )
     least, most = (label.min(), label.max()) if len(label) else (0, 0)
     if label.dtype.kind not in "iu" or least < 0 or most > np.iinfo(np.int32).max:

@@ -55,16 +55,17 @@ class ImagesConfig(Config):
         built_in = self.source in ("fashion-mnist", "digits")
         if not built_in and self.directory is None:
             what = "the path of the archive" if self.source == "npz" else "the folder of its files"
-            raise ValueError(f"source {self.source!r} needs directory, {what}")
+            raise ValueError(f"source {self.source!r} needs the setting directory, {what}")
         if built_in and self.directory is not None:
             raise ValueError(
-                f"directory {self.directory!r} has no effect with source {self.source!r}: drop "
-                "it, or set source to 'idx', 'cifar10', 'cifar100', 'npz', 'folder' or 'tars'"
+                f"directory {self.directory!r} has no effect with source {self.source!r}: leave "
+                "directory out, or set source to 'idx', 'cifar10', 'cifar100', 'npz', 'folder' or "
+                "'tars'"
             )
         if self.source not in ("folder", "tars") and (self.size or self.skip_broken):
             name = "size" if self.size else "skip_broken"
             raise ValueError(
-                f"{name} has no effect except with the sources 'folder' and 'tars': drop it"
+                f"{name} has an effect only with the sources 'folder' and 'tars': leave {name} out"
             )
         return self
 
@@ -139,9 +140,9 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
     classes = 1 + int(train.label.max())
     if heldout is not None and (beyond := heldout.label >= classes).any():
         raise DataError(
-            f"data: {name}: {beyond.sum()} held-out images have labels that training lacks, such "
-            f"as {heldout.label.max()}, and those of training are 0 to {classes - 1}: remove them, "
-            "or add training images of their classes"
+            f"data: {name}: {beyond.sum()} held-out images have labels that the training images "
+            f"lack, such as {heldout.label.max()}; the training labels are 0 to {classes - 1}. "
+            "Remove these held-out images, or add training images of their classes"
         )
     examples = [len(split.label) for split in splits]
     return Dataset(
@@ -222,8 +223,8 @@ def _idx_split(folder: Path, prefixes: Iterable[str]) -> Labelled | None:
             return labelled(_parse(images), _parse(labels), f"{folder}/{prefix}-*")
         if images or labels:
             raise DataError(
-                f"data.directory: {images or labels} has no partner: expected both "
-                f"{prefix}-images* and {prefix}-labels* in {folder}"
+                f"data.directory: {images or labels} is only one of two required files: expected "
+                f"both {prefix}-images* and {prefix}-labels* in {folder}"
             )
     return None
 
@@ -236,5 +237,8 @@ def _only(folder: Path, pattern: str) -> Path | None:
     paths = sorted(folder.glob(pattern))
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths)
-        raise DataError(f"data.directory: {folder} has several {pattern}: {names}; keep one")
+        raise DataError(
+            f"data.directory: {folder} has several files {pattern}: {names}; keep only one of "
+            "these files"
+        )
     return paths[0] if paths else None

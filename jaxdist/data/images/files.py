@@ -82,8 +82,9 @@ class EncodedImages:
             if image.shape != first:
                 raise DataError(
                     f"data: {self.places[index]} has {image.shape[1]} x {image.shape[0]} pixels, "
-                    f"and {self.places[0]} has {first[1]} x {first[0]}: set data.size, the side of "
-                    "the square to which images are scaled and cropped"
+                    f"and {self.places[0]} has {first[1]} x {first[0]}: all images need the same "
+                    "size; set data.size, the side of the square to which images are scaled and "
+                    "cropped"
                 )
         image = np.stack(images) if images else np.empty((0, *first), np.uint8)
         return {"image": image, "label": self.labels[indices]}
@@ -134,7 +135,7 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
         unknown = isinstance(error, UnidentifiedImageError)
         why = "neither JPEG nor PNG" if unknown else error
         raise DataError(
-            f"data: {place} is not an image that can be read ({why}): remove it, or set "
+            f"data: {place} is not an image that can be read ({why}): remove the file, or set "
             "data.skip_broken: true"
         ) from error
 
@@ -181,9 +182,9 @@ def image_files(
         classes = sorted(classes, key=int)
     if heldout is not None and (other := set(heldout.names) - set(classes)):
         raise DataError(
-            f"data.directory: {folder}: the held-out images have classes that training lacks: "
-            f"{_some(sorted(other))}; training has {_some(classes)}: remove those folders, or "
-            "add training images of their classes"
+            f"data.directory: {folder}: the held-out images have classes that the training images "
+            f"lack: {_some(sorted(other))}; training has {_some(classes)}: remove the folders of "
+            "these classes, or add training images of these classes"
         )
     if len(classes) == 1:
         raise DataError(

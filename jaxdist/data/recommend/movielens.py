@@ -69,9 +69,14 @@ class MovieLensConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> MovieLensConfig:
         if self.fold >= self.folds:
-            raise ValueError(f"fold {self.fold} of {self.folds}: they are numbered from 0")
+            raise ValueError(
+                f"fold {self.fold} does not exist: the {self.folds} folds are numbered from 0"
+            )
         if self.spare > self.folds - 2:
-            raise ValueError(f"spare {self.spare} of {self.folds} folds leaves nothing to train on")
+            raise ValueError(
+                f"spare {self.spare} of {self.folds} folds leaves no ratings to train on: use a "
+                "smaller spare"
+            )
         if len(set(self.fields)) < len(self.fields):
             raise ValueError(f"fields names a field twice: {', '.join(self.fields)}")
         return self
@@ -160,8 +165,8 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
             found[name] = (folder / name).read_bytes()
         except OSError as error:
             raise DataError(
-                f"data: {folder / name} cannot be read: {error.strerror}; it is in the wheel of "
-                f"{PACKAGE}, folder {FOLDER}"
+                f"data: {folder / name} cannot be read: {error.strerror}; the file is in the wheel "
+                f"of {PACKAGE}, folder {FOLDER}"
             ) from error
         actual = hashlib.sha256(found[name]).hexdigest()
         if actual != digest:

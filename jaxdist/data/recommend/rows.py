@@ -23,8 +23,8 @@ def numbered_lines(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
     if text and not text.endswith(b"\n"):
         number = text.count(b"\n") + 1
         raise DataError(
-            f"data: {where}, line {number} has no end of line, as if the file were cut off there: "
-            "fetch or write the file again (a whole file ends with a line break)"
+            f"data: {where}, line {number} does not end with a line break, so the file may be "
+            "truncated: fetch or write the file again"
         )
     for number, line in enumerate(text.split(b"\n"), 1):
         if line:
@@ -63,8 +63,8 @@ def table_of(
     for number, values in rows:
         if len(values) != len(names):
             raise DataError(
-                f"data: {where}, line {number} has {len(values)} values, and line 1 names "
-                f"{len(names)} columns"
+                f"data: {where}, line {number} has {len(values)} values, but line 1 names "
+                f"{len(names)} columns: correct the line"
             )
         numbers.append(number)
         for column, place in zip(columns, places, strict=True):

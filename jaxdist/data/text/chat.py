@@ -70,9 +70,10 @@ class ChatConfig(Config):
         ):
             if fraction and source is None:
                 raise DataError(
-                    f"data: none of the {sum(map(len, splits))} conversations is left to {kind}: "
-                    f"add conversations, change data.heldout_fraction ({self.heldout_fraction}), "
-                    f"or raise data.window ({self.window}), within which an answer must begin"
+                    f"data: none of the {sum(map(len, splits))} conversations is left to "
+                    f"{kind}: add conversations, change data.heldout_fraction "
+                    f"({self.heldout_fraction}), or raise data.window ({self.window}), "
+                    "within which an answer must begin"
                 )
         train, heldout = examples
         assert train is not None
@@ -130,7 +131,9 @@ def _messages(line: bytes, where: str) -> list[Message]:
     answers = [one.get("content") for one in messages if one["role"] == ANSWERS]
     if not answers or not all(isinstance(text, str) and text.strip() for text in answers):
         what = "an empty answer" if answers else f"no message of the role {ANSWERS}"
-        raise DataError(f"{where} has {what}, so that there is nothing to learn: leave the row out")
+        raise DataError(
+            f"{where} has {what}, so it has no tokens to learn from: leave the conversation out"
+        )
     return messages
 
 

@@ -66,7 +66,7 @@ class TextConfig(Config):
     @classmethod
     def _files_imply_their_source(cls, values: Json) -> Json:
         if isinstance(values, dict) and values.get("files") == [] and "source" not in values:
-            raise ValueError("data.files is empty: name a file or a glob, or leave it out")
+            raise ValueError("data.files is empty: name a file or a glob, or leave data.files out")
         if isinstance(values, dict) and values.get("files"):
             files = values["files"]
             values = {
@@ -81,8 +81,8 @@ class TextConfig(Config):
     def _no_file(cls, source: Json) -> Json:
         if isinstance(source, str) and source not in ("python-stdlib", "files"):
             raise ValueError(
-                f"unknown source {source!r}: the only built-in text is python-stdlib; name "
-                "files of your own in data.files"
+                f"unknown source {source!r}: the only built-in source is python-stdlib; to train "
+                "on your own text, name its files in data.files"
             )
         return source
 
@@ -92,13 +92,14 @@ class TextConfig(Config):
             raise ValueError("source 'files' needs data.files: a glob such as 'books/**/*.txt'")
         if self.source != "files" and self.files:
             raise ValueError(
-                f"files {self.files} have no effect with source {self.source!r}: drop "
+                f"files {self.files} have no effect with source {self.source!r}: leave out "
                 "data.source, or data.files"
             )
         if self.packing == "documents" and self.masking is None:
             raise ValueError(
-                "packing documents works only with hidden tokens (masking): no window has the "
-                "token after the end of a document; drop data.packing, or set data.masking: {}"
+                "data.packing: documents works only with data.masking, since no window contains "
+                "the token after the end of a document; leave data.packing out, or set "
+                "data.masking: {}"
             )
         return self
 
@@ -164,8 +165,8 @@ class TextConfig(Config):
     ) -> WindowSource | PackedSource:
         if len(stream) <= self.window:
             raise DataError(
-                f"data: the {what} has {len(stream)} tokens, one window needs {self.window + 1}: "
-                "give more text, lower data.window, or change data.heldout_fraction "
+                f"data: the {what} has {len(stream)} tokens, but a window needs {self.window + 1}: "
+                "add text, lower data.window, or change data.heldout_fraction "
                 f"({self.heldout_fraction}; 0 holds nothing out)"
             )
         kind = PackedSource if self.packing == "documents" else WindowSource
@@ -213,7 +214,11 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(folder, partial(_write_streams, streams))
     except OSError as error:
-        _log.warning("the tokens are kept in memory: no cache in %s: %s", folder.parent, error)
+        _log.warning(
+            "the tokens are kept only in memory, because the cache %s cannot be used: %s",
+            folder.parent,
+            error,
+        )
     # Read back as memory maps, so that the tokens do not stay in this process's memory.
     return _read_streams(folder) or streams
 
@@ -289,5 +294,5 @@ def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
         try:
             write_file(kept, json.dumps(loss).encode())
         except OSError as error:
-            _log.warning("the trigram loss is not kept: %s", error)
+            _log.warning("the trigram loss cannot be saved in the cache: %s", error)
     return {"trigram": loss}

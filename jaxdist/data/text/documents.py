@@ -192,8 +192,8 @@ def _usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
         if not_utf8 == "skip":
             return False
         raise DataError(
-            f"data: {path} is not UTF-8: {error.reason} at byte {error.start}; convert it, or use "
-            "tokenizer: {type: bytes}, which takes any content"
+            f"data: {path} is not UTF-8: {error.reason} at byte {error.start}; convert the file to "
+            "UTF-8, or use tokenizer: {type: bytes}, which accepts any content"
         ) from error
     return True
 
@@ -217,8 +217,9 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise DataError(
-                f"data: {path}:{number} has half a character, {half}, at place {error.start} of "
-                f"{field!r}, which UTF-8 cannot encode: correct the line, or leave it out"
+                f"data: {path}:{number} has half of a surrogate pair, {half}, at index "
+                f"{error.start} of {field!r}, which UTF-8 cannot encode: correct the line, or "
+                "leave it out"
             ) from error
 
 
@@ -248,7 +249,7 @@ def _instead(paths: Sequence[Path], root: Path) -> str:
             kind = path_kind(path)
         except OSError as error:  # The path is a link whose target does not exist.
             return f"{path} cannot be read: {error.strerror}"
-        remedy = f"; name the files in it: {path}/*.txt" if path.is_dir() else ""
+        remedy = f"; name the files in the directory: {path}/*.txt" if path.is_dir() else ""
         return f"{path} is {kind}, not a regular file{remedy}"
     return _nearest(root)
 

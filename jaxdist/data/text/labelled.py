@@ -77,7 +77,7 @@ class LabelledTextConfig(Config):
             )
         if self.source == "python-stdlib" and not self.classes:
             raise ValueError(
-                "the files of python-stdlib need classes, such as {tests: [test/*], library: ['*']}"
+                "source python-stdlib needs data.classes, such as {tests: [test/*], library: ['*']}"
             )
         return self
 
@@ -194,8 +194,8 @@ class LabelledTextConfig(Config):
 def _check_classes(names: Sequence[str], counts: Sequence[Counter[str]], fraction: float) -> None:
     if len(names) < 2:
         raise DataError(
-            f"data: the documents have the classes {list(names)}, and a classifier needs two or "
-            "more: see data.classes and data.label_field"
+            f"data: the documents have the classes {list(names)}, but a classifier needs two "
+            "classes or more: change data.classes or data.label_field"
         )
     for split, own in zip(("training", "held-out"), counts, strict=True):
         absent = [name for name in names if not own[name]]

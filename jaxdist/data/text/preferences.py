@@ -126,13 +126,14 @@ def _pair(line: bytes, where: str) -> Pair:
             what = "no message before its answer" if len(messages) < 2 else "no answer at its end"
             raise DataError(
                 f"{where}: {kind} has {what}: a pair is a prompt, and two messages of the role "
-                f"{ANSWERS} that follow it"
+                f"{ANSWERS} that follow the prompt"
             )
     if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
         alike = pair.chosen == pair.rejected
         what = "are alike" if alike else "answer different prompts"
         raise DataError(
-            f"{where}: {' and '.join(KINDS)} {what}, so that there is nothing to prefer"
+            f"{where}: {' and '.join(KINDS)} {what}, so neither answer can be preferred: leave the "
+            "pair out"
         )
     return pair
 

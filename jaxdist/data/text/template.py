@@ -46,8 +46,8 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise DataError(
-                "data.type chat writes conversations out by the tokenizer's template, which needs "
-                "jinja2: pip install 'jaxdist[chat]'"
+                "data.type chat formats conversations with the tokenizer's chat template, which "
+                "needs the package jinja2: pip install 'jaxdist[chat]'"
             ) from error
         self._failed = TemplateError
         settings, text = _template(folder)
@@ -64,7 +64,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise DataError(
                 f"data.tokenizer: the chat template in {folder} is malformed at line "
-                f"{error.lineno}: {error}; download it again"
+                f"{error.lineno}: {error}; download the file again"
             ) from error
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:

@@ -109,7 +109,11 @@ class BpeTokenizer:
                 near = closest(end_of_document, found)
                 raise DataError(
                     f"data.tokenizer.end_of_document: {file} has no token {end_of_document!r}"
-                    + (f"; did you mean {near!r}?" if near else "; name a token, or null")
+                    + (
+                        f"; did you mean {near!r}?"
+                        if near
+                        else "; use the name of a token, or null"
+                    )
                 )
             self.end_of_document = found[end_of_document]
             # A text that contains the name of the token is encoded as text, and does not end a
@@ -119,8 +123,8 @@ class BpeTokenizer:
         self.vocab_size = vocab_size or own_size
         if self.vocab_size < own_size:
             raise DataError(
-                f"data.tokenizer.vocab_size: {file} has tokens up to {own_size - 1}, which "
-                f"exceed {vocab_size}: give the model's own tokenizer"
+                f"data.tokenizer.vocab_size: {file} has tokens up to {own_size - 1}, which exceed "
+                f"{vocab_size}: use the model's own tokenizer"
             )
         parts = content + repr((end_of_document, vocab_size)).encode()
         content = content if end_of_document is vocab_size is None else parts
@@ -220,7 +224,9 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(learned.to_str(pretty=True), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror}; name another file") from error
+        raise DataError(
+            f"{out} cannot be written: {error.strerror}; choose another file"
+        ) from error
     return BpeTokenizer(out)
 
 
@@ -240,5 +246,5 @@ def _decode(document: bytes) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"data: byte {error.start} of a document that begins with {document[:40]!r} is not "
-            "UTF-8; convert it, or use tokenizer: {type: bytes}"
+            "UTF-8; convert the file to UTF-8, or use tokenizer: {type: bytes}"
         ) from error

@@ -198,7 +198,7 @@ class _Asked:
                 self._stack = stack.pop_all()
         except (OSError, ValueError) as error:
             raise CopyError(
-                f"{self._who}: {error}. It must be reachable, and have the same token"
+                f"{self._who}: {error}. Check that the host is reachable and has the same token"
             ) from error
 
     def __enter__(self) -> _Asked:
@@ -219,7 +219,7 @@ class _Asked:
         while left:
             block = self._read(min(left, _BLOCK_BYTES))
             if not block:
-                raise CopyError(f"{self._who}: it was cut short by {left} bytes")
+                raise CopyError(f"{self._who}: {left} bytes are missing at the end of the file")
             digest.update(block)
             file.write(block)
             left -= len(block)
@@ -233,7 +233,7 @@ class _Asked:
 
     def _check(self, found: str) -> None:
         if found != self._told["blake2b"]:
-            raise CopyError(f"{self._who}: the bytes received do not match their digest")
+            raise CopyError(f"{self._who}: the received bytes do not match their digest")
 
 
 def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandler]:
@@ -309,5 +309,5 @@ def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> 
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an unexpected answer: {line[:60]!r}") from error
     if not hmac.compare_digest(mac.encode(), _mac(token, nonce, body).encode()):
-        raise ValueError("it has another token")
+        raise ValueError("the host has a different token")
     return json.loads(body)

@@ -67,8 +67,8 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
         )
     if own["proof"] != leader["proof"]:
         raise ConfigError(
-            f"the token of this host, {own['host']}, is not that of {leader['host']} at {address}: "
-            "give all hosts the same --token-file"
+            f"the token of this host, {own['host']}, differs from the token of {leader['host']} at "
+            f"{address}: give all hosts the same --token-file"
         )
     here, there = own["alike"], leader["alike"]
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
@@ -77,7 +77,7 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
         more = f"; and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
         raise ConfigError(
             f"this host, {own['host']}, differs from {leader['host']} at {address}: "
-            f"{'; '.join(told)}{more}. Make them alike, or choose another --rendezvous"
+            f"{'; '.join(told)}{more}. Make the two hosts equal, or choose another --rendezvous"
         )
 
 

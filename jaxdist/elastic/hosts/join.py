@@ -90,6 +90,6 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         first = first if found is None or first is not None else found[0]
         time.sleep(LOOK_SECONDS)
     raise RunError(
-        f"no host keeps the registry at {members.rendezvous.address}, and this host could not "
-        f"take it over within {wait.seconds:g} s"
+        f"no host is the leader at {members.rendezvous.address}, and this host could not take it "
+        f"over within {wait.seconds:g} s"
     )

@@ -99,9 +99,9 @@ class Membership:
         """Return why this host's processes must end now, or None while they may continue."""
         with self._lock:
             if self._working is None or self._ends:
-                return self._ends or "it has no generation"
+                return self._ends or "this host has no generation"
             if self._host.at_work(self._soon()) != self._working:
-                return "its lease expired"
+                return "the lease of this host expired"
             return None
 
     @property
@@ -205,7 +205,7 @@ class Membership:
         if self._working is None or heard.generation == self._working:
             self._host = heard
         elif not self._ends:
-            self._ends = "the registry has ended it"
+            self._ends = "the leader has ended this generation"
 
     def _check_name(self) -> None:
         if Token.parse(self.rendezvous.token()).name != self.name:
@@ -225,8 +225,8 @@ class Membership:
                 self.trouble = error
             except (ValueError, KeyError, TypeError) as error:
                 self.trouble = RendezvousError(
-                    f"the rendezvous {self.rendezvous.address} holds data that agents did not "
-                    f"write ({error!r}): stop all agents and choose an empty place"
+                    f"the rendezvous {self.rendezvous.address} contains data that agents did not "
+                    f"write ({error!r}): stop all agents and choose an empty rendezvous"
                 )
 
     def close(self) -> None:

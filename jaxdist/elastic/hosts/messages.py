@@ -41,7 +41,7 @@ class HostMessages:
                     return why["words"]
                 if one["facts"].get("leaving"):
                     return f"{one['facts']['name']} leaves"
-        return "a host was lost, or joined" if "registry" in ends else ends
+        return "a host was lost or has joined" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
         """Print from time to time which hosts are missing, or what prevents a generation."""
@@ -51,9 +51,12 @@ class HostMessages:
             return
         names, least = self._names(), self.members.config.min_hosts
         if len(names) < least:
-            what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"
+            what = f"hosts: {len(names)} of {least} have joined ({', '.join(names)})"
         else:
-            what = f"the next generation (not known to be lost: {', '.join(names)})"
+            what = (
+                "the next generation (hosts that are alive or not yet known to be lost: "
+                f"{', '.join(names)})"
+            )
         wait.tell(f"waiting at {self.members.rendezvous.address} for {what}")
 
     def too_few(self) -> str:
@@ -65,10 +68,9 @@ class HostMessages:
         least = self.members.config.min_hosts
         lacking = f"{max(least - len(names), 0)} of {least} hosts are missing"
         return (
-            f"no generation began at {self.members.rendezvous.address} within {self.seconds:g} "
-            f"s: {lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; start "
-            "the agents of the other hosts, lower --min, or wait longer with --join-timeout "
-            "SECONDS"
+            f"no generation began at {self.members.rendezvous.address} within {self.seconds:g} s: "
+            f"{lacking}, only {', '.join(names)} joined; start the agents of the missing hosts, "
+            "lower --min, or wait longer with --join-timeout SECONDS"
         )
 
     def _names(self) -> list[str]:

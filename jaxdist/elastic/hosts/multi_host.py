@@ -258,7 +258,7 @@ class MultiHost:
         self._replica = self._preparing.collect(run_folder.snapshots, generation, plan)
         if first == 0:
             settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
-            waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
+            waits = f"; hosts that wait in reserve: {', '.join(plan.idle)}" if plan.idle else ""
             self.say(
                 f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
@@ -276,9 +276,9 @@ class MultiHost:
         if run is None:
             return False
         self.say(
-            f"run {run.path} of the rendezvous {self.rendezvous.address} has finished, so that "
-            "nothing is trained again. To train another run give another --rendezvous; to train "
-            "this run longer give --resume and more train.steps"
+            f"run {run.path} of the rendezvous {self.rendezvous.address} has finished, so nothing "
+            "is trained. To train another run, choose another --rendezvous; to train this run "
+            "longer, use --resume with a larger train.steps"
         )
         return True
 

@@ -103,21 +103,21 @@ class BatchRule:
         fixed = {axis: size for axis, size in self.mesh.items() if axis != DATA}
         if -1 in fixed.values():
             raise RunError(
-                f"an axis of the model has size -1 in the mesh {_shown(self.mesh)}: with a "
-                "changing number of hosts only data may be -1"
+                f"an axis other than data has size -1 in the mesh {_shown(self.mesh)}: if the "
+                "number of hosts changes, only mesh.data may be -1"
             )
         data = self.mesh.get(DATA, 1)
         if isinstance(data, Mapping) and devices != _count(data) * self.others:
             raise RunError(
-                f"data spans two networks in the mesh {_shown(self.mesh)}, of "
-                f"{_count(data) * self.others} devices, and there are {devices}: write data as "
-                "one number to let it shrink"
+                f"data spans two networks in the mesh {_shown(self.mesh)}, which needs "
+                f"{_count(data) * self.others} devices, but there are {devices}: set mesh.data to "
+                "a single number, so that the axis can shrink"
             )
         if devices % self.others or (DATA not in self.mesh and devices != self.others):
             whole = "a multiple of" if DATA in self.mesh else "the"
             raise RunError(
-                f"{devices} devices are not {whole} {self.others}, which the other axes of the "
-                f"mesh {_shown(self.mesh)} take; those do not shrink"
+                f"{devices} devices are not {whole} {self.others} devices that the axes other than "
+                f"data of the mesh {_shown(self.mesh)} need; these axes cannot shrink"
             )
         return devices // self.others
 
@@ -150,8 +150,8 @@ class BatchRule:
         size, left = divmod(self.batch_size * data, self._full(data))
         if left:
             raise RunError(
-                f"a batch of {self.batch_size} does not divide over the full mesh's "
-                f"{self._full(data)} devices along data"
+                f"a batch of {self.batch_size} does not divide over the {self._full(data)} devices "
+                "along data of the full mesh; change train.batch_size"
             )
         if size == self.batch_size:
             return ()
@@ -164,8 +164,8 @@ class BatchRule:
             if self.batch_size % (data * count) == 0:
                 return count
         raise RunError(
-            f"a batch of {self.batch_size} does not divide over {data} devices along data in at "
-            f"least {least} microbatches"
+            f"a batch of {self.batch_size} does not divide over {data} devices along data in "
+            f"{least} microbatches or more; change train.batch_size"
         )
 
 

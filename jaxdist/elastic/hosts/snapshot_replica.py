@@ -97,8 +97,8 @@ class SnapshotReplica:
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (
-                        f"the snapshots of {self.address} are not being copied: {error}; if that "
-                        "host is lost, the run continues from the newest checkpoint"
+                        f"the snapshots of {self.address} cannot be copied at present: {error}; if "
+                        "that host is lost, the run continues from the newest checkpoint"
                     )
                     self._say(self.failure)
                 continue

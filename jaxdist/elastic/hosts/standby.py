@@ -69,8 +69,8 @@ class Standby:
         if self.members.quarantined_seconds:
             self.say(
                 f"generation {generation.number} includes this host, {self.messages.name}, "
-                "although one of its processes was stuck: without it there are fewer hosts than "
-                "--min, or no mesh"
+                "although one of its processes was stuck: without this host there would be fewer "
+                "hosts than --min, or the devices would form no mesh"
             )
 
     def _others_at_work(self) -> int | None:

@@ -157,13 +157,13 @@ def read_host_token(path: Path) -> bytes:
         token = path.read_bytes().strip()
     except OSError as error:
         raise RunError(
-            f"--token-file {path} cannot be read: {error.strerror or error}; give a file that has "
+            f"--token-file {path} cannot be read: {error.strerror or error}; use a file that has "
             "the token of all hosts"
         ) from error
     if len(token) < 16:
         raise RunError(
-            f"--token-file {path} has {len(token)} bytes: write at least 16 that cannot be "
-            "guessed, for example from `openssl rand -hex 32`"
+            f"--token-file {path} has {len(token)} bytes: use a token of at least 16 bytes that "
+            "cannot be guessed, for example from `openssl rand -hex 32`"
         )
     return token
 

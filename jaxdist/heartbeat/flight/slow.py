@@ -79,7 +79,8 @@ class Slow:
         """Return a description of the slow process for the user."""
         more = "at least " if self.least else ""
         return (
-            f"process {self.process} is slow, {more}{self.ratio:.3g} times the others: {self.why}"
+            f"process {self.process} is {more}{self.ratio:.3g} times as slow as the other "
+            f"processes: {self.why}"
         )
 
 
@@ -142,8 +143,11 @@ def _outside(at: int, own: Sequence[Counter[str]], count: int, step_time: float)
     more = {name: spent - statistics.median(one[name] for one in others)
             for name, spent in mine.items()}  # fmt: skip
     most = max(more, key=lambda name: more[name])
-    told = f"{1e-6 * mine.total() / count:.3g} ms a step outside of its wait, theirs "
-    told += f"{1e-6 * usual / count:.3g} of a step of {1e-6 * step_time:.3g}; most is {most}"
+    told = (
+        f"{1e-6 * mine.total() / count:.3g} ms of work in each step of {1e-6 * step_time:.3g} ms, "
+        "while the median of the other processes is"
+    )
+    told += f"{1e-6 * usual / count:.3g} ms; the phase with the largest difference is {most}"
     return mine.total() / max(usual, 1), told.replace("_", " "), False
 
 
@@ -155,8 +159,8 @@ def _not_run(at: int, found: Sequence[Flight]) -> Told:
     if shares[at] - usual < LATE_MORE:
         return None
     told = (
-        f"it did not run for {shares[at]:.0%} of the time (stopped or starved), the others "
-        f"{usual:.0%}"
+        f"the process did not run for {shares[at]:.0%} of the time (it was stopped or got no CPU), "
+        f"the median of the other processes is {usual:.0%}"
     )
     runs = max(1 - shares[at], 1 / (found[at].beats + 1))
     return (1 - usual) / runs, told, True
@@ -172,7 +176,7 @@ def _last(at: int, done: Sequence[dict[int, int]], steps: Sequence[int], step_ti
     if share < LAST_SHARE or behind < BEHIND * step_time:
         return None
     told = (
-        f"it came last at {share:.0%} of the steps, by {1e-06 * behind:.3g} ms of "
-        f"{1e-06 * step_time:.3g}"
+        f"the process was the last in {share:.0%} of the steps, by {1e-06 * behind:.3g} ms of a "
+        f"step of {1e-06 * step_time:.3g} ms"
     )
     return step_time / max(step_time - behind, 0.01 * step_time), told, True

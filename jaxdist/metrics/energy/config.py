@@ -35,7 +35,7 @@ class EnergyConfig(Config):
     @model_validator(mode="after")
     def _check_watts(self) -> EnergyConfig:
         if self.idle_watts is not None and (self.watts is None or self.idle_watts > self.watts):
-            raise ValueError("idle_watts needs watts, and is at most as large")
+            raise ValueError("idle_watts works only with watts, and must not exceed watts")
         return self
 
     @property

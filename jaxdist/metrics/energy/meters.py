@@ -49,7 +49,7 @@ class Rapl:
     def __init__(self, root: Path = POWERCAP) -> None:
         zones = [zone for zone in sorted(root.glob("*-rapl:*")) if _counts(zone)]
         if not zones:
-            raise RunError(f"there is no RAPL counter in {root}")
+            raise RunError(f"{root} has no RAPL energy counter")
         self._zones = zones
         self._ranges = [_number(zone / "max_energy_range_uj") for zone in zones]
         self._last = [_number(zone / "energy_uj") for zone in zones]
@@ -92,7 +92,7 @@ class Nvml:
         except pynvml.NVMLError as error:
             raise RunError(f"NVML cannot count energy here: {error}") from error
         if not self._gpus:
-            raise RunError("NVML sees no GPU")
+            raise RunError("NVML finds no GPU")
         self.name = f"NVML ({len(self._gpus)} GPUs)" if len(self._gpus) > 1 else "NVML (1 GPU)"
 
     def joules(self) -> float:

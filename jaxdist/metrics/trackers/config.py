@@ -129,8 +129,9 @@ class ImportedTrackerConfig(Config):
         missing = [name for name in ("start", "record", "end") if not hasattr(found, name)]
         if missing:
             raise ConfigError(
-                f"{self.path!r} gives a {type(found).__name__} without {', '.join(missing)}: a "
-                "tracker needs start, record and end (jaxdist.metrics.trackers.contract.Tracker)",
+                f"{self.path!r} returned a {type(found).__name__} without {', '.join(missing)}: a "
+                "tracker needs the methods start, record and end "
+                "(jaxdist.metrics.trackers.contract.Tracker)",
                 setting=("path",),
             )
         return found

@@ -61,8 +61,9 @@ class ExpertsConfig(Config):
             )
         if self.capacity_factor is not None and self.capacity_factor * self.top_k < 1:
             raise ValueError(
-                f"capacity_factor {self.capacity_factor:g} leaves most tokens without any of their "
-                f"{self.top_k} experts: use {1 / self.top_k:g} or more, or null, which drops none"
+                f"capacity_factor {self.capacity_factor:g} drops most tokens from all their "
+                f"{self.top_k} experts: use {1 / self.top_k:g} or more, or null, which drops no "
+                "token"
             )
         if self.router == "softmax" and self.normalize and self.top_k == 1:
             raise ValueError(

@@ -174,9 +174,12 @@ def choose_product(name: ProductName, platform: str | None, *widths: int) -> Pro
     fits = platform == "tpu" and all(width % TILE == 0 for width in widths)
     if name == "megablox" and not fits:
         why = (
-            f"its tiles of {TILE} do not divide widths {' and '.join(map(str, widths))}"
+            f"the tiles of {TILE} do not divide the widths {' and '.join(map(str, widths))}"
             if platform == "tpu"
-            else f"it runs on tpu, and these devices are {platform or 'unknown'}"
+            else (
+                "the product runs only on TPUs, but the platform of these devices is "
+                f"{platform or 'unknown'}"
+            )
         )
         raise ConfigError(
             f"model.experts.product megablox: {why}; set product: auto",

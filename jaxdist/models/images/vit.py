@@ -118,8 +118,8 @@ class VitConfig(PartConfig):
             fitting = [n for n in range(1, common + 1) if common % n == 0]
             near = min(fitting, key=lambda n: abs(n - self.patch))
             raise ConfigError(
-                f"model.patch {self.patch} must divide images of {height} x {width} pixels: use "
-                f"{near}, or change data.size",
+                f"model.patch {self.patch} must divide images of {height} x {width} "
+                f"pixels: use {near}, or change data.size",
                 setting=("patch",),
             )
         tokens = height // self.patch * (width // self.patch) + self.class_token

@@ -49,8 +49,8 @@ class MfConfig(RecommenderConfig):
         if len(fields) != 2 or dense:
             more = f" and {dense} dense features" if dense else ""
             raise ConfigError(
-                f"model.type mf multiplies the rows of two fields, and the data has "
-                f"{', '.join(fields)}{more}: choose two fields, or model.type dlrm"
+                "model.type mf multiplies the embeddings of two fields, but the data has the "
+                f"fields {', '.join(fields)}{more}: choose two fields, or model.type dlrm"
             )
         return Mf(self, rngs, fields=fields, hint=hint, served=served)
 

@@ -49,8 +49,8 @@ class RecommenderConfig(PartConfig):
         """
         if sum(fields.values()) > MOST_ROWS:
             raise ConfigError(
-                f"the tables of {', '.join(fields)} have {sum(fields.values()):,} rows, and at "
-                f"most {MOST_ROWS:,} have 32-bit ids: set a smaller data.hash_size"
+                f"the tables of {', '.join(fields)} have {sum(fields.values()):,} rows, but 32-bit "
+                f"ids allow at most {MOST_ROWS:,}: set a smaller data.hash_size"
             )
         return RowForm(fields, self.width, self.row_scale)
 

@@ -72,8 +72,9 @@ class Dpo:
             reference_BP = jax.lax.stop_gradient(log_probabilities(base, batch))
         else:
             raise ConfigError(
-                "loss.type dpo needs a reference: set model.lora, whose frozen base is one, or "
-                "give each example the field reference, the log-probabilities of its two answers"
+                "loss.type dpo needs a reference model: set model.lora, whose frozen base model "
+                "is the reference, or give each example the field reference, the "
+                "log-probabilities of its two answers"
             )
         gained_BP = own_BP - reference_BP
         margin_B = self.beta * (gained_BP[:, 0] - gained_BP[:, 1])

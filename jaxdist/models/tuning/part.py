@@ -49,6 +49,7 @@ class PartConfig(Config):
     def _check_part(self) -> PartConfig:
         if self.lora is not None and self.freeze:
             raise ValueError(
-                "freeze has no effect with lora, which trains only adapters: leave out one of them"
+                "freeze has no effect with lora, which trains only adapters: leave out freeze or "
+                "lora"
             )
         return self

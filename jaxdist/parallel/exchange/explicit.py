@@ -105,7 +105,7 @@ class Explicit(Base):
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
             check_adds_up(
-                found.sums, (f"each part of mesh axis {', '.join(self.axes)} has rows of its own")
+                found.sums, f"each device along {', '.join(self.axes)} has its own examples"
             )
             # Between processes on CPUs, gloo's all-reduce of a number takes thirty times longer
             # than sending the number.

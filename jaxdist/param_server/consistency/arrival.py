@@ -59,9 +59,9 @@ class OnArrival(Consistency):
     def _counts(self) -> OnArrival:
         if self.value_bound is not None and not self.ahead:
             raise ValueError(
-                f"value_bound {self.value_bound:g} has no effect with reads {self.how()}: a "
-                "worker waits until its last change is applied, so that it has none "
-                "outstanding; set reads: ahead"
+                f"value_bound {self.value_bound:g} has no effect with reads {self.how()}: a worker "
+                "waits until its last change is applied, so it never has unacknowledged changes; "
+                "set reads: ahead"
             )
         return self
 
@@ -193,8 +193,8 @@ class AdaptiveSSP(OnArrival):
     def _fits(self) -> AdaptiveSSP:
         if self.least >= self.most:
             raise ValueError(
-                f"least {self.least} and most {self.most} leave nothing to adapt: give a larger "
-                f"most, or type ssp with bound {self.least}"
+                f"least {self.least} and most {self.most} leave no range in which the bound can "
+                f"adapt: set a larger most, or type: ssp with bound: {self.least}"
             )
         return self
 

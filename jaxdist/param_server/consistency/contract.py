@@ -50,8 +50,8 @@ class Arrival:
         a NaN.
         """
         if self.tokens == 0:
-            return "it has no tokens"
-        return None if self.usable else "it holds a NaN or an infinity"
+            return "the push has no tokens"
+        return None if self.usable else "the push contains a NaN or an infinity"
 
 
 @dataclass(frozen=True)

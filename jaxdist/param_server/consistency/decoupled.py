@@ -67,14 +67,14 @@ class Decoupled(Consistency):
             if value > workers:
                 raise ConfigError(
                     f"strategy.consistency.{name} {value} can never be reached by {workers} "
-                    f"workers: at most {workers}",
+                    f"workers: set at most {workers}",
                     setting=(name,),
                 )
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
         age = clocks.version - arrival.version
         if self.oldest is not None and age > self.oldest:
-            return f"it is {age} merges old, and strategy.consistency.oldest is {self.oldest}"
+            return f"the push is {age} merges old, but strategy.consistency.oldest is {self.oldest}"
         # Changes that add nothing are held too: a quorum of all members would wait for ever without
         # them.
         return None

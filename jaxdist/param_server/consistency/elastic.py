@@ -46,7 +46,7 @@ class Elastic(Consistency):
     @model_validator(mode="after")
     def _fits(self) -> Elastic:
         if self.alpha is not None and self.beta is not None:
-            raise ValueError(f"give one of alpha ({self.alpha:g}) and beta ({self.beta:g})")
+            raise ValueError(f"set only one of alpha ({self.alpha:g}) and beta ({self.beta:g})")
         return self
 
     def rate_of(self, workers: int) -> float:

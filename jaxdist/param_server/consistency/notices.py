@@ -28,8 +28,8 @@ def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Itera
         yield (
             f"consistency type {kind} with optim.momentum {optim.momentum:g}: late gradients act "
             f"as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers (arXiv "
-            "1605.09774). The optimizer's own momentum is added to it, and decays once an update, "
-            f"to {own:.3g} in a clock of all workers. Lower optim.momentum, or use bsp"
+            "1605.09774). The optimizer's own momentum is added to this effect, and decays with "
+            f"each update, to {own:.3g} in a clock of all workers. Lower optim.momentum, or use bsp"
         )
     if isinstance(optim, AdamWConfig | LambConfig):
         yield (
@@ -43,7 +43,7 @@ def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Itera
 def _of_reads(model: OnArrival) -> Iterator[str]:
     how = model.how()
     if model.reuses and not model.ahead:
-        more = ", and the copies that servers send besides are not used" * model.publishes
+        more = ", and the copies that servers send in addition are not used" * model.publishes
         yield (
             f"consistency type {getattr(model, 'type', '')} with reads {how} reads after each "
             "change, as reads each_clock does, since only the server's optimizer can compute "

@@ -48,8 +48,8 @@ class BSP(Rounds):
     def check(self, *, workers: int, learning_rate: float) -> None:
         if self.backups >= workers:
             raise ConfigError(
-                f"strategy.consistency.backups {self.backups} of {workers} workers: a round "
-                f"waits for at least 1 worker, so that at most {workers - 1} can be backups",
+                f"strategy.consistency.backups {self.backups} of {workers} workers: a round waits "
+                f"for at least 1 worker, so at most {workers - 1} workers can be backups",
                 setting=("backups",),
             )
 

@@ -84,7 +84,8 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     if len(dtypes) > 1:
         raise ConfigError(
             "strategy type parameter_server: the parameters have several dtypes "
-            f"({', '.join(dtypes)}), but servers hold a single dtype: use one dtype for all"
+            f"({', '.join(dtypes)}), but servers hold a single dtype: use the same dtype for all "
+            "parameters"
         )
     dtype = np.dtype(next(iter(named.values())).dtype)
     found: list[ShardLayout] = []

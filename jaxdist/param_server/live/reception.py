@@ -131,7 +131,8 @@ class Reception(ABC):
             state, waiting = self._range, self._waiting[envelope.client]
         if envelope.epoch != state.epoch:
             raise FrameError(
-                f"epoch {envelope.epoch} is not the range's, {state.epoch}: ask for the placement",
+                f"epoch {envelope.epoch} differs from the epoch {state.epoch} of the range: "
+                "request the current placement",
                 envelope,
             )
         if envelope.client not in state.clocks.clocks:
@@ -176,7 +177,9 @@ class Reception(ABC):
         if client in self._admitted and client not in self._range.inboxes:
             self._join(client)
         elif client not in self._range.inboxes:
-            reason = f"client {client} is not expected: the supervisor gives out numbers"
+            reason = (
+                f"client {client} is not expected: the supervisor assigns the numbers of clients"
+            )
             return self._refuse(peer, envelope, reason)
         elif client not in self._range.clocks.clocks:
             reason = f"client {client} has left: use a number that was never used"

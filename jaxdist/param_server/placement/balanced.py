@@ -35,6 +35,4 @@ class Balanced(PlacementRule):
 
     def law(self, servers: int) -> str:
         ratio = Fraction(4, 3) - Fraction(1, 3 * servers)
-        return (
-            f"largest range first onto the emptiest server: at most {ratio} of the best placement"
-        )
+        return f"largest range first, to the emptiest server: at most {ratio} of the best placement"

@@ -22,10 +22,10 @@ class Central(PlacementRule):
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         if len(servers) > 1:
             raise ConfigError(
-                f"placement type central uses one server, and {len(servers)} are given: set a "
-                "single server, or type balanced or hashed"
+                f"placement type central uses a single server, but there are {len(servers)} "
+                "servers: set one server, or type balanced or hashed"
             )
         return servers * len(ranges)
 
     def law(self, servers: int) -> str:
-        return "one server holds everything"
+        return "a single server holds all parameters"

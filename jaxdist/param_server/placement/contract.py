@@ -60,9 +60,9 @@ class Placement:
         server  ranges         MB  share
              0       2        0.8  47.1%
              1       2        0.9  52.9%
-        fullest: server 1, 0.9 MB; mean 0.85 MB; no placement of these ranges is below 0.9 MB
+        fullest server: 1, 0.9 MB; mean 0.85 MB; lower bound for these ranges 0.9 MB
         cut by rows: embed (3)
-        largest range first onto the emptiest server: at most 7/6 of the best placement
+        largest range first, to the emptiest server: at most 7/6 of the best placement
         """
         return "\n".join([*self._table(), *self._reasons()])
 
@@ -79,8 +79,8 @@ class Placement:
         fullest = max(sizes, key=lambda server: sizes[server])
         mean = sum(sizes.values()) / len(sizes)
         lines = [
-            f"fullest: server {fullest}, {sizes[fullest] / 1e6:.4g} MB; mean {mean / 1e6:.4g} MB; "
-            f"no placement of these ranges is below {self.bound_bytes / 1e6:.4g} MB"
+            f"fullest server: {fullest}, {sizes[fullest] / 1e6:.4g} MB; mean {mean / 1e6:.4g} MB; "
+            f"lower bound for these ranges {self.bound_bytes / 1e6:.4g} MB"
         ]
         parts = Counter(found.name for found in self.ranges)
         cuts = [f"{name} ({count})" for name, count in parts.items() if count > 1]

@@ -46,6 +46,7 @@ class Hashed(PlacementRule):
 
     def law(self, servers: int) -> str:
         return (
-            f"consistent hashing, {self.virtual_nodes} places a server: one more moves about "
-            f"1/{servers + 1} of the bytes, all of them to itself"
+            f"consistent hashing, {self.virtual_nodes} virtual nodes for each server: an "
+            f"additional server receives about 1/{servers + 1} of the bytes, and no other bytes "
+            "move"
         )

@@ -90,11 +90,13 @@ def cut_ranges(tensors: Sequence[PlaceableTensor], range_bytes: int | None) -> t
     found = []
     for tensor in tensors:
         if tensor.name in seen:
-            raise ConfigError(f"placement: two parameters are named {tensor.name!r}: rename one")
+            raise ConfigError(
+                f"placement: two parameters have the name {tensor.name!r}: rename either"
+            )
         if tensor.size_bytes < 1 or tensor.rows < 1:
             raise ConfigError(
-                f"placement: parameter {tensor.name!r} has {tensor.rows} rows, "
-                f"{tensor.size_bytes} bytes: servers cannot hold an empty parameter; leave it out"
+                f"placement: parameter {tensor.name!r} has {tensor.rows} rows, {tensor.size_bytes} "
+                "bytes: servers cannot hold an empty parameter; leave the parameter out"
             )
         seen.add(tensor.name)
         found += _rows_of(tensor, range_bytes)

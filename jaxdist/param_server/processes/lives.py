@@ -52,7 +52,10 @@ def life_of(run: Path, servers: int) -> RecordedLife:
     found = (re.fullmatch(r"server_0\.from_(\d+)", path.stem) for path in (run / "order").iterdir())
     begun = [int(match[1]) for match in found if match is not None]
     if not clocks or not any(first < max(clocks) for first in begun):
-        raise RunError(f"{run}: its servers have not yet saved a state to compare with")
+        raise RunError(
+            f"{run}: the servers of the run have not yet saved a state with which a replay could "
+            "be compared"
+        )
     last = max(clocks)
     first = max(first for first in begun if first < last)
     path = run / "order" / "clients.jsonl"
@@ -61,8 +64,8 @@ def life_of(run: Path, servers: int) -> RecordedLife:
         slots = {one["client"]: one["slot"] for one in told if one["first"] == first}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} does not record which worker did what ({why_unread(error)}): restore it "
-            "from a copy; without it the run cannot be replayed"
+            f"{path} does not record the actions of each worker ({why_unread(error)}): restore the "
+            "file from a copy; without the file the run cannot be replayed"
         ) from error
     return RecordedLife(first, last, slots)
 

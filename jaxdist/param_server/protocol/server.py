@@ -164,7 +164,10 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
     """Return the reason why a message is refused, or None if it is accepted."""
     epoch, client, sequence = (getattr(message.stamp, name) for name in Stamp.__annotations__)
     if epoch != state.epoch:
-        return f"epoch {epoch} is not the range's, {state.epoch}: ask for the placement"
+        return (
+            f"epoch {epoch} differs from the epoch {state.epoch} of the range: request the current "
+            "placement"
+        )
     if client not in state.clocks.clocks:
         return f"client {client} is not a member: join first"
     if not state.inboxes[client].accepts(sequence) or sequence < 0:
@@ -235,7 +238,9 @@ def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
     """Return the reason why no correct worker sends this change, or None if one can."""
     if arrival.version > clocks.version:
-        return f"version {arrival.version} is not there yet: the range has {clocks.version}"
+        return (
+            f"version {arrival.version} does not exist yet: the range has version {clocks.version}"
+        )
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):
         return f"clock {arrival.clock} is not its next clock, {clocks.clocks[arrival.client]}"
     if not model.reachable(clocks, arrival):

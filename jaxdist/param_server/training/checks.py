@@ -70,8 +70,8 @@ def _notices(cluster: Cluster, given: RunSettings) -> Iterator[str]:
     if left:
         more = cluster.clocks(given.total_steps) * cluster.local_steps
         yield (
-            f"strategy.consistency: workers push after every {cluster.local_steps} steps, so that "
-            f"they take {more} rather than {given.total_steps} (train.steps)"
+            f"strategy.consistency: workers push after every {cluster.local_steps} steps, so each "
+            f"worker takes {more} steps instead of {given.total_steps} (train.steps)"
         )
     if cluster.codec is None and not cluster.error_feedback:
         yield "strategy.error_feedback has no effect without strategy.codec"

@@ -77,9 +77,12 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
         manifest = read_manifest(path)
         check_files(path, manifest)
     except DamageError as error:
-        raise CheckpointError(f"{path} cannot be trusted: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from error
     if manifest.leaves != describe_arrays(wanted):
-        raise CheckpointError(f"{path} belongs to other ranges, or to another optimizer")
+        raise CheckpointError(
+            f"{path} was saved for other ranges of parameters, or for another optimizer than the "
+            "configured one"
+        )
     leaves: list[np.ndarray] = []
     for number, leaf in enumerate(jax.tree.leaves(wanted)):
         raw = (path / names.ARRAYS / f"{number:06d}.bin").read_bytes()
@@ -89,7 +92,7 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
         about: Any = read_json(path / names.METADATA)
         given = about["floor"], about["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be trusted: {names.METADATA}: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {names.METADATA}: {error}") from error
     return ShardState(*given, tree["params"], tree["optimizer"])
 
 

@@ -60,8 +60,8 @@ class Replay:
     ) -> None:
         if sharded.cluster.racks:
             raise RunError(
-                "with racks, servers log what racks sent but not what each worker did: such a "
-                "run cannot be replayed from their logs"
+                "with racks, servers log the messages of racks but not the actions of each "
+                "worker: such a run cannot be replayed"
             )
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]
@@ -95,8 +95,8 @@ class Replay:
         stuck = [str(s.layout.server) for s in self.servers if s.stuck]
         if stuck:
             raise RunError(
-                f"servers {', '.join(stuck)} wait for changes that cannot be replayed: their "
-                "worker died when only some servers had received them"
+                f"servers {', '.join(stuck)} wait for changes that cannot be replayed: a worker "
+                "died when only some servers had received its changes"
             )
         return [server.shard.params for server in self.servers]
 

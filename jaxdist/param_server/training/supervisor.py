@@ -110,7 +110,9 @@ class Supervisor:
                 read_shard(self.directory, self.sharded, layout, self.first)
         except CheckpointError as error:
             if steps_present(self.directory / "shards" / "server_0"):
-                self.prepared.note(f"servers begin with the checkpoint: {error}")
+                self.prepared.note(
+                    f"the servers begin with the parameters of the checkpoint: {error}"
+                )
             for layout, shard in zip(
                 self.sharded.layouts, self.sharded.parted(state, self.first), strict=True
             ):
@@ -194,8 +196,8 @@ class Supervisor:
             late = ", ".join(map(str, self._late()))
             raise StoppedError(
                 f"the run was asked to stop and waited {seconds:.0f} s for "
-                f"{what}{f' ({late} is behind)' if late else ''}: it ends without a new "
-                "checkpoint; --resume continues from the newest"
+                f"{what}{f' ({late} is behind)' if late else ''}: the run ends without a new "
+                "checkpoint; --resume continues from the newest checkpoint"
             )
 
     def _silent(self, what: str) -> None:
@@ -221,8 +223,8 @@ class Supervisor:
     def _ended(self, child: RunProcess, code: int) -> None:
         if child.role != "worker":
             raise RunError(
-                f"{child} ended ({how_ended(code)}) and its state is lost; continue from the "
-                f"newest checkpoint with --resume. {child.last_words()}"
+                f"{child} ended ({how_ended(code)}) and its state is lost; use --resume to "
+                f"continue from the newest checkpoint. {child.last_words()}"
             )
         if self.team.workers.get(child.number) is not child:
             return
@@ -235,8 +237,8 @@ class Supervisor:
         self.team.deaths[slot] += 1
         if self.team.deaths[slot] >= self.cluster.processes.deaths:
             raise RunError(
-                f"{child} ended ({how_ended(code)}). It is the last of {self.team.deaths[slot]} "
-                f"processes in its place that ended without a step: {child.last_words()}"
+                f"{child} ended ({how_ended(code)}). It is process {self.team.deaths[slot]} in a "
+                f"row for the same worker that ended without a step: {child.last_words()}"
             )
         # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1
@@ -278,9 +280,9 @@ class Supervisor:
             values, seconds = self.ledger.metrics(clock, step)
             if self.ledger.empty > empty == 0:
                 self.prepared.note(
-                    f"step {step}: the examples of all workers weigh 0, so that servers take no "
-                    "step; its loss is that of the previous step. This is reported once; "
-                    "metrics.jsonl counts such steps (empty_steps)"
+                    f"step {step}: the examples of all workers have weight 0, so the servers take "
+                    "no step, and the reported loss is that of the previous step. This message is "
+                    "printed once; metrics.jsonl counts such steps (empty_steps)"
                 )
             # Processes start and compile until the first clock has ended; then steps take the time.
             self.prepared.account.switch(Activity.STEP)

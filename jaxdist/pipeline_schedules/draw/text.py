@@ -58,7 +58,10 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
     one = "1 character is" if wide == 1 else f"{wide} characters are"
     note = f"{one} {unit:.4g} of {timeline.makespan:.4g} units of time"
     if shown < cells:
-        note += f"; cut off at {shown * unit:.4g}: {cells + margin} columns would show all of it"
+        note += (
+            f"; cut off at {shown * unit:.4g}: {cells + margin} columns would show the whole "
+            "schedule"
+        )
     return "\n".join([*lines, note, summary(timeline)])
 
 

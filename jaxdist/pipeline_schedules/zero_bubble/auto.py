@@ -133,8 +133,8 @@ class _Problem:
         if room < 1:
             raise ConfigError(
                 f"schedule zb_auto: memory_limit {memory_limit:g} allows {self.limit:g} "
-                f"activations on {self.stages} stages, but a single microbatch leaves {size:g} "
-                f"on stage {stage}: allow at least {size / self.unit:g}"
+                f"activations on {self.stages} stages, but a single microbatch keeps {size:g} on "
+                f"stage {stage}: set memory_limit to at least {size / self.unit:g}"
             )
         return min(room, self.microbatches)
 

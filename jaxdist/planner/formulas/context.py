@@ -58,13 +58,13 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
     if plan.context == 1:
         return None
     if plan.stage > 1:
-        return "pipelines do not go with shared sequences"
+        return "pipelines cannot be combined with axis context"
     if plan.tensor > 1:
-        return "no formula prices axis tensor with shared sequences"
+        return "no formula covers axis tensor together with axis context"
     if model.window % (2 * plan.context):
         return "the sequence does not divide over axis context"
     if model.adapters:
-        return "no formula splits adapters over axis context"
+        return "no formula covers adapters together with axis context"
     if model.embed % plan.context:
         return "the width does not divide over axis context"
     return None

@@ -90,13 +90,13 @@ def plan_refusal(model: Decoder, plan: Plan) -> str | None:
     if found is not None:
         return found
     if plan.replicas * plan.context == 1 and (plan.zero or plan.bfloat16_reduction):
-        return "one replica has no state to split and no gradients to sum"
+        return "with a single replica there is no state to split and there are no gradients to sum"
     if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
-        return "sums in bfloat16 save nothing, or the model is float32"
+        return "sums in bfloat16 save no bytes, or the model computes in float32"
     if plan.zero == 3 and plan.stage > 1:
         # `parallel.pipeline.gather` allows ZeRO 3 in pipelines, in two forms. Neither form has a
         # formula yet.
-        return "no formula prices the gathers of ZeRO 3 in a pipeline"
+        return "no formula covers the gathers of ZeRO 3 in a pipeline"
     if plan.bfloat16_reduction and plan.zero >= 2:
         return "ZeRO 2 and 3 sum gradients in the compute dtype already"
     return invalid(

@@ -177,7 +177,7 @@ class TracedFormulas:
         if experts is not None and experts.count % plan.expert:
             return "experts do not divide over axis expert"
         if plan.slices * plan.data == 1 and plan.zero:
-            return "one replica has no state to split"
+            return "with a single replica there is no state to split"
         return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
 
     def memory(self, plan: Plan) -> PlanMemory:
@@ -344,7 +344,7 @@ def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
     """
     program = alone.program
     compute = program.compute
-    assert isinstance(compute, Unstaged), "one device has no stages"
+    assert isinstance(compute, Unstaged), "a single device has no pipeline stages"
     state = program.own_shapes
     batch = {
         name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)

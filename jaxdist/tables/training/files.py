@@ -128,13 +128,13 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
                 count = int(found["servers"])
             except (DamageError, OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"the tables of step {step} in {path} cannot be trusted: {error}; resume from "
-                    "a step whose tables are whole (jaxdist train with a copy of the run)"
+                    f"the tables of step {step} in {path} are damaged: {error}; resume from a step "
+                    "whose tables are complete (jaxdist train with a copy of the run)"
                 ) from error
             wrong = [name for name, value in about.items() if found.get(name) != value]
             if wrong:
                 told = ", ".join(f"{at} {found.get(at)} there, {about[at]} here" for at in wrong)
-                raise CheckpointError(f"{path} holds other tables: {told}")
+                raise CheckpointError(f"{path} contains other tables than the config: {told}")
             chain.append(path)
             base = found.get("base")
         for path in reversed(chain):

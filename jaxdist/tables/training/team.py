@@ -212,14 +212,14 @@ class TableTeam:
             self._arbiters[at].failed(number)
         if any(one.view is None for one in self._arbiters):
             self._fail(
-                f"{child} ended ({how}) and with it the rows that it held; continue from the "
-                f"newest checkpoint with --resume. {child.last_words()}".strip()
+                f"{child} ended ({how}) and the rows that the server held are lost; use --resume "
+                f"to continue from the newest checkpoint. {child.last_words()}".strip()
             )
             return
         self._deaths += 1
         again = self._deaths <= self._strategy.processes.deaths
-        then = "another is started" if again else "no other server is started"
-        self._note(f"{child} ended ({how}): its followers take over, and {then}")
+        then = "another server is started" if again else "no other server is started"
+        self._note(f"{child} ended ({how}): its follower servers take over, and {then}")
         if again:
             self._started()
         self._fill()

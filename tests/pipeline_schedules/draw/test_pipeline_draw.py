@@ -56,7 +56,7 @@ def test_text_fits(made, costs, columns):
     pictures, note = lines[: made.stages], lines[made.stages]
     assert len({len(line) for line in pictures}) == 1
     assert len(pictures[0]) <= columns
-    wide = re.search(r"cut off at (\S+): (\d+) columns would show all of it", note)
+    wide = re.search(r"cut off at (\S+): (\d+) columns would show the whole schedule", note)
     if wide:
         whole = draw_text(simulate(made, costs), int(wide[2])).splitlines()
         assert "cut off" not in whole[made.stages]

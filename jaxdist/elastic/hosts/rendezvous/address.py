@@ -28,7 +28,7 @@ def open_rendezvous(address: str) -> Rendezvous:
         return EtcdRendezvous(address)
     if "://" in address:
         raise ConfigError(
-            f"--rendezvous {address}: give a directory that all hosts see, redis://HOST:PORT, or "
+            f"--rendezvous {address}: use a directory that all hosts share, redis://HOST:PORT, or "
             "etcd://HOST:PORT"
         )
     from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous

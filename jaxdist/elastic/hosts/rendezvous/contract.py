@@ -62,7 +62,9 @@ class Token:
         """
         parts = text.split(".")
         if len(parts) != 4 or not (parts[1].isdigit() and parts[3].isdigit()):
-            raise RendezvousError(f"{text!r} is not a token of a rendezvous: choose an empty place")
+            raise RendezvousError(
+                f"{text!r} is not the token of a rendezvous: choose an empty rendezvous"
+            )
         return cls(parts[0], int(parts[1]), parts[2], int(parts[3]))
 
     def taken(self, holder: str) -> Token:

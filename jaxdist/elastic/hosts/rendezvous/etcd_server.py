@@ -125,8 +125,8 @@ class EtcdRendezvous:
                 continue
             return found
         raise RendezvousError(
-            f"the rendezvous {self.address} cannot be reached: {'; '.join(problems)}; see that a "
-            "majority of the cluster runs and that this host may connect to it"
+            f"the rendezvous {self.address} cannot be reached: {'; '.join(problems)}; check that a "
+            "majority of the etcd cluster runs and that this host can connect to the cluster"
         )
 
     def _asked(self, member: str, path: str, body: str) -> dict[str, Any]:
@@ -167,13 +167,13 @@ def members(url: str) -> list[str]:
             host = port = None
         if not host or port is None or "@" in member:
             raise ConfigError(
-                f"--rendezvous {url}: {member!r} is not HOST:PORT; a host is admitted by its "
-                f"certificate ({CERTIFICATE}), not by a name and a password"
+                f"--rendezvous {url}: {member!r} is not HOST:PORT; hosts authenticate with a "
+                f"certificate ({CERTIFICATE}), not with a name and a password"
             )
         if scheme != "etcds" and host != "localhost" and not is_loopback(host):
             raise ConfigError(
                 f"the rendezvous {url} is on another machine and lacks TLS (etcds://); anyone who "
-                "reaches it could take over the run"
+                "can connect to the rendezvous could take over the run"
             )
     return found
 
@@ -188,8 +188,8 @@ def tls_context(environ: Mapping[str, str]) -> ssl.SSLContext:
     missing = [name for name in (CA, CERTIFICATE, KEY) if name not in environ]
     if missing:
         raise ConfigError(
-            f"--rendezvous etcds://: set {', '.join(missing)} to the files of the authority, "
-            "and of this host's certificate and key"
+            f"--rendezvous etcds://: set {', '.join(missing)} to the files with the certificate of "
+            "the authority, and this host's certificate and key"
         )
     paths = [Path(environ[name]) for name in (CA, CERTIFICATE, KEY)]
     try:

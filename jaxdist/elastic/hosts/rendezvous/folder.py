@@ -87,7 +87,7 @@ class FolderRendezvous:
                 return found[0]
             time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
-            f"{self.folder / KEEPER} holds {len(found)} files instead of 1: another program "
+            f"{self.folder / KEEPER} contains {len(found)} files instead of 1, so another program "
             "writes there; stop all agents and choose an empty directory"
         )
 
@@ -106,8 +106,9 @@ class FolderRendezvous:
             mode = stat.S_IMODE(path.stat().st_mode)
             if mode & 0o077:
                 raise RendezvousError(
-                    f"{path} may be read by others (mode {mode:o}), who could fetch the state of "
-                    f"the model with it: chmod 600 {path}, or give all hosts a --token-file"
+                    f"{path} can be read by other users (mode {mode:o}), who could use the token "
+                    f"to fetch the model: run chmod 600 {path}, or start all agents with "
+                    "--token-file"
                 )
             for _ in range(_TRIES):  # Another host may not have written the content yet.
                 found = path.read_bytes()
@@ -115,8 +116,8 @@ class FolderRendezvous:
                     return found
                 time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
-            f"{path} has {len(found)} bytes instead of {len(own)}: remove it, or give all hosts "
-            "a --token-file"
+            f"{path} has {len(found)} bytes instead of {len(own)}: remove the file, or start all "
+            "agents with --token-file"
         )
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
@@ -172,8 +173,8 @@ class FolderRendezvous:
             yield
         except OSError as error:
             raise RendezvousError(
-                f"the rendezvous {self.address} cannot be reached: {error.strerror or error}; it "
-                "must be a directory that all hosts can write to"
+                f"the rendezvous {self.address} cannot be reached: {error.strerror or error}; the "
+                "rendezvous must be a directory in which all hosts can write"
             ) from error
 
 
@@ -192,16 +193,16 @@ def _one_by_one(folder: Path) -> str | None:
     new.write_text("new")
     os.rename(new, old)
     if new.exists() or old.read_text() != "new":
-        return "a file that is renamed onto another does not take its place"
+        return "renaming a file onto another file does not replace that file"
     with suppress(FileNotFoundError):
         os.rename(new, folder / "other")
-        return "a file that is gone can be renamed"
+        return "a file that does not exist can be renamed"
     for name in ("full", "next"):
         (folder / name).mkdir()
         (folder / name / name).touch()
     with suppress(OSError):
         os.rename(folder / "next", folder / "full")
-        return "a directory takes the place of another that has content"
+        return "renaming a directory replaces another directory that has files"
     return None
 
 
@@ -219,7 +220,7 @@ def _while_read(folder: Path) -> str | None:
             except FileNotFoundError:
                 text = ""
             if text != whole:
-                seen.add("is not there for a moment" if not text else "is torn for a moment")
+                seen.add("is briefly missing" if not text else "briefly has a part of its content")
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -231,4 +232,4 @@ def _while_read(folder: Path) -> str | None:
     finally:
         over.set()
         reader.join()
-    return f"a file that takes another's place {min(seen)}" if seen else None
+    return f"a file that is replaced by renaming {min(seen)}" if seen else None

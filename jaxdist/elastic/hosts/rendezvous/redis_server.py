@@ -55,7 +55,7 @@ class RedisRendezvous:
         except ImportError:
             raise ConfigError(
                 f"the rendezvous {_shown(address)} needs the package redis: pip install "
-                "'jaxdist[redis]', or choose a directory that all hosts see"
+                "'jaxdist[redis]', or choose a directory that all hosts share"
             ) from None
         url, name = urldefrag(address)
         password = find_password(os.environ)
@@ -120,8 +120,8 @@ class RedisRendezvous:
             yield
         except (self._error, OSError, ValueError) as error:
             raise RendezvousError(
-                f"the rendezvous {self.address} cannot be reached: {error}; see that the server "
-                "runs and that this host may connect to it"
+                f"the rendezvous {self.address} cannot be reached: {error}; check that the server "
+                "runs and that this host can connect to the server"
             ) from error
 
 
@@ -163,7 +163,8 @@ def check_secure(url: str, password: str | None) -> None:
     if lacking:
         raise ConfigError(
             f"the rendezvous {_shown(url)} is on another machine and lacks "
-            f"{' and '.join(lacking)}; anyone who reaches it could take over the run"
+            f"{' and '.join(lacking)}; anyone who can connect to the rendezvous could take over "
+            "the run"
         )
 
 

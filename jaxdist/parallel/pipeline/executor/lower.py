@@ -115,8 +115,8 @@ def _stuck(
     ]
     return (
         f"schedule {schedule.name} stops after {len(clock)} of {len(present)} tasks: "
-        f"{'; '.join(waits)}. Reorder the tasks of these stages, so that none waits for a later "
-        "task"
+        f"{'; '.join(waits)}. Reorder the tasks of these stages, so that no task waits for a later "
+        "task of its stage"
     )
 
 

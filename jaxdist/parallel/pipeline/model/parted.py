@@ -77,8 +77,8 @@ def plan_parted(
     if any(size > 1 for size in others.values()):
         raise ConfigError(
             f"{', '.join((f'mesh.{name} {size}' for name, size in others.items()))} with "
-            "mesh.stage: a model of parts keeps the parameters of a chunk in one vector, which "
-            "only mesh.data splits: move those devices to mesh.data, or leave out mesh.stage"
+            "mesh.stage: a model of parts keeps a chunk's parameters in one vector, which only "
+            "mesh.data splits: move these devices to mesh.data, or leave out mesh.stage"
         )
     ticks, forward = lowered(config, plan.schedule)
     vectors = Cut((1,) * len(plan.layers))

@@ -387,9 +387,9 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
             raise
         in_ticks(schedule)  # A schedule that is itself wrong raises its own error here.
         raise ConfigError(
-            f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, "
-            f"{schedule.name} does not allow stages to run their forward tasks ahead, since some "
-            "would wait for each other; set it to false, or change train.microbatches"
+            f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
+            "does not allow stages to run their forward tasks ahead, since some would wait for "
+            "each other; set ahead: false, or change train.microbatches"
         ) from error
     return trained, in_ticks(evaluated)
 

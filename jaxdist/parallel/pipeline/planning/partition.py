@@ -87,7 +87,7 @@ class Partition:
             0      0  0-3 (4)       4
             1      1  4-5 (2)       4
         slowest: chunk 0, 4; mean 4; even counts would give 5
-        no other cut has a faster slowest chunk
+        no other division into chunks has a faster slowest chunk
         """
         return "\n".join([*self._table(), *self._reasons()])
 
@@ -115,16 +115,16 @@ class Partition:
                 )
             )
             lines.append(
-                f"least room: stage {stage}, {least / 1e9:.4g} GB ({taken / 1e9:.4g} of "
-                f"{cap / 1e9:.4g} GB taken)"
+                f"least free memory: stage {stage}, {least / 1e9:.4g} GB ({taken / 1e9:.4g} of "
+                f"{cap / 1e9:.4g} GB used)"
             )
         if self.exact is None:
             return lines
         within = "" if self.cap_bytes is None else " within the memory"
         lines.append(
-            f"no other cut{within} has a faster slowest chunk"
+            f"no other division into chunks{within} has a faster slowest chunk"
             if self.exact
-            else "chunks of one stage share its memory evenly: a faster cut may exist"
+            else "stage memory is divided evenly among chunks: a faster division may exist"
         )
         return lines
 
@@ -224,8 +224,8 @@ class _Problem:
         caps = tuple(cap_bytes) if isinstance(cap_bytes, Sequence) else (cap_bytes,) * stages
         if len(caps) != stages:
             raise ConfigError(
-                f"partition: {len(caps)} memory caps for {stages} stages: give one number, or one "
-                "for each stage"
+                f"partition: {len(caps)} memory caps for {stages} stages: give a single number, or "
+                "a number for each stage"
             )
         return caps
 
@@ -337,9 +337,9 @@ class _Problem:
     def no_room(self, caps: Sequence[float]) -> str:
         everything = self.state[-1] + self.layers.first_bytes + self.layers.last_bytes
         return (
-            f"partition: no cut of {self.size} layers into {self.chunks} chunks fits the memory. "
-            f"{len(caps)} stages have {sum(caps) / 1000000000.0:.4g} GB (the smallest "
-            f"{min(caps) / 1000000000.0:.4g} GB), and states alone take "
+            f"partition: no division of {self.size} layers into {self.chunks} chunks fits the "
+            f"memory. {len(caps)} stages have {sum(caps) / 1000000000.0:.4g} GB (the smallest "
+            f"{min(caps) / 1000000000.0:.4g} GB), but the training state alone needs "
             f"{everything / 1000000000.0:.4g} GB. Over all layers, each of up to "
             f"{max(self.live):g} microbatches keeps {self.activations[-1] / 1000000000.0:.4g} GB "
             "of activations. Use more stages, recomputation, a schedule that keeps fewer "
@@ -364,7 +364,7 @@ def _check_input(layers: LayerCosts, placement: tuple[int, ...], live: np.ndarra
             continue
         if len(values) != size:
             raise ConfigError(
-                f"partition: {name} has {len(values)} numbers for {size} layers: give one for "
+                f"partition: {name} has {len(values)} numbers for {size} layers: give a number for "
                 "each layer"
             )
         for layer, value in enumerate(values):
@@ -379,5 +379,6 @@ def _check_input(layers: LayerCosts, placement: tuple[int, ...], live: np.ndarra
             raise ConfigError(f"partition: {name} is {value}: costs are finite and not negative")
     if len(live) != chunks:
         raise ConfigError(
-            f"partition: live has {len(live)} numbers for {chunks} chunks: give one for each chunk"
+            f"partition: live has {len(live)} numbers for {chunks} chunks: give a number for each "
+            "chunk"
         )

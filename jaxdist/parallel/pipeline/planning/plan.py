@@ -107,17 +107,17 @@ class ChunkPlan:
         )
         if self.parted:
             return (
-                "the stages have parts of different shapes, so that each stage stores all "
+                "the parameters of the stages have different shapes, so each stage stores all "
                 f"parameters ({held / 1000000.0:.4g} MB on a device) and their optimizer state, "
-                "which ZeRO splits. In a step each stage packs and computes with those of its "
-                "own chunks",
+                "which ZeRO splits. In a step each stage uses only the parameters of its own "
+                "chunks",
             )
         return (
-            f"{layers} layers do not divide by {stages} stages, so that each stage stores all of "
-            f"them. A device holds {held / 1000000.0:.4g} MB of parameters, of which it computes "
-            f"with about {held / stages / 1000000.0:.4g}, their gradients and their optimizer "
-            f"state (ZeRO splits that). A multiple of {stages} layers would be stored only where "
-            "they are computed",
+            f"{layers} layers do not divide by {stages} stages, so each stage stores all layers. A "
+            f"device holds {held / 1000000.0:.4g} MB of parameters, of which it computes with "
+            f"about {held / stages / 1000000.0:.4g}, their gradients and their optimizer state "
+            f"(which ZeRO splits). With a multiple of {stages} layers, each stage would store only "
+            "the layers that it computes",
         )
 
 
@@ -225,8 +225,8 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     where = f"mesh.stage {stages}: {type(made).__name__}"
     if jax.tree.leaves(model.buffers):
         raise ConfigError(
-            f"{where} keeps buffers (such as batch statistics), which no stage could update for "
-            "the others; leave out mesh.stage"
+            f"{where} keeps buffers (such as batch statistics), which a stage cannot update for "
+            "other stages; leave out mesh.stage"
         )
     missing = [name for name in ("embed", "trunk", "head") if not hasattr(made, name)]
     counts = {
@@ -237,9 +237,9 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     if hasattr(made, "parts"):
         return len(made.parts()), True
     raise ConfigError(
-        f"{where} has no blocks to divide among stages. It needs one stack of layers (made by "
-        "jaxdist.models.layers.stack or nnx.vmap, run by one scan), and the methods embed, "
-        "trunk and head of jaxdist.models.layers.Stacked (missing: "
-        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}). Or give it a method "
-        "parts, which returns its functions in order, or leave out mesh.stage"
+        f"{where} has no blocks to divide among stages. It needs one stack of layers (made "
+        "by jaxdist.models.layers.stack or nnx.vmap, run by one scan), and the methods "
+        "embed, trunk and head of jaxdist.models.layers.Stacked (missing: "
+        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}). Or give it a "
+        "method parts, which returns its functions in order, or leave out mesh.stage"
     )

@@ -15,7 +15,7 @@ from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
         (("1F2,", "1F2,1F2,"), r"row 2, column 6: 1F2 repeats row 2, column 5: remove"),
         pytest.param(
             ("1F2,", "what,"),
-            r"row 2, column 5: 'what' is not a task: write chunk, one of F, B",
+            r"row 2, column 5: 'what' is not a task: write the chunk, one of F",
             marks=pytest.mark.full,
         ),
         pytest.param((",0F3", ""), r"mine\.csv: row 1 lacks 0F3", marks=pytest.mark.full),
@@ -26,7 +26,9 @@ def test_a_schedule_file_that_is_not_whole_is_refused(change, message, tmp_path,
     write_csv(one_f_one_b(stages=2, microbatches=4), path)
     csv = {"schedule": {"type": "csv", "path": str(path)}}
     for count in (2, 8):
-        with pytest.raises(ConfigError, match=rf"it has 4 microbatches, but the run has {count}"):
+        with pytest.raises(
+            ConfigError, match=rf"the file has 4 microbatches, but the run has {count}"
+        ):
             experiment({"stage": 2}, csv, microbatches=count)
     path.write_text(path.read_text().replace(*change, 1))
     with pytest.raises(ConfigError, match=message):

@@ -69,10 +69,10 @@ def test_a_cut_is_explained_and_what_it_stores_is_told(devices):
     assert [row.split()[3] for row in rows] == ["(1)", "(2)", "(2)", "(1)"]
     assert sum(float(row.split()[-1]) for row in rows) == pytest.approx(100, abs=0.1)
     assert slowest.startswith("slowest: chunk 1, ")
-    assert exact == "no other cut has a faster slowest chunk"
+    assert exact == "no other division into chunks has a faster slowest chunk"
     blocks = made.program.model.params["blocks"]
     (notice,) = made.notices
-    assert notice.startswith("6 layers do not divide by 4 stages, so that each stage stores all")
+    assert notice.startswith("6 layers do not divide by 4 stages, so each stage stores all layers")
     assert f"{tree_bytes(blocks) / 1e6:.4g} MB of parameters, of which" in notice
     for leaf in jax.tree.leaves(made.program.state_shapes.params["blocks"]):
         assert leaf.sharding.shard_shape(leaf.shape) == leaf.shape
@@ -122,7 +122,7 @@ def test_stages_send_activations_and_gather_what_they_found_for_whole_layers(dev
         ({"data": 4}, TOKENS, ()),
         ({"stage": 2}, TOKENS, ("pipeline 1f1b: 6 layers in 2 chunks, 3 in each",)),
         ({"stage": 2}, {"type": "text", "files": "none.txt"},
-         ("pipeline: unknown until the data and the model are read",)),
+         ("pipeline: unknown before the data and the model are read",)),
     ],
 )  # fmt: skip
 def test_a_config_explains_its_pipeline_where_data_is_at_hand(mesh, data, explained):

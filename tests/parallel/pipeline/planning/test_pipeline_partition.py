@@ -59,7 +59,9 @@ def test_no_cut_is_better(data, depth, chunks):
         if all(taken <= cap for taken, cap in zip(memory, caps, strict=True)):
             within.append((max(times), sum(time**2 for time in times)))
     if not within:
-        with pytest.raises(ConfigError, match=f"no cut of {depth} layers into {chunks} chunks"):
+        with pytest.raises(
+            ConfigError, match=f"no division of {depth} layers into {chunks} chunks"
+        ):
             partition(layers, range(chunks), cap_bytes=caps, live=live)
         return
     found = partition(layers, range(chunks), cap_bytes=caps, live=live)
@@ -96,8 +98,8 @@ def test_memory_moves_layers_to_stages_that_keep_less():
     lines = found.explain().splitlines()
     assert lines[1].split() == ["0", "0", "0-2", "(3)", "3"]
     assert lines[5] == "slowest: chunk 3, 5; mean 4; even counts would give 4"
-    assert lines[6] == "least room: stage 1, 0 GB (10 of 10 GB taken)"
-    assert lines[7] == "no other cut within the memory has a faster slowest chunk"
+    assert lines[6] == "least free memory: stage 1, 0 GB (10 of 10 GB used)"
+    assert lines[7] == "no other division into chunks within the memory has a faster slowest chunk"
 
 
 def test_chunks_that_share_a_stage():
@@ -113,7 +115,7 @@ def test_even_shares_are_owned_up_to():
     found = partition(layers, loop(2, 4), cap_bytes=[2e9, 4e9])
     assert found.counts == (1, 2, 1, 1)
     assert not found.exact
-    assert "a faster cut may exist" in found.explain()
+    assert "a faster division may exist" in found.explain()
 
 
 def test_live_counts():
@@ -129,8 +131,8 @@ def test_layers_that_cannot_fill_the_chunks():
 def test_nothing_fits():
     with pytest.raises(
         ConfigError,
-        match=r"no cut of 4 layers into 2 chunks fits .* 2 stages have 5 GB \(the smallest "
-        r"2\.5 GB\), and states alone take 5 GB\. .*each of up to 3 microbatches keeps 0\.4 GB",
+        match=r"no division of 4 layers into 2 chunks fits .* 2 stages have 5 GB \(the smallest "
+        r"2\.5 GB\), but .* state alone needs 5 GB\. .*each of up to 3 microbatches keeps 0\.4 GB",
     ):
         partition(
             LayerCosts([1.0] * 4, [1e9] * 4, [1e8] * 4, last_bytes=1e9),
