@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -265,6 +267,10 @@ def review(
     """
     from jaxdist.runtime import environment
 
+    if "jax" not in sys.modules:
+        # Programs are read and never run: without LLVM's optimizations they take half of the time.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
     environment.prepare(fake_devices=devices)
     from jaxdist.simulation.review.page import run_review
 
