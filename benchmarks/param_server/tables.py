@@ -7,11 +7,11 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP
+from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
 
 import numpy as np
@@ -111,9 +111,16 @@ class Pusher:
 
 
 def killed(
-    kills: int, clients: int = 2, servers: int = 3, takeover_seconds: float = 5.0
+    kills: int,
+    clients: int = 2,
+    servers: int = 3,
+    takeover_seconds: float = 5.0,
+    signals: Sequence[Signals] = (SIGKILL,),
 ) -> tuple[list[np.ndarray], list[float]]:
     """Kill table servers at random moments, stopping the first instead, which is found and killed.
+
+    Args:
+      signals: the signals in turn; SIGTERM asks a server to leave.
 
     Returns:
       What servers have applied and what they have acknowledged, and for each kill the seconds until
@@ -131,7 +138,7 @@ def killed(
             time.sleep(rng.random() / 4)
             begun = time.monotonic()
             victim = team.servers[rng.choice(sorted(team.servers))]
-            os.kill(victim.process.pid, SIGKILL if kill else SIGSTOP)
+            os.kill(victim.process.pid, signals[kill % len(signals)] if kill else SIGSTOP)
             _until(lambda begun=begun: all(one.last > begun for one in pushers))
             if kill:  # the first is only found after the time for a takeover
                 seconds.append(time.monotonic() - begun)

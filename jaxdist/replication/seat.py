@@ -139,7 +139,7 @@ class Arbiter:
                 self._decide(self.view.synced(server, what["number"]))
 
     def failed(self, server: int) -> None:
-        """Process the end of a server's process; the process must have ended."""
+        """Process the end of a server's process, or the end of its part in the range."""
         self._copies.pop(server, None)
         if self.view is None:
             return

@@ -38,6 +38,9 @@ class Played:
     def hear(self, **what: Any) -> None:
         self.events.put(Event(self, what))
 
+    def close_input(self) -> None:
+        self.silent = True
+
     def die(self) -> None:
         self.events.put(Event(self, {}, -9))
 
@@ -78,7 +81,7 @@ def team() -> Iterator[Callable[..., Any]]:
 
     yield make
     for one in made:
-        one.servers = {}  # there are no processes to wait for
+        one.servers, one._left = {}, []  # there are no processes to wait for
         one.close()
 
 
@@ -112,6 +115,35 @@ def test_a_server_that_does_not_answer_is_killed(team: Any) -> None:
     found, _, lines = team((0,), servers=2, replicas=2, takeover_seconds=0.2)
     until(lambda: found.leaders[0] == (101, 1))
     assert "table 0 has not answered for 0.2 s, and is killed" in lines
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_leaves_hands_its_rows_to_another(team: Any, replicas: int) -> None:
+    """One after another, until no server is left of those that the run began with."""
+    found, played, lines = team(servers=2, replicas=replicas)
+    moves: list[tuple[int, int]] = []
+    found.follow(lambda reason: None, lambda at, port, epoch: moves.append((at, port)))
+    for number in (0, 1):
+        for _ in range(2):  # The second request changes nothing.
+            played[number].hear(event="leaves")
+        until(lambda number=number: number not in found.servers)
+        assert lines[-1] == f"table {number} leaves: table {2 + number} takes its place"
+        assert played[number].silent
+    until(lambda: all(port >= 102 for port, _ in found.leaders))
+    assert found.failure is None
+    until(lambda: replicas == 1 or found.safe)
+    assert {one["server"] for one in found.ask({"count": 0})} <= {2, 3}
+    assert all(number in found._seats for number in (2, 3))
+    assert {at for at, port in moves if port >= 102} == {0, 1}
+    assert sorted(played) == [0, 1, 2, 3]
+
+
+def test_a_server_at_a_fixed_port_does_not_leave(team: Any) -> None:
+    found, played, lines = team(servers=1, processes={"port": 4000})
+    played[0].hear(event="leaves")
+    until(lambda: bool(lines))
+    assert "table 0 was asked to leave and stays" in lines[0]
+    assert [*found.servers] == [0]
 
 
 def test_a_server_that_fails_is_told(team: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import traceback
 from functools import partial
@@ -50,6 +51,8 @@ class TableProcess:
         self._orders: SimpleQueue[JsonObject | None] = SimpleQueue()
         self._orderly = threading.Thread(target=self._follow_orders)
         self._orderly.start()
+        # The handler may interrupt a report, so that another thread sends the wish to leave.
+        signal.signal(signal.SIGTERM, lambda *_: self._orders.put({"leave": True}))
         if setup["leads"] is not None:
             self._orders.put({"lead": setup["leads"]})
 
@@ -75,6 +78,8 @@ class TableProcess:
         match what:
             case {"lead": int(at)}:
                 self._sit(at, leads=True)
+            case {"leave": _}:
+                self.parent.say("leaves")
             case {"follow": int(at)}:
                 self._sit(at, leads=False)
             case {"view": order, "ports": ports, "range": int(at)}:

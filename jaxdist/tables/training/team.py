@@ -26,7 +26,8 @@ class TableTeam:
     """The table servers that process 0 has started, watches, and replaces if they die.
 
     Each range of rows has a leader and, with two replicas, a follower on another server. A server
-    that replaces a dead server gets a number that no server has had.
+    that replaces another gets a number that no server has had. A server that is asked to leave
+    first hands its rows to a server that has all of them.
 
     Args:
       begin: a function that starts the process of a server, given its number, the range that it
@@ -45,6 +46,8 @@ class TableTeam:
         self._changed = threading.Condition(threading.RLock())
         self.servers: dict[int, RunProcess] = {}
         self._seats: dict[int, set[int]] = {}
+        self._leaving: set[int] = set()
+        self._left: list[RunProcess] = []
         self._heard: dict[int, float] = {}
         self._questions: dict[int, float] = {}
         self._pause = min(ASK_SECONDS, strategy.takeover_seconds / 4)
@@ -116,7 +119,7 @@ class TableTeam:
         with self._changed:
             self._closed = True
             ended, self.servers = [*self.servers.values()], {}
-        end_together(ended)
+        end_together([*ended, *self._left])
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self.failure is not None or condition())
@@ -182,11 +185,46 @@ class TableTeam:
         match what["event"]:
             case "failed":
                 self._fail(f"{event.child}: {what['error']}")
+            case "leaves":
+                self._leaves(event.child)
             case "leads" | "copies" | "synced":
                 self._seated(what)
             case "done" if what["range"] in self._asked:
                 del self._asked[what["range"]]
                 self._answers[what["range"]] = what
+        self._hand_over()
+
+    def _leaves(self, child: RunProcess) -> None:
+        """Start another server, which takes the rows of a server that was asked to leave."""
+        if self._strategy.processes.port:
+            self._note(
+                f"{child} was asked to leave and stays: the server in its place would need another "
+                "port; set strategy.processes.port: 0"
+            )
+        elif child.number not in self._leaving:
+            self._leaving.add(child.number)
+            new = self.servers[self._started()]
+            self._note(f"{child} leaves: {new} takes its place")
+            self._fill()
+
+    def _hand_over(self) -> None:
+        """End the part of leaving servers in each range that another server can lead."""
+        if self._asked:
+            return  # A leader carries out an order to its end.
+        for number in sorted(self._leaving):
+            for at in sorted(self._seats[number]):
+                arbiter = self._arbiters[at]
+                view = arbiter.view
+                leads = view is not None and view.leader == number
+                if view is not None and (not leads or (arbiter.port and view.follower is not None)):
+                    arbiter.failed(number)
+                    self._seats[number].discard(at)
+                    self._fill()
+            if not self._seats[number]:
+                self._leaving.discard(number)
+                del self._seats[number], self._heard[number]
+                self._left.append(self.servers.pop(number))
+                self._left[-1].close_input()
 
     def _seated(self, what: JsonObject) -> None:
         at = what["range"]
@@ -208,6 +246,7 @@ class TableTeam:
         del self.servers[number], self._heard[number]
         self._questions.pop(number, None)
         seats = self._seats.pop(number)
+        self._leaving.discard(number)
         for at in seats:
             self._arbiters[at].failed(number)
         if any(one.view is None for one in self._arbiters):
@@ -225,17 +264,16 @@ class TableTeam:
         self._fill()
 
     def _fill(self) -> None:
-        """Give a follower to each range that has none, on the server with the fewest seats."""
-        if self._strategy.replicas < 2:
-            return
+        """Give each range the servers that it lacks, beginning with those that have few seats."""
         for arbiter in self._arbiters:
             view, at = arbiter.view, arbiter.range
-            seated = [one for one, seats in self._seats.items() if at in seats]
+            staying = self._seats.keys() - self._leaving
+            seated = [one for one in staying if at in self._seats[one]]
             # The next server comes first, so that the followers of a server's ranges are spread.
             free = sorted(
-                self._seats.keys() - seated,
+                staying - {*seated},
                 key=lambda one: (len(self._seats[one]), (one - at) % len(self._arbiters)),
             )
-            if view is not None and len(seated) < 2 and free:
+            if view is not None and len(seated) < self._strategy.replicas and free:
                 self._seats[free[0]].add(at)
                 self._tell(free[0], {"follow": at})
