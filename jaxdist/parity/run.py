@@ -178,7 +178,10 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     if microbatches > 1 and batch_norms(module):
         return "batch statistics are those of a microbatch"
     others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))
-    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)):
+    # `settle` moves buffers by sums over the whole batch.
+    if model.settle is None and any(
+        jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)
+    ):
         return "state that the model keeps may depend on how the batch is split"
     return ""
 
