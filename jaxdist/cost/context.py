@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -55,19 +55,6 @@ class SequenceSplit:
     def describe(self) -> str:
         """Return the name of the method, with the size of a group between 1 and all devices."""
         return f"{self.way} of {self.swapped}" if 1 < self.swapped < self.size else self.way
-
-    def in_order(self, x: Any) -> Any:
-        """Return an array `[B, L, ...]` in the order of the sequence, from this split's order.
-
-        The positions move in large parts, which is faster on TPUs than a gather of positions.
-        """
-        R, (B, L, *rest) = self.groups, x.shape
-        if self.order == "striped":
-            return x.reshape(B, R, L // R, *rest).swapaxes(1, 2).reshape(x.shape)
-        if self.order == "zigzag":
-            early, late = np.arange(0, 2 * R, 2), np.arange(2 * R - 1, 0, -2)
-            return x.reshape(B, 2 * R, -1, *rest)[:, np.concatenate([early, late])].reshape(x.shape)
-        return x
 
 
 def positions_of(order: Order, length: int, groups: int) -> np.ndarray:

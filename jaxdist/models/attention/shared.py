@@ -151,12 +151,27 @@ def _to_gathered(
     segments_Bl: jax.Array | None,
 ) -> jax.Array:
     split = groups.split
-    k_BLKd, v_BLKd = (split.in_order(_whole_keys(groups, x)) for x in (k_BlKd, v_BlKd))
+    k_BLKd, v_BLKd = (_in_order(split, _whole_keys(groups, x)) for x in (k_BlKd, v_BlKd))
     segments = None
     if segments_Bl is not None:
         whole_BL = groups.gathered(segments_Bl, axis=1, tiled=True)
-        segments = segments_Bl, split.in_order(whole_BL)
+        segments = segments_Bl, _in_order(split, whole_BL)
     return pieces(split, groups.own(), q_BlHd, k_BLKd, v_BLKd, segments)
+
+
+def _in_order(split: SequenceSplit, x: jax.Array) -> jax.Array:
+    """Return an array `[B, L, ...]` in the order of the sequence, from the order of a split.
+
+    The positions move in large parts. For a gather of positions, libtpu needs minutes to compile.
+    """
+    R, (B, L, *rest) = split.groups, x.shape
+    if split.order == "striped":
+        return x.reshape(B, R, L // R, *rest).swapaxes(1, 2).reshape(x.shape)
+    if split.order == "zigzag":
+        pairs = x.reshape(B, R, 2, L // (2 * R), *rest)
+        early, late = pairs[:, :, 0], pairs[:, ::-1, 1]
+        return jnp.concatenate([early, late], axis=1).reshape(x.shape)
+    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
