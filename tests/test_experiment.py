@@ -75,6 +75,8 @@ NEXT_TOKEN, CLASSIFICATION = {"type": "next_token"}, {"type": "classification"}
          "loss.type next_token needs tokens [length + 1] and segments [length] in each example, "
          "but the data gives image [8, 8, 1] and label []; use loss.type classification"),
         (mine("Flat"), DIGITS, NEXT_TOKEN, "loss.type next_token needs tokens"),
+        ({"type": "bert", "layers": 1, "embed": 8, "heads": 2}, TOKENS, None,
+         "but the data gives segments [8] and tokens [9]; use data.masking: {} to hide tokens, or"),
         (GPT, TOKENS, CLASSIFICATION,
          "loss.type classification needs image [any shape] and label [] in each example, but the "
          "data gives segments [8] and tokens [9]; use loss.type next_token"),

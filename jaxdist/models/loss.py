@@ -215,6 +215,8 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
     )
     fitting = [f"loss.type {other.type}" for other in built_in if _reads(other.needs, shapes)]
     instead = (*fitting, "a loss of your own, {type: import, path: ...}")[0]
+    if isinstance(config, MaskedTokensConfig) and "tokens" in shapes:
+        instead = f"data.masking: {{}} to hide tokens, or {instead}"
     needed = " and ".join(
         f"{name} [{'any shape' if dims is None else ', '.join(dims)}]"
         for name, dims in config.needs.items()
