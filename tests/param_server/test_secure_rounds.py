@@ -54,6 +54,7 @@ def test_rounds_apply_the_plain_fixed_point_sum_to_the_bit(tmp_path):
         worker.client.close()
 
 
+@pytest.mark.full  # The replay above has the same mean.
 def test_rounds_have_the_mean_of_plain_rounds():
     run = Training(**SECURE, servers=1, workers=4)
     wanted = ordered_sums(run)
