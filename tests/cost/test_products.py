@@ -9,9 +9,11 @@ import pytest
 from benchmarks.planner.cases import llama_70b
 from benchmarks.tpu.products import TOPOLOGIES
 from benchmarks.tpu.program import CONFIG
-from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
+from jaxdist.cost.kernels import SPLASH, computed_share, kernel_work, splash_block, splash_share
 from jaxdist.cost.products import product_share, shares
 from jaxdist.experiment import load
+from jaxdist.hlo.estimates import Effort
+from jaxdist.hlo.parse import ArrayShape
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.hints import no_hint
 from jaxdist.parallel.compiler import ONLY_ON, SCOPED_VMEM
@@ -134,3 +136,17 @@ def test_the_published_step_of_llama_2_70b_on_v6e_is_met_within_the_goal():
     places = next(one for one in meshes(target) if one.sizes == (1, 256, 1))
     step = judge_plan(llama_70b(512), Plan(data=256), places, target).seconds.total
     assert step == pytest.approx(9.052, rel=0.12)
+
+
+def test_the_work_of_a_piece_of_a_sequence_is_its_share_of_all_pairs():
+    """The piece has more elements of gathered keys than of queries."""
+
+    def flops(rows, heads, kv_heads):
+        table = ArrayShape("s8", (1, 8, 128))
+        queries, keys = ((1, heads, rows, 128), (1, kv_heads, 2**17, 128))
+        q, k = (ArrayShape("bf16", dims) for dims in (queries, keys))
+        ask = Effort("", 0.0, 0, "splash_mha_fwd", (table, q, k, k), (q,), {"block_q": 1024})
+        return kernel_work(ask, "v5p")[0]
+
+    assert 16 * flops(2**13, 4, 8) == flops(2**17, 4, 8)
+    assert flops(2**17, 1, 1) == 4 * (2**17) ** 2 * 128 * computed_share(2**17, 1024)
