@@ -78,6 +78,8 @@ def test_builds_and_plans_the_step(path):
     document, config = load(path)
     if getattr(config.data, "source", "") == "fashion-mnist":
         document, config = load(path, ["data.source=digits"])
+    if getattr(config.data, "files", None) == ["kjv.txt"]:  # a text that the user installs
+        document, config = load(path, [f'data.files=["{ROOT}/docs/**/*.md"]'])
     if config.data.type == "movielens":  # this would fetch the files
         fields = len(config.data.fields)
         document, config = load(path, [f"data={{type: clicks, fields: {fields}}}"])
