@@ -136,7 +136,9 @@ def test_patterns_leave_what_the_model_names():
         "mlp/kernel": ("embed", "mlp"),
         "head": (None, None),
     }
-    with pytest.raises(ShardingError, match=r"'head' matches only .* name their own dims .*head"):
+    with pytest.raises(
+        ShardingError, match=r"'head' matches only .* whose dims the model names .*head"
+    ):
         resolved({"head": "whole"}, dims=DIMS)
 
 

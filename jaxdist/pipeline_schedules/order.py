@@ -147,6 +147,6 @@ def refuse_fewer(name: str, stages: int, microbatches: int, least: int, instead:
     refuse_small(name, stages, microbatches)
     if microbatches < least:
         raise ConfigError(
-            f"schedule {name}: {stages} stages need at least {least} microbatches, but there are "
+            f"schedule {name}: {stages} stages need at least {least} microbatches, got "
             f"{microbatches}: use {least} or more, or fewer stages, or {instead}"
         )

@@ -33,8 +33,8 @@ STATEFUL = (
     "pass them as arrays in the state"
 )
 UNKNOWN_SCALE = (
-    "no step on one device was given (one_device=), so that only another order of the rows was "
-    "compared; a factor that is the same for every batch shows only in the types"
+    "no step on one device was passed (one_device=), so only a different order of the examples "
+    "was compared; a factor that is the same for every batch shows only in the types"
 )
 
 
@@ -105,8 +105,8 @@ def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, 
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise RunError(
-            f"prove: {name} cannot be traced ({type(error).__name__}: {first}): call it as "
-            f"step(state, batch) with these arguments first; {INPUTS}"
+            f"prove: {name} cannot be traced ({type(error).__name__}: {first}): first call the "
+            f"step as step(state, batch) with these arguments, without prove; {INPUTS}"
         ) from error
 
 
@@ -135,7 +135,9 @@ def _traced(
     pair = isinstance(out, tuple) and len(out) == 2
     _require(pair, f"the step returns {type(out).__name__}, not two values: {MUTABLE}")
     same = jax.tree.structure(out[0]) == jax.tree.structure(state)
-    _require(same, f"the step returns a tree of another structure than the state: {MUTABLE}")
+    _require(
+        same, f"the step returns a tree whose structure differs from that of the state: {MUTABLE}"
+    )
     news = flatten_with_names(out[0])
     for old, (name, new) in zip(jax.tree.leaves(state), news, strict=True):
         same = np.shape(old) == new.shape
@@ -153,14 +155,15 @@ def _traced(
     on_mesh = any(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in given)
     _require(
         bool(used) or mesh.size == 1 or on_mesh,
-        f"neither state nor batch is on the {mesh.size} devices of the mesh, so that the step "
-        "would run on one: place them as training does (jax.device_put with a NamedSharding)",
+        f"neither state nor batch is on the {mesh.size} devices of the mesh, so the step would run "
+        "on a single device: place state and batch as in training (jax.device_put with a "
+        "NamedSharding)",
     )
     for shape in used:
         _require(
             shape == dict(mesh.shape),
-            f"the step's shard_map is for the mesh {shape}, but mesh is {dict(mesh.shape)}: give "
-            "the mesh that the step is written for",
+            f"the step's shard_map is for the mesh {shape}, but the argument mesh is "
+            f"{dict(mesh.shape)}: pass the mesh for which the step is written",
         )
     names = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
     return closed, [*(f"state/{name}" for name, _ in news), *names]

@@ -86,11 +86,19 @@ def _adapted(
     if kept is not None:
         given["exchange"], remake = kept, _resharded
     elif wanted != found:
-        _tell(say, "the state of the gradient exchange starts from zero: another plan saved it")
+        _tell(
+            say,
+            "the state of the gradient exchange starts from zero, because the checkpoint was "
+            "saved with a different plan",
+        )
         given["exchange"], remake, ignored = (), _begun, ignored.union(found)
     wanted, found = _part(own, "outer"), _part(saved, "outer")
     if wanted != found:
-        _tell(say, "the state of the strategy starts from zero: another strategy saved it")
+        _tell(
+            say,
+            "the state of the strategy starts from zero, because the checkpoint was saved with a "
+            "different strategy",
+        )
         given["outer"], begins, ignored = (), True, ignored.union(found)
     skips = _skips(program, saved)
     target, shapes = (

@@ -157,7 +157,7 @@ def take_directory(
         except HeldError as error:
             if named or resume:
                 raise
-            say(f"{error.who}: this run takes the next name")
+            say(f"{error.who}: this run uses the next free name")
             continue
         if not directory.occupied:
             return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
@@ -205,7 +205,7 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
     others = "; ".join(_described(path) for path in begun if path != base)
     if exact and RunDirectory(base).occupied:
         if others:
-            say(f"resume {base}, as run.directory says; also present: {others}")
+            say(f"resume {base}, which run.directory names; other runs with this name: {others}")
         return base
     if exact and others:
         raise RunError(
@@ -216,8 +216,9 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
     if len(begun) > 1:
         listed = "; ".join(map(_described, begun))
         raise RunError(
-            f"--resume: {len(begun)} runs have begun under the name {base}, and it is ambiguous "
-            f"which to continue: {listed}. Choose one with run.directory=PATH on the command line"
+            f"--resume: {len(begun)} runs have begun under the name {base}, so --resume cannot "
+            f"decide which run to continue: {listed}. Choose one with run.directory=PATH on the "
+            "command line"
         )
     for directory in map(RunDirectory, family(base)):
         # A run that is about to write its first file holds its lock, so that RunLock raises. A lock

@@ -42,7 +42,9 @@ class RunFiles:
                 lines = changes(read(self.directory.config).values, resolved)
             except ConfigError as error:
                 # The saved state does not depend on the old config, which is replaced later.
-                lines = [f"unknown, because {self.directory.config} is damaged: {error}"]
+                lines = [
+                    f"the changes are unknown, because {self.directory.config} is damaged: {error}"
+                ]
             for line in lines:
                 self.say(f"changed since this run began: {line}")
         elif jax.process_index() == 0:

@@ -102,8 +102,8 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
 
     if jax.process_count() > 1:
         raise ConfigError(
-            "strategy.type parameter_server starts its own processes, but this is one of "
-            f"{jax.process_count()}: start it once, without --processes or --coordinator",
+            "strategy.type parameter_server starts its own processes, but this process is one of "
+            f"{jax.process_count()}: run the command once, without --processes or --coordinator",
             setting=("strategy", "type"),
         )
     with blamed("strategy"):
@@ -146,8 +146,8 @@ def _check_installed(kind: str) -> None:
     missing = [name for name in ("grpc", "google_crc32c") if find_spec(name) is None]
     if missing:
         raise RunError(
-            f"strategy.type {kind} needs {' and '.join(missing)} for its wire: "
-            "pip install 'jaxdist[param-server]'"
+            f"strategy.type {kind} needs {' and '.join(missing)} for its network connections: pip "
+            "install 'jaxdist[param-server]'"
         )
 
 

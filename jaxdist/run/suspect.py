@@ -33,5 +33,5 @@ class SuspectStateError(RunError):
         if not restores:
             raise self
         times = "once" if restores == 1 else f"{restores} times"
-        advice = f"the run was restored {times} before; {self.advice}"
+        advice = f"the run was already restored {times}; {self.advice}"
         raise SuspectStateError(self.what, advice) from self

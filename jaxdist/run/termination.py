@@ -117,7 +117,7 @@ class Termination:
                     _forget(terminals)
                 if number[0] in self._previous:
                     again = (
-                        "; the same signal again ends it at once"
+                        "; the same signal again ends the run at once"
                         if number[0] == signal.SIGINT
                         else ""
                     )

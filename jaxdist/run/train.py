@@ -198,6 +198,8 @@ def _check_everywhere(path: Path, wanted: str) -> None:
     if any_process(problem is not None):
         raise RunError(
             problem
-            or f"another process found a different run at {path} than {wanted}: give a directory "
-            "that all machines share with run.directory=PATH"
+            or (
+                f"another process found a different run at {path} than {wanted}: set "
+                "run.directory=PATH to a directory that all machines share"
+            )
         )

@@ -61,7 +61,7 @@ def enable(directory: Path) -> Path | None:
         return None
     reason = _take(directory)
     if reason is not None:
-        _log.warning("compiled programs are not kept: %s %s", directory, reason)
+        _log.warning("compiled programs are not cached: %s %s", directory, reason)
         return None
     for name, value in SETTINGS.items():
         settings.update(name, value)
@@ -83,7 +83,10 @@ def _take(directory: Path) -> str | None:
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         return f"belongs to user {found.st_uid}, not to {os.getuid()}"
     if found.st_mode & 0o022:
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it"
+        return (
+            f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run chmod 700 "
+            "on it"
+        )
     if not os.access(directory, os.W_OK | os.X_OK):
         return "cannot be written"
     return None

@@ -140,10 +140,9 @@ def prepare(*, fake_devices: int | None = None) -> None:
     changed = {name: value for name, value in planned.items() if os.environ.get(name) != value}
     if changed and "jax" in sys.modules and fake_devices is not None:
         raise MeshError(
-            f"{fake_devices} fake devices were asked for after jax was imported, which is too "
-            f"late. Set {' '.join((f'{k}={v!r}' for k, v in changed.items()))} in the "
-            "environment, or call jaxdist.runtime.environment.prepare() before the first import "
-            "of jax"
+            f"{fake_devices} fake devices were requested after jax was imported, which is too "
+            f"late. Set {' '.join((f'{k}={v!r}' for k, v in changed.items()))} in the environment, "
+            "or call jaxdist.runtime.environment.prepare() before the first import of jax"
         )
     os.environ.update(changed)
 

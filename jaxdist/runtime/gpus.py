@@ -155,8 +155,8 @@ def _query(one: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise RunError(
             f"the driver of {one} on {platform.node()} did not list its GPUs within "
-            f"{QUERY_SECONDS} s: see whether nvidia-smi or rocm-smi answers there, or restart "
-            "the node"
+            f"{QUERY_SECONDS} s: check whether nvidia-smi or rocm-smi answers on that node, or "
+            "restart the node"
         ) from None
     if done.returncode:
         words = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
@@ -169,7 +169,7 @@ def _chosen(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
-        raise RunError(f"{CHOICE}={text!r}: write numbers with commas between them, as 0,1")
+        raise RunError(f"{CHOICE}={text!r}: write numbers with commas between them, such as 0,1")
     return tuple(map(int, parts))
 
 
@@ -220,7 +220,8 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     for index, one in enumerate(seen):
         if not one.gpus:
             raise RunError(
-                f"process {index} on {one.machine} sees no GPU, while others do: {_request()}"
+                f"process {index} on {one.machine} finds no GPU, but other processes do: "
+                f"{_request()}"
             )
         groups.setdefault(frozenset(one.gpus), []).append(index)
     shares: list[tuple[int, ...]] = [()] * len(seen)
@@ -242,7 +243,7 @@ def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...
         raise RunError(
             f"{len(members)} processes on {machine} ({_range(members)}) see the same {len(gpus)} "
             "GPUs, which they cannot share evenly: start a number of processes that divides "
-            f"{len(gpus)}, or one process, or set {CHOICE} in each"
+            f"{len(gpus)}, or a single process, or set {CHOICE} in each process"
         )
     shares = []
     for position, index in enumerate(members):
@@ -257,12 +258,12 @@ def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
     if one.chosen is None:
         raise RunError(
             f"process {index} on {one.machine} has no {CHOICE}, but another process that sees the "
-            "same GPUs has: set it in all of these processes or in none"
+            f"same GPUs has {CHOICE}: set {CHOICE} in all of these processes or in none"
         )
     if max(one.chosen) >= len(one.gpus):
         raise RunError(
-            f"process {index} on {one.machine}: {CHOICE}={','.join(map(str, one.chosen))}, but it "
-            f"sees {len(one.gpus)} GPUs, numbered from 0"
+            f"process {index} on {one.machine}: {CHOICE}={','.join(map(str, one.chosen))}, but the "
+            f"process sees {len(one.gpus)} GPUs, which are numbered from 0"
         )
     return one.chosen
 
@@ -275,9 +276,10 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
             other = owners.setdefault(one.gpus[number], index)
             if other != index or share.count(number) > 1:
                 raise RunError(
-                    f"processes {other} and {index} on {one.machine} would both own the GPU that "
-                    f"process {index} numbers {number}. Let all processes of a node see the same "
-                    f"GPUs, or each its own (CUDA_VISIBLE_DEVICES), or set {CHOICE} in each"
+                    f"processes {other} and {index} on {one.machine} would both own the GPU with "
+                    f"number {number} of process {index}. Let all processes of a node see the same "
+                    "GPUs, or let each process see only its own (CUDA_VISIBLE_DEVICES), or set "
+                    f"{CHOICE} in each process"
                 )
     for machine in dict.fromkeys(one.machine for one in seen):
         members = [index for index, one in enumerate(seen) if one.machine == machine]
@@ -286,9 +288,10 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
         chosen = any(seen[index].chosen is not None for index in members)
         if given and owned != given and not chosen:
             raise RunError(
-                f"{len(members)} processes on {machine} ({_range(members)}) own {owned} GPUs "
-                f"together, but the scheduler gave the job {given} there: start enough processes "
-                f"to use them all, {_request()}, or set {CHOICE} in each process"
+                f"{len(members)} processes on {machine} ({_range(members)}) own {owned} "
+                f"GPUs together, but the scheduler assigned {given} GPUs of this node to "
+                f"the job. Start enough processes to use all of them, {_request()}, or set "
+                f"{CHOICE} in each process"
             )
 
 

@@ -244,11 +244,9 @@ def device(kind: str) -> Device:
     45000000000.0
 
     Raises:
-      JaxdistError: no figures are known for `kind`.
+      JaxdistError: `kind` is unknown.
     """
     found = find_device(kind)
     if found is None:
-        raise JaxdistError(
-            f"no figures are known for the device kind {kind!r}: {did_you_mean(kind, DEVICES)}"
-        )
+        raise JaxdistError(f"the device kind {kind!r} is unknown: {did_you_mean(kind, DEVICES)}")
     return found

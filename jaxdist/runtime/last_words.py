@@ -35,8 +35,8 @@ _UNREACHABLE = re.compile(
 )
 _MOST_CHARACTERS = 300
 REMEDY = (
-    "All processes end when one of them is lost: see their messages, then start all of them "
-    "again with --resume"
+    "All processes end when one process is lost: read the messages of all processes, then start "
+    "all of them again with --resume"
 )
 
 
@@ -83,12 +83,12 @@ def meaning(status: str, coordinator: str) -> str:
 
     >>> rpc = "UNAVAILABLE: Socket closed\\n... from remote target coordination_service while ..."
     >>> meaning(rpc, "a:1")
-    'process 0 (a:1) is lost or cannot be reached'
+    'process 0 (a:1) is lost or unreachable'
     >>> meaning("UNKNOWN: Gloo all-reduce failed: Connection closed.\\n at pair.cc", "a:1")
     'UNKNOWN: Gloo all-reduce failed: Connection closed'
     """
     if _UNREACHABLE.search(status):
-        return f"process 0 ({coordinator}) is lost or cannot be reached"
+        return f"process 0 ({coordinator}) is lost or unreachable"
     return status.strip().partition("\n")[0].rstrip(".")[:_MOST_CHARACTERS]
 
 

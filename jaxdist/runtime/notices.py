@@ -97,7 +97,9 @@ class MetadataNotice:
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._failed = True
-                self._say(f"preemption: {self._url} does not answer ({error}); it is asked again")
+                self._say(
+                    f"preemption: {self._url} does not answer ({error}); the request is repeated"
+                )
             return None
 
 

@@ -76,8 +76,8 @@ def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int |
             return found
     reasons = "; ".join(f"{one.scheduler}: {one.missing}" for one in seen)
     raise RunError(
-        f"--distributed: {reasons or 'no scheduler has set its variables'}. Give {_FLAGS}, or "
-        f"{', '.join(missing)} (`jaxdist launch` does)"
+        f"--distributed: {reasons or 'no scheduler has set its variables'}. Use {_FLAGS}, or set "
+        f"{', '.join(missing)} (`jaxdist launch` sets them)"
     )
 
 

@@ -199,8 +199,8 @@ def _listen(bind: str) -> socket.socket:
         return socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
         raise RunError(
-            f"process 0 cannot listen on {bind}: {_reason(error)}; name a free port of this "
-            "process's own host with --coordinator HOST:PORT"
+            f"process 0 cannot listen on {bind}: {_reason(error)}; choose a free port of the host "
+            "on which process 0 runs, with --coordinator HOST:PORT"
         ) from error
 
 
@@ -217,7 +217,9 @@ def _admit(
     if its_count != count:
         problem = f"process {index} was started as one of {its_count}, process 0 as one of {count}"
     elif not 0 < index < count or index in came:
-        problem = f"there is a process {index} already: give each its own --process-id"
+        problem = (
+            f"a process {index} has already joined: use a different --process-id for each process"
+        )
     else:
         # From now on only `_is_gone` reads from the connection, and must not block.
         peer.setblocking(False)
@@ -247,7 +249,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         except OSError as error:
             answer, reason = "", _reason(error)
         else:
-            reason = "process 0 disappeared again"
+            reason = "process 0 was reachable and disappeared again"
         if answer.startswith("go "):
             _until_open(address, wait)
             return json.loads(answer.removeprefix("go "))
@@ -275,7 +277,7 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
     named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
     return (
         f"{count - len(missing)} of {count} processes joined {coordinator} within {seconds:g} s; "
-        f"missing: {named}. See their messages, {_REMEDY}"
+        f"missing: {named}. Read the messages of the missing processes, {_REMEDY}"
     )
 
 

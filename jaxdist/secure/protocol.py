@@ -107,7 +107,9 @@ class SecureClient:
                 f"the roster lacks client {self.number}, or has wrong keys for the client"
             )
         if len({one.mask for one in roster.values()}) < len(roster):
-            raise SecureError("two clients of the roster have the same key: one of them is forged")
+            raise SecureError(
+                "two clients of the roster have the same key, so the key of one client is forged"
+            )
         self._roster = dict(roster)
         of_key = share_secret(self._mask.private_bytes_raw(), [*roster], self.threshold)
         of_own = share_secret(self._own, [*roster], self.threshold)
@@ -161,8 +163,8 @@ class SecureClient:
         _check_enough(asked[0], self.threshold, "have sent their vectors")
         if self._revealed not in (None, asked):
             raise SecureError(
-                f"client {self.number} is asked for shares of other clients than before: with both "
-                "shares of a client its vector could be read"
+                f"client {self.number} was asked for shares of other clients before: with both "
+                "shares of a client, the server could read the client's vector"
             )
         self._revealed = asked
         return {
@@ -183,7 +185,7 @@ class SecureClient:
         try:
             return cipher.decrypt(nonce, text, None)
         except InvalidTag as error:
-            raise SecureError(f"the shares of client {sender} were changed on their way") from error
+            raise SecureError(f"the shares of client {sender} were changed in transit") from error
 
 
 class SecureSum:
@@ -210,7 +212,7 @@ class SecureSum:
           SecureError: the client is not on the roster, or has sent a vector before.
         """
         if client not in self.roster or client in self.arrived:
-            raise SecureError(f"client {client} is not on the roster, or has sent a vector before")
+            raise SecureError(f"client {client} is not on the roster, or has already sent a vector")
         self.arrived.add(client)
         self._total += masked
 
@@ -230,7 +232,7 @@ class SecureSum:
         for client in self.roster:
             secret = recover_secret(dict(_shares_of(client, revealed, self.threshold)))
             if secret is None:
-                raise SecureError(f"the shares of client {client} do not fit together")
+                raise SecureError(f"the shares of client {client} contradict one another")
             if client in self.arrived:
                 add_mask(found, secret, subtract=True)
                 continue
@@ -253,6 +255,6 @@ def _shares_of(
 def _check_enough(clients: Collection[int], threshold: int, what: str) -> None:
     if len(clients) < threshold:
         raise SecureError(
-            f"secure aggregation: {len(clients)} clients {what}, and {threshold} are needed; the "
+            f"secure aggregation: {len(clients)} clients {what}, but {threshold} are needed; the "
             "round reveals nothing: repeat the round with more clients, or allow more dropouts"
         )

@@ -43,16 +43,17 @@ def share_sequences(
     apart = layout.parts("heads") != layout.parts("kv_heads")
     if apart and needs.kv_heads > 1:
         raise ConfigError(
-            f"mesh.context {given.size} needs kv_heads split as heads are, so that each is with "
-            f"its queries: here heads are in {layout.parts('heads')} parts, kv_heads in "
-            f"{layout.parts('kv_heads')}; map heads and kv_heads to one axis",
+            f"mesh.context {given.size} needs kv_heads to be split like heads, so that "
+            "each key head is on the device of its queries. Here heads are in "
+            f"{layout.parts('heads')} parts, but kv_heads in {layout.parts('kv_heads')}; "
+            "map heads and kv_heads to the same axis",
             setting=("sharding", "rules"),
         )
     splits = splits_of(config.context, given.axes, given.size)
     if not splits:
         raise ConfigError(
-            f"sharding.context {config.context} needs groups of several devices, and mesh.context "
-            f"is {given.size}: use ring or ulysses, or a size such as 4 or 6",
+            f"sharding.context {config.context} needs groups of several devices, but mesh.context "
+            f"{given.size} has no such groups: use ring or ulysses, or a size such as 4 or 6",
             setting=("sharding", "context"),
         )
     ordered = [replace(one, order=_order(config, one, needs, reorders=reorders)) for one in splits]
@@ -93,8 +94,8 @@ def _check_length(length: int, size: int) -> None:
 def _check_order(length: int, split: SequenceSplit) -> None:
     if split.order == "zigzag" and length % (2 * split.groups):
         raise ConfigError(
-            f"sharding.context_order zigzag cuts sequences into {2 * split.groups} pieces, which "
-            f"do not divide {length} positions: use striped, or data.window "
+            f"sharding.context_order zigzag divides sequences into {2 * split.groups} blocks, but "
+            f"{length} positions do not divide by this number: use striped, or data.window "
             f"{near_lengths(length, 2 * split.groups)}",
             setting=("sharding", "context_order"),
         )

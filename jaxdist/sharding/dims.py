@@ -66,8 +66,10 @@ def resolve_dims(
     problems = _idle_patterns(config.params, dims)
     known = {d for found in resolved.values() for d in found if d} | ACTIVATION_DIMS
     problems += [
-        f"sharding.rules.{dim}: no parameter has this dim, so that the rule has no effect: "
-        f"{did_you_mean(dim, sorted(known))}"
+        (
+            f"sharding.rules.{dim}: no parameter has this dim, so the rule has no effect: "
+            f"{did_you_mean(dim, sorted(known))}"
+        )
         for dim in config.rules
         if dim not in known and not unnamed
     ]
@@ -130,8 +132,8 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
         elif not names & free:
             name = min(names)
             why = (
-                f"matches only parameters that name their own dims ({name}: "
-                f"{_shown(dims[name])}); remove it, and map these dims by sharding.rules"
+                f"matches only parameters whose dims the model names ({name}: "
+                f"{_shown(dims[name])}); remove the pattern, and map these dims with sharding.rules"
             )
         elif hides is not None:
             why = (

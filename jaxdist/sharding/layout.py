@@ -417,21 +417,21 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     shown = axis if axis is not None and axis_names(mesh, axis) else "none"
     if config.collective_matmul and (axis is None or rules["mlp"] != axis):
         raise ShardingError(
-            "sharding.collective_matmul overlaps matmuls with pieces of a sequence that is "
-            f"split over the same axis, but residual_seq is mapped to {shown}, mlp to "
-            f"{rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
+            "sharding.collective_matmul overlaps matrix products with shards of a sequence that "
+            f"is split over the same axis as mlp, but residual_seq is mapped to {shown}, and mlp "
+            f"to {rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
             "sharding.collective_matmul: false"
         )
     if config.collective_matmul and axis is not None and len(axis_names(mesh, axis)) > 1:
         raise ShardingError(
-            f"sharding.collective_matmul needs a ring in one network, but {axis} spans two: give "
-            f"mesh.{axis} one size, or set sharding.collective_matmul: false"
+            f"sharding.collective_matmul needs a ring in a single network, but {axis} spans two "
+            f"networks: set mesh.{axis} to a single size, or set sharding.collective_matmul: false"
         )
     layout = Layout(mesh, tuple(rules.items()), config.collective_matmul, config.experts)
     if not {*layout.names_of("experts")} <= {*layout.names_of("batch")}:
         raise ShardingError(
             f"sharding.rules.experts: {rules['experts']} splits experts among devices with the "
-            "same tokens: set sharding.rules.experts: expert, an axis that splits the batch too"
+            "same tokens: set sharding.rules.experts: expert, an axis that also splits the batch"
         )
     return layout
 

@@ -168,8 +168,9 @@ def check_alike(experiments: dict[Variant, Experiment]) -> None:
         changed = [what for what, (mine, other) in pairs.items() if mine != other]
         if changed:
             raise ConfigError(
-                f"variant {variant.name!r} changes {' and '.join(changed)}: all take equal steps "
-                "on the same batches; set the values for all, outside --variant"
+                f"variant {variant.name!r} changes {' and '.join(changed)}: all variants must take "
+                "equal steps on the same batches; set these values for all variants, outside of "
+                "--variant"
             )
 
 

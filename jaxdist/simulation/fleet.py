@@ -103,7 +103,7 @@ class Fleet:
         return ", ".join([*best, *names])
 
     def _accounts(self) -> list[str]:
-        lines = ["where the time goes, at the best interval of each:"]
+        lines = ["use of the time at the best interval of each method:"]
         for kind in self.tiers[0].best.seconds:
             shares = [tier.best.shares[kind] for tier in self.tiers]
             name = "detection" if kind is Activity.IDLE else kind.replace("_", " ")

@@ -29,8 +29,8 @@ def cluster_of(config: ExperimentConfig) -> ParameterServer:
     """
     if not isinstance(config.strategy, ParameterServer):
         raise ConfigError(
-            f"strategy.type {config.strategy.type}: only parameter servers are simulated; add, for "
-            "example, 'strategy={type: parameter_server, workers: 8}'"
+            f"strategy.type {config.strategy.type}: the command simulates only parameter servers; "
+            "add, for example, 'strategy={type: parameter_server, workers: 8}'"
         )
     return config.strategy
 

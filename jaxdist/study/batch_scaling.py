@@ -150,8 +150,9 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
         key = text.partition("=")[0].strip()
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
             raise ConfigError(
-                f"override {text!r} has no effect here: the study sets {', '.join(_FIXED)}; leave "
-                "it out, and use --optimizers, --batches and --epochs"
+                f"override {text!r} has no effect here, because the study sets "
+                f"{', '.join(_FIXED)}; leave the override out, and use --optimizers, --batches and "
+                "--epochs"
             )
     if epochs is not None:
         return [*overrides, "train.steps=null", f"train.epochs={epochs}"]
@@ -159,7 +160,7 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
     if config.train.epochs is None:
         raise ConfigError(
             f"{path} trains {config.train.steps} steps, but a study compares equal numbers of "
-            "epochs: give --epochs"
+            "epochs: add --epochs N"
         )
     return list(overrides)
 

@@ -87,8 +87,8 @@ def compare_variants(
     given += parse_variants(variants, taken=[*taken, *study.variants])
     if len(found.variants) + len(given) < 2:
         raise ConfigError(
-            f"nothing to compare {path} with: give --of {'|'.join(SETS)} or "
-            "--variant NAME='section.key=value'"
+            f"nothing to compare {path} with: add --of {'|'.join(SETS)} or --variant "
+            "NAME='section.key=value'"
         )
     trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
     # The baseline is required, but the config may refuse other variants of a shipped set.
@@ -195,8 +195,8 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
             other = seen.setdefault(self.identity(VariantTrial(name, self.seeds[0])), name)
             if other != name:
                 raise ConfigError(
-                    f"variants {other!r} and {name!r} are the same settings: change or remove "
-                    "one of the two"
+                    f"variants {other!r} and {name!r} have the same settings: change or remove "
+                    "either variant"
                 )
 
 
@@ -212,7 +212,8 @@ def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
     if changed or len(experiment.stages) > 1:
         raise ConfigError(
             f"variant {name!r} changes {' and '.join(changed) or 'the batch within a run'}: all "
-            "train on the same batches for equal steps; set the values for all, outside --variant"
+            "variants must train on the same batches for equal steps; set these values for all "
+            "variants, outside of --variant"
         )
 
 

@@ -102,8 +102,8 @@ def check_sent(experiment: Experiment) -> None:
     sizes = {name: shape[name] for name in (axis_names(layout.mesh, axis) if axis else ())}
     if all(size == 1 for size in sizes.values()):
         raise ConfigError(
-            f"--of compression: one device has the whole batch (mesh {dict(shape)}), so that no "
-            "gradient is sent; set mesh.data above 1, or play devices: --devices 4"
+            f"--of compression: a single device computes the whole batch (mesh {dict(shape)}), so "
+            "no gradient is sent; set mesh.data above 1, or use fake devices: --devices 4"
         )
 
 

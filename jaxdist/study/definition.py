@@ -30,7 +30,7 @@ def _once(values: tuple[int, ...]) -> tuple[int, ...]:
     """
     for value in values:
         if values.count(value) > 1:
-            raise ValueError(f"{value} is given {values.count(value)} times: give it once")
+            raise ValueError(f"{value} occurs {values.count(value)} times: name each value once")
     return tuple(sorted(values))
 
 

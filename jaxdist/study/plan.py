@@ -134,16 +134,19 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise ConfigError("--batches is empty; give sizes, e.g. --batches 64,256,1024")
+        raise ConfigError("--batches is empty; write batch sizes, such as --batches 64,256,1024")
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word) > 0):
             raise ConfigError(
-                f"--batches {word!r} is not a batch size: give whole numbers from 1, such as 64,256"
+                f"--batches {word!r} is not a batch size: write whole numbers from 1, such as "
+                "64,256"
             )
     sizes = sorted(map(int, words))
     for size in sizes:
         if sizes.count(size) > 1:
-            raise ConfigError(f"--batches {size} is given {sizes.count(size)} times: give it once")
+            raise ConfigError(
+                f"--batches names {size} {sizes.count(size)} times: name each size once"
+            )
     return tuple(sizes)
 
 
@@ -161,7 +164,7 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
             raise ConfigError(f"--optimizers {name!r}: {did_you_mean(name, known)}")
         if names.count(name) > 1:
             raise ConfigError(
-                f"--optimizers {name!r} is given {names.count(name)} times: give it once"
+                f"--optimizers names {name!r} {names.count(name)} times: name each optimizer once"
             )
     return {name: known[name] for name in names}
 

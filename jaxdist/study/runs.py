@@ -78,8 +78,8 @@ def runs_of(
         except KeyboardInterrupt:
             console.print(
                 (
-                    f"{len(runs.outcomes)} runs are kept in {journal.path}; the same command "
-                    "continues"
+                    f"{len(runs.outcomes)} runs are saved in {journal.path}; the same command "
+                    "continues the study"
                 ),
                 soft_wrap=True,
                 markup=False,

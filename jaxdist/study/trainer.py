@@ -206,12 +206,12 @@ def check_comparable(experiment: Experiment, path: Path) -> None:
     strategy = experiment.config.strategy.type
     if strategy != "synchronous":
         raise ConfigError(
-            f"{path}: strategy.type {strategy} changes weights between steps, but a study "
-            f"compares steps alone; set strategy={{type: synchronous}}"
+            f"{path}: strategy.type {strategy} changes parameters between steps, but a study "
+            "compares only steps; set strategy={type: synchronous}"
         )
     if experiment.heldout is None:
         raise DataError(
-            f"data of {path} has no held-out split, by which a study judges: set "
+            f"data of {path} has no held-out split, on which a study compares the results: set "
             "data.heldout_fraction or data.heldout_examples"
         )
 

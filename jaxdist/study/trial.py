@@ -171,8 +171,8 @@ class OutcomeJournal(Generic[TrialT]):
             return record["key"], outcome_from_json(self._kind, record)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, "
-                "or the file to run everything again"
+                f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, or "
+                "remove the file to repeat all runs"
             ) from error
 
 

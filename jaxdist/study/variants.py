@@ -93,7 +93,7 @@ def named_variants(
             )
         if name in [*taken, *(variant.name for variant in found)]:
             raise ConfigError(
-                f"{what} {name!r} is the name of another variant: choose a name that is free"
+                f"{what} {name!r} is the name of another variant: choose a different name"
             )
         found.append(Variant(name, overrides))
     return tuple(found)

@@ -134,11 +134,17 @@ class TableServer(Server):
         width = self.store.form.width
         if op is Op.PULL:
             if payload.size % 4:
-                return f"a pull of {payload.size} bytes: rows have 4 each"
+                return (
+                    f"a pull of {payload.size} bytes is not a multiple of the 4 bytes of a row "
+                    "number"
+                )
             return self.store.problem(payload.view(np.uint32))
         found = unpack_push(payload, width)
         if found is None:
-            return f"a push of {payload.size} bytes: the tables here are {width} wide"
+            return (
+                f"a push of {payload.size} bytes does not fit the tables of this server, whose "
+                f"width is {width}"
+            )
         return self.store.problem(found[1])
 
     def _keep(self, envelope: Envelope) -> None:

@@ -65,9 +65,12 @@ class RowStore:
         if not len(rows):
             return None
         if int(rows.max()) >= self.form.rows:
-            return f"row {rows.max()} of tables with {self.form.rows} rows"
+            return f"row {rows.max()} does not exist: the tables have {self.form.rows} rows"
         if (servers_of(rows, self._servers) != self.server).any():
-            return "a row of another server: both sides need the same number of servers"
+            return (
+                "a row belongs to a different server: worker and server must have the same number "
+                "of servers"
+            )
         return None
 
     def _found(self, rows: np.ndarray) -> np.ndarray:

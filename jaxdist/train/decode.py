@@ -48,7 +48,7 @@ def reason_against(model: Functional, hint: Hint) -> str | None:
     if not isinstance(module, Gpt):
         return f"{type(module).__name__} is not the decoder gpt"
     if module.experts is not None:
-        return "blocks with experts pass on the measurements of their routers"
+        return "blocks with experts also return the measurements of their routers"
     if hint.parts("residual_seq") > 1 or hint.parts("seq") > 1:
         return "the mesh splits the sequence, and a step has a single position"
     return None

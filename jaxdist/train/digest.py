@@ -58,8 +58,8 @@ class ReplicaDifference(NamedTuple):
             verb = "differs" if len(self.odd) == 1 else "differ"
             return f"{self.leaf}: {_listed(self.odd, hosts)} {verb} from {equal} equal replicas"
         return (
-            f"{self.leaf}: the replicas on {_listed(self.holders, hosts)} differ, and no "
-            f"majority of the {len(self.holders)} is equal, so that the wrong replica cannot be "
+            f"{self.leaf}: the replicas on {_listed(self.holders, hosts)} differ, and no majority "
+            f"of the {len(self.holders)} replicas is equal, so the wrong replica cannot be "
             "identified"
         )
 

@@ -61,7 +61,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
         if len(parts) > 1:
             check_adds_up(sums, f"the split is evaluated in {len(parts)} batches")
         if float(sums["loss"].weight) != rows:
-            check_adds_up(sums, f"some of the {rows} rows of the batch fill it up")
+            check_adds_up(sums, f"some of the {rows} rows of the batch are padding")
 
 
 def evaluate(
@@ -99,9 +99,9 @@ def evaluate(
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
     if not totals.get("loss", (0.0, 0.0))[1]:
         raise RunError(
-            f"held-out loss: all examples of the split weigh 0 ({len(parts)} batches were read), "
-            "so that their mean is undefined; give some held-out example a 'weight' above 0, or "
-            "none at all"
+            f"held-out loss: all examples of the split have weight 0 ({len(parts)} batches were "
+            "read), so the mean is undefined; give some held-out example a 'weight' above 0, or "
+            "give no example a 'weight'"
         )
     means = {
         name: total / weight if weight else math.nan for name, (total, weight) in totals.items()

@@ -60,15 +60,16 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
         with blamed(key):
             if strategy == "parameter_server":
                 raise ConfigError(
-                    "servers begin with parameters drawn from the seed and keep the state in "
-                    "their own files: leave the setting out, or use another strategy.type"
+                    "parameter servers begin with parameters that the seed determines, and save "
+                    "the state in files of their own: leave the setting out, or use another "
+                    "strategy.type"
                 )
             part_names(program, patterns)
     if config.parts is None:
         return ()
     _check_evaluated(config.parts, program)
     listed = ", ".join(config.parts)
-    return (f"checkpoint.parts: checkpoints hold only {listed}, so that --resume is refused",)
+    return (f"checkpoint.parts: checkpoints hold only {listed}, so --resume is refused",)
 
 
 def _check_evaluated(parts: Sequence[str], program: Program) -> None:
@@ -79,7 +80,7 @@ def _check_evaluated(parts: Sequence[str], program: Program) -> None:
         if not held.issuperset(taken((part,), names)):
             what = "optim" if part == "opt_state" else "strategy"
             raise ConfigError(
-                f"parts {', '.join(parts)} do not hold {part}, from which {what} computes the "
+                f"parts {', '.join(parts)} do not include {part}, from which {what} computes the "
                 f"parameters to evaluate: add {part}",
                 setting=("parts",),
             )

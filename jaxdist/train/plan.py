@@ -55,10 +55,10 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+            raise ValueError("set exactly one of steps and epochs")
         if self.batch_ramp is not None and self.phases is not None:
             raise ValueError(
-                "give at most one of batch_ramp and phases: a phase has one batch size"
+                "set at most one of batch_ramp and phases, because a phase has a single batch size"
             )
         return self
 
@@ -208,15 +208,15 @@ def plan_learning_rate(
         ]
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: of no effect, since train.phases set the learning rate; "
-                "drop either"
+                f"{', '.join(given)} has no effect, since train.phases set the learning rate; "
+                "leave either out"
             )
         return plan.rate
     scaled = optim.scale_from
     if train.batch_ramp is not None and scaled is not None and scaled.warmup_epochs is not None:
         raise ConfigError(
             f"optim.scale_from.warmup_epochs {scaled.warmup_epochs:g} is not a fixed number of "
-            "steps while train.batch_ramp changes the batch; give "
+            "steps if train.batch_ramp changes the batch size; set "
             "optim.scale_from.warmup_fraction, or optim.schedule.warmup_steps"
         )
     rate = plan_rate(
@@ -266,7 +266,8 @@ def check_stages(
     if problems and ramp is not None:
         problems.append(
             f"the ramp goes from start_batch_size {ramp.start_batch_size} to train.batch_size "
-            f"{train.batch_size} by increment {ramp.increment}: each size on the way must divide"
+            f"{train.batch_size} by increment {ramp.increment}: each batch size of the ramp must "
+            "divide"
         )
     if problems:
         setting = "phases" if ramp is None else "batch_ramp"

@@ -58,13 +58,13 @@ def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tu
         return ()
     if not replicas_of(program).coverage.compared_bytes:
         return (
-            ("train.check_replicas has no effect: no two devices hold a copy of the same state"),
+            ("train.check_replicas has no effect: no part of the state has copies on two devices"),
         )
     zero = program.exchange.zero
     if zero is not None and zero.stage < 3 and settings.every > 1:
         return (
             f"train.check_replicas.every {settings.every}: with parallel.zero.stage {zero.stage} "
-            "each step gathers parameters from shards again, which makes replicas equal, right "
-            "or wrong; every: 1 compares them before",
+            "each step gathers parameters from shards again, which makes replicas equal even if a "
+            "shard is wrong; every: 1 compares the replicas before each gather",
         )
     return ()

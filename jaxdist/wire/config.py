@@ -52,9 +52,9 @@ class ProcessesConfig(Config):
     def _stays_here(self) -> ProcessesConfig:
         if self.tls is None and not stays_on_machine(self.host):
             raise ValueError(
-                f"host {self.host} is reached over a network, where others could read the token "
-                "and change gradients: give certificates (tls: "
-                f"{{authority, certificate, key}}), or host 127.0.0.1"
+                f"host {self.host} is reached over a network, where other users could read the "
+                "token and change gradients: set certificates (tls: {authority, certificate, "
+                "key}), or host 127.0.0.1"
             )
         return self
 

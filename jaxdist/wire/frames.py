@@ -150,7 +150,7 @@ def parse_frame(frame: bytes) -> Header:
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(
-            f"a frame of {len(frame)} bytes: {HEADER_BYTES} to {FRAME_BYTES} are allowed"
+            f"a frame of {len(frame)} bytes: only {HEADER_BYTES} to {FRAME_BYTES} bytes are allowed"
         )
     (
         magic, version, op, dtype, flag, ndim, slot, tensor, elements, offset, length,
@@ -165,7 +165,7 @@ def parse_frame(frame: bytes) -> Header:
     view = np.frombuffer(frame, np.uint8)
     found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])
     if (found,) != CRC.unpack_from(frame, HEAD.size):
-        raise FrameError("crc32c does not match: the frame was changed on its way")
+        raise FrameError("crc32c does not match: the frame was changed in transit")
     try:
         known = Op(op)
     except ValueError as error:

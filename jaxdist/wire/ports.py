@@ -39,8 +39,8 @@ def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> 
             who = f"server {number}" if rack < 0 else f"aggregator {rack}"
             raise ConfigError(
                 f"strategy.processes.port: {who} cannot listen on {host}, port {port + number}: "
-                f"{reason}. Set {port} to a port that is free like its successors (server 0 "
-                "takes the first), or to 0 for free ports",
+                f"{reason}. Set the port to the first of several consecutive free ports (server 0 "
+                "uses the first), or to 0 for any free ports",
                 setting=("processes", "port"),
             )
 

@@ -119,8 +119,8 @@ class RpcServer:
             )
         except RuntimeError as error:
             raise WireError(
-                f"cannot listen on {address}: another process has the port, or the address is "
-                "not this machine's; choose another port, or 0 for a free one"
+                f"cannot listen on {address}: another process uses the port, or the address does "
+                "not belong to this machine; choose another port, or 0 for a free one"
             ) from error
         self._server.start()
 
@@ -131,7 +131,9 @@ class RpcServer:
     def _session(self, given: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         metadata = dict(context.invocation_metadata() or ())
         if not same_token(metadata.get(TOKEN_KEY), self._token):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this server's")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the token differs from the token of this server"
+            )
         if not self._free.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
         try:

@@ -64,8 +64,8 @@ def read_tls(config: TlsConfig) -> Tls:
         # gRPC accepts any files, and fails later as if the port were taken.
         raise RunError(
             f"certificates: {config.authority}, {config.certificate} and {config.key} cannot be "
-            f"used together: {error.reason or error}; the key must be that of the certificate, "
-            "all three as PEM"
+            f"used together: {error.reason or error}; the key must belong to the certificate, and "
+            "all three files must be in PEM format"
         ) from error
     return found
 
@@ -138,7 +138,7 @@ def read_token(path: Path) -> str:
         raise RunError(f"token file {path} cannot be read: {error.strerror}") from error
     if len(token) < TOKEN_LEAST or not token.isascii() or not token.isprintable():
         raise RunError(
-            f"token file {path} holds {len(token)} characters: a token has at least "
+            f"token file {path} has {len(token)} characters, but a token needs at least "
             f"{TOKEN_LEAST} printable characters"
         )
     return token
@@ -155,6 +155,7 @@ def _private(path: Path) -> bytes:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_IMODE(mode) & 0o077:
             raise RunError(
-                f"{path} may be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 {path}"
+                f"{path} can be read by other users (mode {stat.S_IMODE(mode):o}): run chmod 600 "
+                f"{path}"
             )
         return file.read()

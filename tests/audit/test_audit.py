@@ -137,7 +137,7 @@ JUDGED = {
         },
         {
             "loss": "default: ",
-            "train.steps": "required: give exactly one of steps and epochs",
+            "train.steps": "required: set exactly one of steps and epochs",
             "train.microbatches": "ok: program",
             "train.log_every": "not in the step: prints",
             "train.batch_ramp": "ok: program",

@@ -181,7 +181,7 @@ def test_it_can_be_differentiated():
 
 @pytest.mark.parametrize("order", [[0, 0], [0], [1, 2], [0, 1, 2]])
 def test_an_order_that_is_no_permutation_is_refused(order):
-    with pytest.raises(CollectiveError, match=rf"order \{order} .*2 leaves: give .* 0 to 1 once"):
+    with pytest.raises(CollectiveError, match=rf"order \{order} .*2 leaves: name .* 0 to 1 once"):
         plan_buckets(leaves_of(1, 1), 8, order)
 
 

@@ -211,7 +211,7 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
     wait_for_step(processes[0], jaxdist.run, 20)
     for process in processes:
         process.send_signal(signal.SIGINT)
-    while "the same signal again ends it at once" not in processes[0].printed():
+    while "the same signal again ends the run at once" not in processes[0].printed():
         assert processes[0].poll() is None, finish(processes[0])  # two at once would be one
         time.sleep(0.001)
     for process in processes:

@@ -182,8 +182,8 @@ def test_a_bpe_gives_its_own_vocabulary(books: Path, tmp_path_factory: Any) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 50_000}, r"training split of .* has \d+ tokens, one window needs 50001"),
-        ({"window": 3_000}, r"held-out split has \d+ tokens, one window needs 3001.*fraction"),
+        ({"window": 50_000}, r"training split of .* has \d+ tokens, but a window needs 50001"),
+        ({"window": 3_000}, r"held-out split has \d+ tokens, but a window needs 3001.*fraction"),
     ],
 )
 def test_too_little_text(books: Path, settings: dict[str, Any], message: str) -> None:

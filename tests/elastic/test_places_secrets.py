@@ -28,7 +28,7 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path):
     place = FolderRendezvous(tmp_path)
     place.secret()
     (tmp_path / "secret").chmod(0o644)
-    with pytest.raises(RendezvousError, match=r"secret may be read by others \(mode 644\)"):
+    with pytest.raises(RendezvousError, match=r"secret can be read by other users \(mode 644\)"):
         place.secret()
 
 

@@ -165,10 +165,10 @@ def test_settings_without_effect_are_reported():
         ({"context": 4}, {"sharding__context": "ulysses"},
          r"context ulysses exchanges heads among 4 .* the 2 kv_heads of a device: use at most 2"),
         ({"context": 3}, {"sharding__context": "ring_ulysses", "data__window": 18},
-         r"context ring_ulysses needs groups of several devices, and mesh\.context is 3"),
+         r"context ring_ulysses needs groups of several devices, but mesh\.context 3 has"),
         ({"context": 2}, {"sharding__context_order": "zigzag", "data__window": 18,
                           "sharding__context": "ring"},
-         r"zigzag cuts sequences into 4 pieces, which do not divide 18 .* data\.window 16 or 20"),
+         r"zigzag divides sequences into 4 blocks, but 18 positions .* data\.window 16 or 20"),
         ({"context": 2}, {"sharding__context_order": "striped", "model__attention_window": 4},
          r"context_order striped with model\.attention_window 4: with a window"),
         ({"context": 2}, {"sharding__context_order": "zigzag", "sharding__context": "ulysses"},
@@ -186,7 +186,7 @@ def test_settings_without_effect_are_reported():
                                        "sharding__rules": {"residual_seq": "tensor"}},
          r"mesh\.context of 2 with sharding\.collective_matmul true: .*collective_matmul: false"),
         ({"context": 2, "tensor": 2}, {"sharding__rules": {"kv_heads": None}},
-         r"each is with its queries"),
+         r"each key head is on the device of its queries"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(mesh, changes, message):

@@ -238,7 +238,7 @@ def test_one_worker_of_a_parameter_server_and_its_servers(tmp_path: Path) -> Non
         tmp_path, path, "train.batch_size=64", "optim.type=adamw", "strategy={type: synchronous}"
     )
     assert "16 of 64 examples: one worker's part" in found.out
-    assert "plan fullest: server 0" in found.out  # how parameters were shared out
+    assert "plan fullest server: 0" in found.out  # how parameters were shared out
     memory, rows = found.json["memory"]["arguments"], found.json["servers"]
     assert memory["optimizer_state_bytes"] == 0
     params = sum(row["parameter_bytes"] for row in rows)

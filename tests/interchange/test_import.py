@@ -314,7 +314,7 @@ def test_devices_copy_what_is_in_a_room(devices):
 def test_parts_of_a_model_are_refused(model, tmp_path, devices):
     experiment = small_experiment(model, tmp_path)
     begin = BeginWith(run=str(model), parts=("params/norm",))
-    with pytest.raises(JaxdistError, match="which is loaded as a whole: leave out"):
+    with pytest.raises(JaxdistError, match="which can be loaded only completely: leave out"):
         begin_with(experiment.program, begin, say=print)
 
 

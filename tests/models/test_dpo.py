@@ -105,5 +105,5 @@ def test_the_frozen_base_is_the_reference_of_adapters():
 
 
 def test_a_loss_without_a_reference_is_refused():
-    with pytest.raises(ConfigError, match=r"needs a reference: set model\.lora"):
+    with pytest.raises(ConfigError, match=r"needs a reference model: set model\.lora"):
         built()

@@ -378,5 +378,5 @@ def test_a_factor_of_the_rate_scales_the_update():
 
 def test_one_process_starts_all_others(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(ConfigError, match="starts its own processes, but this is one of 4"):
+    with pytest.raises(ConfigError, match="starts its own processes, but this process is one of 4"):
         run_strategy(ParameterServer(workers=2), None)  # pyright: ignore[reportArgumentType]

@@ -232,7 +232,7 @@ def test_rows_with_a_nan_change_nothing_and_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [([511, 512], "row 512 of tables with 512 rows"), ([0] * 8 * MOST, "at most")],
+    [([511, 512], "row 512 does not exist: the tables have 512 rows"), ([0] * 8 * MOST, "at most")],
 )
 def test_pulls_that_do_not_fit_a_servers_tables_are_refused(rows: list[int], message: str) -> None:
     tables = Tables(RowSgd(), 1)
@@ -246,7 +246,9 @@ def test_a_push_of_another_width_is_refused() -> None:
         client = tables.client(width=5)
         client.pull(np.empty(0, np.uint32))
         client.push(np.array([3], np.uint32), np.ones((1, 5), np.float32), 0.1)
-        with pytest.raises(RunError, match="the tables here are 4 wide"):
+        with pytest.raises(
+            RunError, match="does not fit the tables of this server, whose width is 4"
+        ):
             client.drain()
         client.close()
 

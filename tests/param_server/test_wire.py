@@ -268,11 +268,11 @@ def test_token_files(tmp_path):
     assert not same_token(token[:-1], token)
     assert not same_token(None, token)
     path.chmod(0o644)
-    with pytest.raises(RunError, match=r"may be read by others \(mode 644\): chmod 600"):
+    with pytest.raises(RunError, match=r"can be read by other users \(mode 644\): run chmod 600"):
         read_token(path)
     path.chmod(0o600)
     path.write_text("short\n")
-    with pytest.raises(RunError, match="holds 5 characters: a token has at least 32"):
+    with pytest.raises(RunError, match="has 5 characters, but a token needs at least 32"):
         read_token(path)
     with pytest.raises(RunError, match="nowhere cannot be read: No such file"):
         read_token(tmp_path / "nowhere")
@@ -283,7 +283,7 @@ def test_a_network_needs_certificates():
     ProcessesConfig(host="127.0.0.1")
     ProcessesConfig(host="10.0.0.1", tls=TlsConfig(**files))
     for host in ("10.0.0.1", "0.0.0.0", "::", "example"):
-        with pytest.raises(ValidationError, match="give certificates"):
+        with pytest.raises(ValidationError, match="set certificates"):
             ProcessesConfig(host=host)
 
 

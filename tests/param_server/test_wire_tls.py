@@ -67,7 +67,7 @@ def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
 def test_files_that_cannot_be_used(tmp_path):
     config = certified(tmp_path / "ours")
     config.key.chmod(0o640)
-    with pytest.raises(RunError, match=r"own.key may be read by others \(mode 640\)"):
+    with pytest.raises(RunError, match=r"own.key can be read by other users \(mode 640\)"):
         read_tls(config)
     config.key.unlink()
     with pytest.raises(RunError, match=r"certificates: .*own.key cannot be read: No such file"):

@@ -459,7 +459,10 @@ def test_a_process_that_ends_is_told(monkeypatch, subject):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"full": True}, "another run: cells all there, every two settings here; give another"),
+        (
+            {"full": True},
+            "a different command wrote: cells all there, every two settings here; choose another",
+        ),
         ({"planned": 7}, "planned 7 there, 0 here"),
         ({"losses": [1, 2, 3]}, "losses [1.0, 2.0, 3.0] there, [4."),
     ],

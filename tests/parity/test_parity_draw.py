@@ -169,7 +169,7 @@ def test_resumed_it_makes_the_draws_that_are_left(answered):
     [
         (
             lambda report: report.pop("draws"),
-            r"cannot continue d\.json: KeyError\('draws'\); give",
+            r"cannot continue d\.json: KeyError\('draws'\); choose",
         ),
         (lambda report: report["draws"][0]["sections"].update(seed=1000), "seed 0 draws another"),
     ],

@@ -75,7 +75,7 @@ def test_first_violation_is_named(case):
 def test_deadlock_names_the_circle():
     wrong = schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2)
     message = (
-        r"stage 0, place 1: 0B0 needs 1B0, which is never done: "
+        r"stage 0, place 1: 0B0 needs 1B0, which is never run: "
         r"stage 0 waits at place 1 \(0B0\) for 1B0, at place 2 of stage 1; "
         r"stage 1 waits at place 0 \(1F1\) for 0F1, at place 2 of stage 0$"
     )

@@ -115,7 +115,7 @@ def test_memory_for_less_than_one_microbatch(memory_limit, activations):
     with pytest.raises(
         ConfigError,
         match=rf"memory_limit {memory_limit:g} allows {activations} activations on 4 stages, but a "
-        r"single microbatch leaves 1 on stage 0: allow at least 0\.25",
+        r"single microbatch keeps 1 on stage 0: set memory_limit to at least 0\.25",
     ):
         zb_auto(4, 8, memory_limit=memory_limit)
 

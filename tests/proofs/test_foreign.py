@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a step that changes its state in place": (
         lambda state, batch: (None, batch["x"].sum()),
         STATE,
-        "returns a tree of another structure than the state: .*nnx.split",
+        "returns a tree whose structure differs from that of the state: .*nnx.split",
     ),
     "an object in the state": (simple, {"w": object()}, "w is object, not an array"),
     "arrays that are not on the mesh": (
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
             )(batch["x"]),
         ),
         STATE,
-        "shard_map is for the mesh {'data': 2}, but mesh is {'data': 4}",
+        "shard_map is for the mesh {'data': 2}, but the argument mesh is {'data': 4}",
     ),
 }
 

@@ -30,7 +30,7 @@ def test_only_when_it_saves_depends_on_it(jaxdist: Jaxdist):
     told = jaxdist.here("report", b)
     for out in (done.out, told.out):
         (line,) = [line for line in out.splitlines() if line.startswith("kept")]
-        assert "of the time after the first start; predicted 9" in line
+        assert "of the time after the first start; the prediction was 9" in line
 
 
 @pytest.mark.full

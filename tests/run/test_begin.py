@@ -160,7 +160,9 @@ def test_what_is_not_there_is_named(tmp_path):
         begin_with(program(), BeginWith(run=str(tmp_path / "elsewhere")), say=pytest.fail)
     assert not (tmp_path / "elsewhere").exists()
     saved(tmp_path)
-    with pytest.raises(ConfigError, match=r"encoder: nothing in this run's state .*params/encoder"):
+    with pytest.raises(
+        ConfigError, match=r"encoder: this run's state has no array .*params/encoder"
+    ):
         begin_with(program(), BeginWith(run=str(tmp_path), parts=("encoder",)), say=pytest.fail)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 9; .*\[3\]"):
         begin_with(program(), BeginWith(run=str(tmp_path), step=9), say=pytest.fail)

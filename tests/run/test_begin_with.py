@@ -26,7 +26,7 @@ def test_a_run_that_saves_parameters_is_evaluated_and_not_resumed(trained: Jaxdi
     given = ('checkpoint.parts=["params"]', "run.directory=runs/p")
     done = trained.here("train", "config.yaml", *given, *SHORT)
     assert done.code == 0, done
-    assert "checkpoints hold only params, so that --resume is refused" in " ".join(done.out.split())
+    assert "checkpoints hold only params, so --resume is refused" in " ".join(done.out.split())
     assert all(name.startswith("params/") for name in checkpoint(trained.folder / "runs/p", 1))
     seen = trained.here("eval", "runs/p", "--devices", 8)
     assert (seen.code, "step   1\n" in seen.out) == (0, True), seen
@@ -42,7 +42,7 @@ def test_what_is_refused_before_anything_is_computed(trained: Jaxdist) -> None:
         (
             [begin + '{"run": "runs/config", "parts": ["!heads"]}'],
             2,
-            "!heads: nothing in this run's state has such a path; choose from step, params/",
+            "!heads: this run's state has no array with such a path; choose from step, params/",
         ),
         ([begin + PARAMS, "model.hidden=[17]"], 3, "expected float32[17,10]"),
         ([begin + '{"run": "runs/x"}'], 3, "runs/x is not a run with checkpoints"),

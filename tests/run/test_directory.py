@@ -65,7 +65,7 @@ def test_a_resume_takes_the_directory_that_the_command_names(tmp_path):
     begin(base)
     begin(tmp_path / "gpt-2", asked="gpt")
     assert chosen(base, resume=True, exact=True, said=said) == "gpt"
-    assert "also present" in said[0]
+    assert "other runs with this name" in said[0]
     assert "gpt-2 (no checkpoint" in said[0]
     assert chosen(tmp_path / "gpt-2", resume=True, exact=True) == "gpt-2"
 
@@ -163,7 +163,7 @@ def test_beside_a_live_run(tmp_path, built):
                 chosen(base, **options)
     (line,) = said
     assert line.startswith(f"run directory {base} is in use by process")
-    assert line.endswith(": this run takes the next name")
+    assert line.endswith(": this run uses the next free name")
 
 
 def test_two_new_runs_at_once_and_a_third_that_is_named(tmp_path):

@@ -131,7 +131,7 @@ def test_on_some_of_the_devices():
 
 
 def test_fake_devices_that_are_not_there_are_refused():
-    with pytest.raises(jd.JaxdistError, match="fake devices were asked for after jax was imported"):
+    with pytest.raises(jd.JaxdistError, match="fake devices were requested after jax was imported"):
         jd.fit(SHORT, devices=4, quiet=True)
 
 

@@ -171,7 +171,7 @@ def test_a_config_that_cannot_be_built_begins_no_hook():
 
 
 def test_what_is_no_hook_is_refused_before_the_run_begins():
-    with pytest.raises(ConfigError, match="give an instance, not the class"):
+    with pytest.raises(ConfigError, match="pass an instance, not the class"):
         jd.fit(SHORT, hooks=[Seen], quiet=True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"3 is not a hook: give a jaxdist\.Hook"):
         jd.fit(SHORT, hooks=[3], quiet=True)  # pyright: ignore[reportArgumentType]
@@ -186,7 +186,7 @@ def test_hooks_that_a_config_names(jaxdist: Jaxdist):
     assert SEEN[-1] == ("end", 6)
     for path, words in {
         f"{__name__}:Nothing": "has no attribute 'Nothing'",
-        "builtins:dict": "gives a dict, not a jaxdist.Hook",
+        "builtins:dict": "returned a dict, but must return a jaxdist.Hook",
     }.items():
         jaxdist.config(SHORT, run={"hooks": [{"type": "import", "path": path}]})
         done = jaxdist.here("train", "config.yaml", "run.directory=none")

@@ -37,7 +37,9 @@ def run(path, monkeypatch, *, spec, reduce, written_in):
 
 def test_a_checkpoint_of_misplaced_shards_is_refused(tmp_path, monkeypatch):
     directory = run(tmp_path, monkeypatch, spec=TWICE, reduce="{type: ring}", written_in=1)
-    with pytest.raises(CheckpointError, match=r"step_00000003 holds .* another order .*\(w\)\. An"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000003 contains .* a different order .*\(w\)\. The"
+    ):
         check_order(directory, 3)
 
 

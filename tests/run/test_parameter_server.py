@@ -193,7 +193,7 @@ def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"host": "0.0.0.0"}, "give certificates"),
+        ({"host": "0.0.0.0"}, "set certificates"),
         ({"token": "nowhere"}, "nowhere cannot be read"),
         ({"port": 65536}, "strategy.processes.port"),
         ({"port": 65535}, "need ports up to 65536"),

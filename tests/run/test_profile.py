@@ -26,7 +26,7 @@ def test_a_trace_holds_the_steps_asked_for(jaxdist: Jaxdist) -> None:
     assert (done.code, done.err) == (0, ""), done
     lines = [line for line in done.out.splitlines() if line.startswith("profile: ")]
     assert lines == [
-        f"profile: steps 4 to 5 in {RUN}/profile; open perfetto_trace.json.gz of it at "
+        f"profile: steps 4 to 5 in {RUN}/profile; open its file perfetto_trace.json.gz at "
         f"https://ui.perfetto.dev, or all of it with xprof --logdir {RUN}/profile"
     ]
     (trace,) = (jaxdist.run / "profile/plugins/profile").iterdir()
@@ -52,7 +52,7 @@ def calls(events: list[dict[str, Any]], name: str) -> int:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("x", r"--profile 'x' cannot be read: give the first and the last step, such as 10:13"),
+        ("x", r"--profile 'x' cannot be read: write the first and the last step, such as 10:13"),
         ("-1", r"cannot be read"),
         ("0", r"--profile 0 traces no step"),
         ("5:4", r"--profile 5:4 traces no step"),

@@ -94,7 +94,7 @@ def test_a_device_that_flips_again_ends_the_run_and_is_named_each_time(jaxdist):
         done = jaxdist.here("train", "config.yaml")
     assert done.code == 3
     assert "replicas differ at step 12: params/" in done.message
-    assert "the run was restored 2 times before" in done.message
+    assert "the run was already restored 2 times" in done.message
     told = [record for record in metrics(jaxdist.run) if record["split"] == "replicas"]
     assert [(record["step"], record["device"]) for record in told] == 3 * [(12, 5)]
     assert steps(jaxdist.run) == [8]
@@ -144,7 +144,10 @@ def test_a_run_that_diverges_by_itself_goes_back_once(jaxdist):
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"mesh": {"data": 1}}, "train.check_replicas has no effect: no two devices hold a copy"),
+        (
+            {"mesh": {"data": 1}},
+            "train.check_replicas has no effect: no part of the state has copies",
+        ),
         (
             {"mesh": MESH, "parallel": {"zero": {"stage": 1}}},
             "train.check_replicas.every 4: with parallel.zero.stage 1 each step gathers parameters",

@@ -41,7 +41,9 @@ def test_a_signal_is_noted_and_said_at_once(number: signal.Signals, hangup_ends:
         assert termination.signal == number.name
     assert len(said) == 1
     assert said[0].startswith(f"{number.name}: the run stops after the step under way and saves")
-    assert said[0].endswith("; the same signal again ends it at once") == (number == signal.SIGINT)
+    assert said[0].endswith("; the same signal again ends the run at once") == (
+        number == signal.SIGINT
+    )
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(-1) == -1
 

@@ -53,7 +53,7 @@ def _refused(directory, caplog) -> str:
 def test_a_directory_that_others_can_write_is_not_trusted(tmp_path, caplog):
     tmp_path.chmod(0o777)
     message = _refused(tmp_path, caplog)
-    assert f"{tmp_path} can be written by others (mode 777): chmod 700" in message
+    assert f"{tmp_path} can be written by other users (mode 777): run chmod 700" in message
 
 
 def test_a_link_is_not_followed(tmp_path, caplog):

@@ -26,7 +26,7 @@ def test_flags_win_over_the_environment():
 
 def test_alone_or_with_nobody_to_ask():
     assert find_processes({}) is None
-    with pytest.raises(RunError, match=r"no scheduler has set its variables\. Give --coordinator"):
+    with pytest.raises(RunError, match=r"no scheduler has set its variables\. Use --coordinator"):
         find_processes({}, detect=True)
 
 
@@ -72,7 +72,7 @@ def test_a_peer_lost_in_a_collective_or_while_devices_start_is_reported_as_lost(
         "coordination_service while calling /xla.coordination.CoordinationService/GetKeyValue:"
     )
     gloo = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: closed by peer\n at 5")
-    lost = "process 1 of 2 cannot continue: process 0 (h:1) is lost or cannot be reached. "
+    lost = "process 1 of 2 cannot continue: process 0 (h:1) is lost or unreachable. "
     for error in (rpc, while_devices_start(rpc)):
         assert str(_lost_peer(error, me)).startswith(lost)
     assert " continue: UNKNOWN: Gloo all-reduce failed: closed by peer. All" in str(

@@ -42,7 +42,7 @@ def told(text: str) -> str:
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
-        (LOST, "process 0 (node7:99) is lost or cannot be reached. All"),
+        (LOST, "process 0 (node7:99) is lost or unreachable. All"),
         (DEADLINE, "DEADLINE_EXCEEDED: late. All"),
         (GLOO, "[enforce fail at gloo/pair.cc:411] nbytes == 4. Received data size doesn't match."),
     ],

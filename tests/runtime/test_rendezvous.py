@@ -132,7 +132,9 @@ def test_contradictions_are_told_to_the_newcomer() -> None:
     twins = [second, program.start(1)]
     while all(twin.alive for twin in twins):
         time.sleep(0.01)
-    refused = "RunError: there is a process 1 already: give each its own --process-id"
+    refused = (
+        "RunError: a process 1 has already joined: use a different --process-id for each process"
+    )
     assert [twin.join() for twin in twins if not twin.alive] == [refused]
     third = program.start(2)
     assert {process.join() for process in (first, *twins, third)} == {None, refused}
@@ -163,7 +165,9 @@ def test_process_0_that_never_comes() -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(RunError, match=rf"cannot listen on {address}: .*in use.*; name a free"):
+        with pytest.raises(
+            RunError, match=rf"cannot listen on {address}: .*in use.*; choose a free"
+        ):
             meet(address, 2, 0, bind=address, seconds=1, say=pytest.fail)
 
 

@@ -139,7 +139,7 @@ def test_the_collectives_of_an_mlp_run_beside_its_matmuls():
         ),
         (
             {**RING, "rules": {"residual_seq": "tensor", "mlp": None}},
-            r"residual_seq is mapped to tensor, mlp to none",
+            r"residual_seq is mapped to tensor, and mlp to none",
         ),
     ],
 )
@@ -150,7 +150,9 @@ def test_a_ring_without_an_axis_is_refused(sharding, message):
 
 def test_an_axis_over_two_networks_is_refused():
     mesh = build_mesh(MeshConfig.model_validate({"data": 2, "tensor": {"dcn": 2, "ici": 2}}))
-    with pytest.raises(ShardingError, match=r"tensor spans two: give mesh\.tensor one"):
+    with pytest.raises(
+        ShardingError, match=r"tensor spans two networks: set mesh\.tensor to a single"
+    ):
         make_layout(ShardingConfig.model_validate(RING), mesh)
 
 

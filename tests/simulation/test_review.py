@@ -94,7 +94,7 @@ def test_zero_saves_up_to_eight_times_without_parameters() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["devices=[2,2]"], "has a number twice"),
+        (["devices=[2,2]"], "contains a number twice"),
         (["device=[2]"], "did you mean 'devices'"),
         (["scaling.batches=[32]"], "sgd has 6 cells for 1 batch sizes"),
         (["scaling.cells={}"], "scaling.cells"),

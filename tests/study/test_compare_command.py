@@ -81,7 +81,7 @@ def test_an_interrupted_study_goes_on(
     monkeypatch.setattr(VariantTrainer.__call__, "stop_after", 3)
     stopped = CliRunner().invoke(app, ["study", str(config), *TWO, "--seeds", "2"])
     assert stopped.exit_code == 130
-    assert "3 runs are kept in runs/tiny-variants.runs.jsonl" in stopped.output
+    assert "3 runs are saved in runs/tiny-variants.runs.jsonl" in stopped.output
     monkeypatch.setattr(VariantTrainer.__call__, "stop_after", -1)
     whole = study(config, *TWO, "--seeds", "2")
     assert len(trained) == len(set(trained)) == 6, "no run is made twice"
@@ -94,7 +94,7 @@ def test_an_interrupted_study_goes_on(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "nothing to compare tiny.yaml with: give --of compression or --variant NAME="),
+        ([], "nothing to compare tiny.yaml with: add --of compression or --variant NAME="),
         (["--of", "compresion"], "--of 'compresion': did you mean 'compression'"),
         (["--variant", "quick"], "--variant 'quick' lacks a name or settings"),
         ([*TWO, "--variant", "sign=seed=1"], "'sign' is the name of another variant"),
@@ -103,15 +103,21 @@ def test_an_interrupted_study_goes_on(
         (["--variant", "x=parallel.compression={type: sign, block: 3}"], "block"),
         (["--variant", "x=train.batch_size=60"], "a batch of 60 does not divide over 8 devices"),
         (["--variant", "x=seed=3"], "variant 'x' sets the seed, which a study varies itself"),
-        (["--variant", "x=train.epochs=2"], "variant 'x' changes the number of steps: all train"),
+        (
+            ["--variant", "x=train.epochs=2"],
+            "variant 'x' changes the number of steps: all variants must train",
+        ),
         (
             ["--variant", "x=train.batch_size=128 train.epochs=2"],
             "'x' changes train.batch_size: all",
         ),
-        (["--variant", f"x=data.transform={SCALE}"], "variant 'x' changes data: all train"),
+        (
+            ["--variant", f"x=data.transform={SCALE}"],
+            "variant 'x' changes data: all variants must train",
+        ),
         (["--variant", "x=strategy={type: lookahead}"], "'x' changes strategy"),
-        (["--variant", "x=train.batch_size=64"], "'as given' and 'x' are the same settings"),
-        (["--of", "compression", "mesh={tensor: 8}"], "one device has the whole batch"),
+        (["--variant", "x=train.batch_size=64"], "'as given' and 'x' have the same settings"),
+        (["--of", "compression", "mesh={tensor: 8}"], "a single device computes the whole batch"),
         (["--variant", "x=optim.b1=0", "strategy={type: lookahead}"], "tiny.yaml: strategy.type"),
     ],
 )

@@ -82,7 +82,7 @@ def test_variants_side_by_side(config: Path) -> None:
 
 
 REFUSED = [
-    (SHORT, [], r"strategy.type .*synchronous.*: only parameter servers are simulated"),
+    (SHORT, [], r"strategy.type .*synchronous.*: the command simulates only parameter servers"),
     ([SERVERS, *SHORT], ["--variant", "x=train.batch_size=32"], "'x' changes train.batch_size"),
     ([SERVERS, *SHORT], ["--variant", "x=seed=3"], "'x' changes seed"),
     (PLAIN, ["--variant", "x=strategy.workers=3"], "does not divide by 3 workers"),

@@ -71,7 +71,7 @@ def test_an_interrupted_study_goes_on(config: Path, trained: list[Trial], monkey
     monkeypatch.setattr(Trainer.__call__, "stop_after", 13)
     stopped = CliRunner().invoke(app, ["study", "batch-scaling", str(config), *SMALL])
     assert stopped.exit_code == 130
-    assert "13 runs are kept in runs/tiny-batch-scaling.runs.jsonl" in stopped.output
+    assert "13 runs are saved in runs/tiny-batch-scaling.runs.jsonl" in stopped.output
     journal = Path("runs/tiny-batch-scaling.runs.jsonl")
     assert len(journal.read_text().splitlines()) == 13
     monkeypatch.setattr(Trainer.__call__, "stop_after", -1)
@@ -93,7 +93,10 @@ def test_an_interrupted_study_goes_on(config: Path, trained: list[Trial], monkey
         (["--batches", "64,100"], "a batch of 100 does not divide over 8 devices"),
         (["--batches", "64", "--optimizers", "adam"], "'adam': did you mean 'adamw'"),
         (["--batches", "64", "optim.type=sgd"], "override 'optim.type=sgd' has no effect here"),
-        (["--batches", "64", "train.batch_size=8"], "has no effect here: the study sets optim, "),
+        (
+            ["--batches", "64", "train.batch_size=8"],
+            "has no effect here, because the study sets optim, ",
+        ),
         (["--batches", "64", "--epochs", "-1"], "train.epochs"),
         (["--batches", "64", "seed=4294967293"], "4294967298"),
         (["--batches", "64", "train.steps=3"], "override 'train.steps=3' has no effect here"),

@@ -87,7 +87,7 @@ def test_batch_sizes_of_a_file_are_those_of_the_command_line(
     ("values", "message"),
     [
         ({"type": "batchscaling"}, "type = 'batchscaling': did you mean 'batch_scaling'"),
-        ({"type": "batch_scaling", "batches": [64, 64]}, "64 is given 2 times: give it once"),
+        ({"type": "batch_scaling", "batches": [64, 64]}, "64 occurs 2 times: name each value once"),
         ({"type": "batch_scaling"}, "batches"),
         ({"variant": {}}, "did you mean 'variants'"),
         ({"variants": {"n" * 21: {"optim.b1": 0}}}, "(21 characters) does not fit a table"),

@@ -119,7 +119,7 @@ def test_every_contender_starts_somewhere() -> None:
     [
         ([], "--optimizers is empty; choose from sgd,nesterov"),
         (["lamb", "lamp"], "'lamp': did you mean 'lamb'"),
-        (["lamb", "sgd", "lamb"], "'lamb' is given 2 times"),
+        (["lamb", "sgd", "lamb"], "--optimizers names 'lamb' 2 times"),
     ],
 )
 def test_bad_optimizers(names: list[str], message: str) -> None:
@@ -132,10 +132,10 @@ def test_bad_optimizers(names: list[str], message: str) -> None:
     ("text", "message"),
     [
         (" , ", "--batches is empty"),
-        ("64,x2", "--batches 'x2' is not a batch size: give whole"),
-        ("0", "--batches '0' is not a batch size: give whole"),
-        ("-4", "--batches '-4' is not a batch size: give whole"),
-        ("64,128,64", "--batches 64 is given 2 times"),
+        ("64,x2", "--batches 'x2' is not a batch size: write whole"),
+        ("0", "--batches '0' is not a batch size: write whole"),
+        ("-4", "--batches '-4' is not a batch size: write whole"),
+        ("64,128,64", "--batches names 64 2 times"),
     ],
 )
 def test_bad_batches(text: str, message: str) -> None:

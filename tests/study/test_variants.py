@@ -136,5 +136,7 @@ def test_without_momentum_to_send_feedback_is_classic(config: Path, optim: str) 
 
 
 def test_where_nothing_is_sent_there_is_nothing_to_compare(config: Path) -> None:
-    with pytest.raises(ConfigError, match=r"one device has the whole batch .*--devices 4"):
+    with pytest.raises(
+        ConfigError, match=r"a single device computes the whole batch .*--devices 4"
+    ):
         compression_variants(built(config, "mesh={data: 1, tensor: 8}"))

@@ -325,7 +325,10 @@ def test_where_no_rule_is_sound_it_begins_anew_and_says_so(saved, name):
         assert bits(state.exchange) == bits(old.exchange)
         assert not said
         return
-    assert said == ["the state of the gradient exchange starts from zero: another plan saved it"]
+    assert said == [
+        "the state of the gradient exchange starts from zero, because "
+        "the checkpoint was saved with a different plan"
+    ]
     assert total(state.exchange.groups) == 0
 
 

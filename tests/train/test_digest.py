@@ -100,8 +100,8 @@ def test_it_says_who_differs(replicas, state):
     half_wrong = {**state, "bias": half}
     assert [found.told({0: "here"}) for found in differences(replicas, half_wrong)] == [
         "bias: the replicas on device 0 (process 0 on here), device 1 (process 0 on here), "
-        "device 2 (process 0 on here) and 5 more differ, and no majority of the 8 is equal, "
-        "so that the wrong replica cannot be identified"
+        "device 2 (process 0 on here) and 5 more differ, and no majority of the 8 replicas is "
+        "equal, so the wrong replica cannot be identified"
     ]
 
 

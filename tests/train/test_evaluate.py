@@ -57,7 +57,7 @@ def test_a_scalar_of_one_whole_batch_is_the_mean() -> None:
     ("weights", "cut"),
     [
         ([[1.0, 1.0], [1.0, 1.0]], "the split is evaluated in 2 batches"),
-        ([[1.0, 1.0, 0.0]], "some of the 3 rows of the batch fill it up"),
+        ([[1.0, 1.0, 0.0]], "some of the 3 rows of the batch are padding"),
     ],
 )
 def test_a_scalar_of_a_part_of_the_split_is_refused(weights: Any, cut: str) -> None:

@@ -186,7 +186,10 @@ def test_where_another_saved_it_begins_with_the_saved_parameters(writer, tmp_pat
     params = bits(state.params)
     stored(tmp_path, first, state)
     state = loaded(tmp_path, found, said.append)
-    assert said == ["the state of the strategy starts from zero: another strategy saved it"]
+    assert said == [
+        "the state of the strategy starts from zero, because "
+        "the checkpoint was saved with a different strategy"
+    ]
     assert bits(found.home.used(state).params) == bits(found.home.used(state).outer) == params
     trained(found, STEPS, state, 5)
 
@@ -289,7 +292,7 @@ def test_what_does_not_go_together_is_refused(sections, message):
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [(6, None), (7, "the last 1 steps of the run do not reach the slow weights"),
+    [(6, None), (7, "the last 1 steps of the run do not change the slow weights"),
      (1, "strategy.type lookahead has no effect: the run ends after 1 steps")],
 )  # fmt: skip
 def test_a_run_that_ends_in_between_is_told(steps, message):

@@ -135,10 +135,10 @@ REFUSED = [
     ({"learning_rate": 0.1, "max_skipped": 4}, {"steps": 9}, "max_skipped 4 has no effect"),
     (None, {"steps": 9, "batch_ramp": RAMP, "phases": PHASES},
      "train .*at most one of batch_ramp and phases"),
-    (None, {"steps": 9, "epochs": 2.0}, "give exactly one of steps and epochs"),
-    (None, {"steps": 9, "phases": PHASES}, "learning_rate: of no effect, since train.phases"),
-    ({"schedule": {"type": "linear"}}, {"steps": 9, "phases": PHASES}, "schedule: of no effect"),
-    ({"scale_from": SCALE}, {"steps": 9, "phases": PHASES}, "scale_from: of no effect"),
+    (None, {"steps": 9, "epochs": 2.0}, "set exactly one of steps and epochs"),
+    (None, {"steps": 9, "phases": PHASES}, "learning_rate has no effect, since train.phases"),
+    ({"schedule": {"type": "linear"}}, {"steps": 9, "phases": PHASES}, "schedule has no effect"),
+    ({"scale_from": SCALE}, {"steps": 9, "phases": PHASES}, "scale_from has no effect"),
     (None, {"steps": 7, "batch_ramp": RAMP},
      "7 steps pass until ramp_examples 160 are seen, but the run has 7"),
     (None, {"steps": 9, "batch_ramp": {**RAMP, "increment": 20}}, "from 16 to 64 is not a"),
@@ -196,7 +196,7 @@ def test_what_is_wrong_with_a_config_from_python_is_not_said_of_a_file():
             [
                 "train.batch_ramp, steps 1 to 4: a batch of 36 does not divide over 8 devices",
                 "train.batch_ramp, steps 7 to 8: a batch of 60 does not divide over 8 devices",
-                "from start_batch_size 36 to train.batch_size 72 by increment 12: each size",
+                "from start_batch_size 36 to train.batch_size 72 by increment 12: each batch size",
             ],
         ),
         (

@@ -54,11 +54,11 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
     ):
         reason = f"{kind} leaves as a whole value"
     elif dim is None:
-        message = f"leaves as a whole value, and is {kind} over AXIS: {remedy}"
+        message = f"is returned as a replicated value, but is {kind} over AXIS: {remedy}"
     elif isinstance(kind, k.Whole):
         message = (
-            f"leaves as shards along dim {dim}, and is whole on every device: the result has "
-            f"{at.size} copies of it"
+            f"is returned as shards along dim {dim}, but every device has the complete value: the "
+            f"result has {at.size} copies of the value"
         )
     else:
         reason = f"a value that is {kind} leaves as shards"

@@ -89,7 +89,7 @@ def _of_joined(op: Op) -> k.Kind:
     """
     all_joined = [kind for kind in op.kinds if isinstance(kind, k.Joined)]
     if len({(kind.dim, kind.sizes) for kind in all_joined}) > 1:
-        return op.undecided("arrays that are joined in unlike ways")
+        return op.undecided("arrays that are joined in different ways")
     if op.has(k.Shard):
         return op.undecided(f"{op.name} of joined arrays and a shard")
     parts = []

@@ -311,7 +311,10 @@ class Pass:
           carry: the initial carried values.
           rows: the rows over which a scan iterates.
         """
-        reason = f"{self.axis}: {self.place(eqn)}: a value changes its kind in each pass of a loop"
+        reason = (
+            f"{self.axis}: {self.place(eqn)}: the kind of a value changes in each iteration of a "
+            "loop"
+        )
         recording, self._recording = self._recording, False
         # The first iterations ignore errors, which may be due to buffers that are zero at first and
         # so have no kind yet. The second iterations begin with the kinds that the first have found.
@@ -340,7 +343,7 @@ class Pass:
         carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
         (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
         return self._agreed(
-            eqn, goes_on, carry, "a loop's number of passes differs between devices"
+            eqn, goes_on, carry, "a loop's number of iterations differs between devices"
         )
 
     def _agreed(self, eqn: Any, test: k.Value, found: list[k.Value], said: str) -> list[k.Value]:
@@ -359,7 +362,7 @@ class Pass:
 
     def _cond(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         index, operands = values[0], values[1:]
-        reason = f"{self.axis}: {self.place(eqn)}: the branches give values of unlike kinds"
+        reason = f"{self.axis}: {self.place(eqn)}: the branches return values of different kinds"
         found: list[k.Value] | None = None
         outer, own = self.chosen, isinstance(index.kind, k.Part | k.Rank)
         self.chosen = outer or own

@@ -24,7 +24,8 @@ def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
             hook = call_object(one.path, load_object(one.path), one.args)
             if not isinstance(hook, Hook):
                 raise ConfigError(
-                    f"{one.path!r} gives a {type(hook).__name__}, not a jaxdist.Hook",
+                    f"{one.path!r} returned a {type(hook).__name__}, but must return a "
+                    "jaxdist.Hook",
                     setting=("path",),
                 )
         yield hook

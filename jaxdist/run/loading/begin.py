@@ -65,9 +65,9 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
     if is_downloaded_model(Path(begin.run)):
         if begin.parts != ("params",) or begin.step is not None:
             raise CheckpointError(
-                f"{begin.run} is a model, which is loaded as a whole: leave out "
-                "checkpoint.begin_with.parts and .step, or make a run of it with `jaxdist "
-                "import`"
+                f"{begin.run} is a model, which can be loaded only completely: leave out "
+                "checkpoint.begin_with.parts and .step, or convert the model into a run with "
+                "`jaxdist import`"
             )
         return [f"params/{leaf.name}" for leaf in matched(program, Path(begin.run))]
     names = [name for name in part_names(program, begin.parts) if name != "step"]
@@ -80,7 +80,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
     step = max(manifests, default=0) if begin.step is None else begin.step
     if step not in manifests:
         raise CheckpointError(
-            f"no checkpoint of step {step} in {directory}; there are: {list(manifests)}"
+            f"{directory} has no checkpoint of step {step}; choose from steps {list(manifests)}"
         )
     saved = manifests[step].leaves
     # Adapters that are missing from the checkpoint keep the values of an initial state.

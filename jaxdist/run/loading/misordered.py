@@ -47,10 +47,11 @@ def check_order(run: RunDirectory, step: int) -> None:
     if found:
         more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         raise CheckpointError(
-            f"{path} holds parameters in another order than they were trained in "
-            f"({', '.join(found[:_LISTED])}{more}). An earlier jaxdist wrote it, whose ZeRO 3 "
-            "with an explicit reduction misplaced shards of dims that a second mesh axis "
-            "splits. Train the run again (docs/errata.md lists which runs are affected)"
+            f"{path} contains parameters in a different order from that in which they were trained "
+            f"({', '.join(found[:_LISTED])}{more}). The checkpoint was written by an earlier "
+            "version of jaxdist, whose ZeRO 3 with an explicit reduction misplaced shards of dims "
+            "that a second mesh axis splits. Train the run again (docs/errata.md lists which runs "
+            "are affected)"
         )
 
 

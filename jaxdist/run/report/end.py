@@ -51,7 +51,7 @@ def tell_end(
 def going_on(config: ExperimentConfig, directory: RunDirectory) -> str:
     """Return the instruction with which the user continues a run that was stopped."""
     if config.checkpoint.parts is not None:
-        return "of a part of the state, which another run can begin with (checkpoint.begin_with)"
+        return "of a part of the state, with which another run can begin (checkpoint.begin_with)"
     identity = directory.identity
     numbered = identity is not None and identity.asked not in (None, directory.path.name)
     # If several runs have this name, --resume alone would not identify this run.

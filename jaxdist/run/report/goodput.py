@@ -44,8 +44,9 @@ def report_goodput(run: Path, json_file: Path | None = None, *, console: Console
     found = joined_lives(records)
     if found is None:
         raise RunError(
-            f"{run / FILE_NAME} has no records of time (split goodput): an older version wrote "
-            "the run, or it died before its first step; --resume writes them from now on"
+            f"{run / FILE_NAME} has no records of time (split goodput): an older version wrote the "
+            "run, or the run ended before its first step; with --resume the run begins to write "
+            "these records"
         )
     _print(found, records, console)
     proof = read_proof(directory)
@@ -81,7 +82,10 @@ def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> N
     console.print(goodput_table(found), soft_wrap=True, markup=False)
     share = predicted(records)
     if share is not None:
-        told = f"kept   {found.kept:.1%} of the time after the first start; predicted {share:.1%}"
+        told = (
+            f"kept   {found.kept:.1%} of the time after the first start; the prediction was "
+            f"{share:.1%}"
+        )
         console.print(told, soft_wrap=True)
     energy = tally.joined_energy(records)
     if energy is not None:

@@ -69,13 +69,15 @@ def parse_profile(text: str) -> ProfiledSteps:
     matched = _RANGE.fullmatch(text)
     if matched is None:
         raise ConfigError(
-            f"--profile {text!r} cannot be read: give the first and the last step, such as 10:13, "
+            f"--profile {text!r} cannot be read: write the first and the last step, such as 10:13, "
             "or a number of steps, such as 4"
         )
     first, last = matched[1], int(matched[2])
     found = ProfiledSteps(None if first is None else int(first), last - int(first or 1) + 1)
     if found.count < 1:
-        raise ConfigError(f"--profile {text} traces no step: the last must not be before the first")
+        raise ConfigError(
+            f"--profile {text} traces no step: the last step must not be before the first step"
+        )
     return found
 
 
@@ -121,7 +123,7 @@ class Profile(LoopHook):
             self.say(f"profile: no trace was written to {self.folder}: {error}")
             return
         self.say(
-            f"profile: steps {self.first} to {self.last} in {self.folder}; open "
-            "perfetto_trace.json.gz of it at https://ui.perfetto.dev, or all of it with "
-            f"xprof --logdir {self.folder}"
+            f"profile: steps {self.first} to {self.last} in {self.folder}; open its file "
+            "perfetto_trace.json.gz at https://ui.perfetto.dev, or open the folder with xprof "
+            f"--logdir {self.folder}"
         )

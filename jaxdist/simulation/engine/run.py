@@ -136,7 +136,7 @@ class Simulation:
         stuck = [one.number for one in self.workers if one.alive and not one.left]
         late = {client for shard in self.shards for client in shard.state.late}
         assert not stuck or limit < float("inf"), (
-            f"deadlock: workers {stuck} wait for clients {late} forever"
+            f"deadlock: workers {stuck} wait forever for clients {late}"
         )
 
     def _join(self, worker: WorkerNode) -> None:

@@ -19,7 +19,9 @@ Architecture = Literal["parameter server", "ring", "pipeline", "ZeRO 1", "ZeRO 3
 def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     """Sort the numbers of devices, and refuse duplicates."""
     if len(set(values)) < len(values):
-        raise ValueError(f"{list(values)} has a number twice: give each number of devices once")
+        raise ValueError(
+            f"{list(values)} contains a number twice: name each number of devices once"
+        )
     return tuple(sorted(values))
 
 
@@ -62,8 +64,8 @@ class RecordedScaling(Config):
         for name, cells in self.cells.items():
             if len(cells) != len(self.batches):
                 raise ValueError(
-                    f"{name} has {len(cells)} cells for {len(self.batches)} batch sizes: give one "
-                    "for each"
+                    f"{name} has {len(cells)} cells for {len(self.batches)} batch sizes: give a "
+                    "cell for each batch size"
                 )
         return self
 

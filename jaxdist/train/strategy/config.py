@@ -76,21 +76,25 @@ class Hybrid(Config):
     def _reads(cls, model: RowConsistency) -> RowConsistency:
         if getattr(model, "reads", "each_clock") not in ("each_clock", "ahead"):
             raise ValueError(
-                "rows are pulled for each batch, since another batch has other rows: set reads: "
-                "each_clock, or ahead to pull them while the batch before is computed"
+                "rows of tables must be pulled for each batch, because each batch uses different "
+                "rows: set reads: each_clock, or ahead to pull them while the batch before is "
+                "computed"
             )
         unfit = {"backups": 0, "delay_compensation": None, "value_bound": None}
         for name, off in unfit.items():
             if getattr(model, name, off) != off:
-                raise ValueError(f"{name} is for whole parameters, not for rows: leave it out")
+                raise ValueError(
+                    f"{name} works only for complete parameters, not for rows of tables: leave "
+                    f"{name} out"
+                )
         return model
 
     @model_validator(mode="after")
     def _replicated(self) -> Hybrid:
         if self.replicas > self.servers:
             raise ValueError(
-                f"replicas {self.replicas} of {self.servers} servers: the copies of a row are on "
-                f"different servers; set servers: {self.replicas} or more, or replicas: 1"
+                f"replicas {self.replicas} of {self.servers} servers: the copies of a row must be "
+                f"on different servers; set servers: {self.replicas} or more, or replicas: 1"
             )
         if self.replicas > 1 and self.processes.port:
             raise ValueError(

@@ -66,8 +66,8 @@ def length_notices(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
             f"before the first {strategy.steps} (strategy.steps) are done",
         )
     return (
-        f"strategy.steps {strategy.steps}: the last {left} steps of the run do not reach the "
-        "slow weights, which evaluation uses; train for a multiple of strategy.steps",
+        f"strategy.steps {strategy.steps}: the last {left} steps of the run do not change the slow "
+        "weights, which evaluation uses; train for a multiple of strategy.steps",
     )
 
 

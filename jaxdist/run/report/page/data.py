@@ -146,7 +146,10 @@ def program_data(run: Path, compile_step: Compile | None) -> JsonObject:
         `inspect.json`; None compiles nothing.
     """
     file, config = run / INSPECTION, run / RunDirectory(run).config.name
-    remedy = f"`jaxdist inspect {config} --json {file}` writes them for the next page"
+    remedy = (
+        f"`jaxdist inspect {config} --json {file}` writes these figures, and the next page will "
+        "show them"
+    )
     try:
         if file.exists():
             return {"program": _shown(parse_json(file.read_bytes()))}
