@@ -18,9 +18,11 @@ from benchmarks.prove.draws import Outcome, outcomes
 from benchmarks.prove.known import Known, reports, trainers
 from benchmarks.prove.mutations import Planted, mutations
 from benchmarks.prove.pieces import kept
+from jaxdist.errors import JaxdistError
 from jaxdist.experiment import build, load
 from jaxdist.proofs.types.check import check_types
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject
 
 FAULTS = 120
 DRAWS = 500
@@ -83,18 +85,24 @@ def time_figures() -> Iterator[Figure]:
         runs = [*kept("times", [(config, index) for index in range(TIMES)], _timed)]
         spent = statistics.median(run["cpu_seconds"] for run in runs)
         clock = ", ".join(f"{run['seconds']:.0f}" for run in runs)
-        note = f"CPU time; {clock} s on the clock"
+        note = f"{runs[0]['verdict']}; CPU time; {clock} s on the clock"
         yield Figure(f"proof of {name}, CPU time", spent, limit, "<= 1", "s", note)
 
 
-def _timed(case: tuple[str, int]) -> dict[str, float]:
+def _timed(case: tuple[str, int]) -> JsonObject:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxdist", "prove", case[0], "--devices", "8"]
         begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, f"run.directory={folder}/run"], check=True, capture_output=True)
+        command += [f"run.directory={folder}/run"]
+        found = subprocess.run(command, check=False, capture_output=True, text=True)
         seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    verdict = found.stdout.rpartition("\n")[0].rpartition("\n")[2].partition(":")[0]
+    if verdict not in ("proved", "undecided", "wrong"):
+        raise JaxdistError(
+            f"jaxdist prove {case[0]} ended without a verdict: {found.stderr[-2000:]}"
+        )
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": seconds, "cpu_seconds": spent}
+    return {"seconds": seconds, "cpu_seconds": spent, "verdict": verdict}
 
 
 def known_figures(reported: Sequence[Known], trained: Sequence[Known]) -> list[Figure]:
