@@ -241,7 +241,7 @@ def test_a_backend_that_crashes_or_hangs_is_a_finding(monkeypatch):
     assert "remove it from XLA_FLAGS" in judged("backend", backend=unknown).remedy
     monkeypatch.setattr(facts_module, "_PROBE", "import time; time.sleep(60)")
     hung = probe_backend(dict(facts_module.os.environ), timeout_seconds=0.2)
-    assert hung.problem == "no answer within 0.2 s"
+    assert hung.problem == "jax gave no answer within 0.2 s"
     monkeypatch.setattr(facts_module, "_PROBE", "import os; os.abort()")
     assert probe_backend(dict(facts_module.os.environ)).problem == "exit code -6"
 

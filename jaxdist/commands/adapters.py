@@ -57,7 +57,7 @@ def import_adapters(
     """
     files, directory = open_adapters(folder), RunDirectory(out.absolute())
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a directory that does not exist with --out")
+        raise RunError(f"{out} exists already: choose a new directory with --out")
     if not RunDirectory(base).occupied:
         raise RunError(f"--base {base} is not a run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
@@ -122,7 +122,7 @@ def export_adapters(
             f"{run} has no adapters (model.lora): export the whole model with --to hf"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a directory that does not exist")
+        raise RunError(f"{out} exists already: choose a new directory")
     state: Any = restored.state
     params = program.home.used_params(program.evaluated(state))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}

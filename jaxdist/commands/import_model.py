@@ -130,7 +130,7 @@ def import_with_table(
 
 def _new(out: Path) -> RunDirectory:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a directory that does not exist with --out")
+        raise RunError(f"{out} exists already: choose a new directory with --out")
     return RunDirectory(out.absolute())
 
 

@@ -150,7 +150,7 @@ def probe_backend(
             command, env=dict(environ), capture_output=True, text=True, timeout=timeout_seconds
         )
     except subprocess.TimeoutExpired:
-        return Backend(problem=f"no answer within {timeout_seconds:g} s")
+        return Backend(problem=f"jax gave no answer within {timeout_seconds:g} s")
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         unknown = [line for line in done.stderr.splitlines() if "Unknown flag" in line]

@@ -246,7 +246,7 @@ def read(path: Path) -> Gguf:
             return _read(path, file, path.stat().st_size)
     except (struct.error, UnicodeDecodeError, MemoryError, OverflowError, KeyError) as error:
         raise DataError(
-            f"{path} is a truncated or malformed GGUF file ({error}); download it again"
+            f"{path} is a truncated or malformed GGUF file ({error}); download the file again"
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -270,7 +270,8 @@ def _read(path: Path, file: BinaryIO, size: int) -> Gguf:
         end = tensor.offset + tensor.stored_bytes
         if end > size:
             raise DataError(
-                f"{path} is truncated: {name!r} ends at byte {end:,} of {size:,}; download it again"
+                f"{path} is truncated: {name!r} ends at byte {end:,} of {size:,}; "
+                "download the file again"
             )
         tensors[name] = tensor
     return Gguf(path, metadata, tensors)

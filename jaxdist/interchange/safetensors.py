@@ -48,7 +48,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             if size < 8 or length > MOST_HEADER_BYTES or 8 + length > size:
                 raise DataError(
                     f"{file} is not a complete safetensors file: it has {size:,} bytes, and its "
-                    f"header alone would have {length:,}; download it again"
+                    f"header alone would have {length:,}; download the file again"
                 )
             raw = opened.read(length)
     except OSError as error:
@@ -56,15 +56,17 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: its header is not JSON ({error}); download it again") from error
+        raise DataError(
+            f"{file}: its header is not JSON ({error}); download the file again"
+        ) from error
     if not isinstance(header, dict):
-        raise DataError(f"{file}: its header is not a mapping of tensors; download it again")
+        raise DataError(f"{file}: its header is not a mapping of tensors; download the file again")
     header.pop("__metadata__", None)
     found = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
     end = max((t.offset + t.stored_bytes for t in found.values()), default=8 + length)
     if end != size:
         word = "truncated: it has" if end > size else "longer than its header says: it has"
-        raise DataError(f"{file} is {word} {size:,} bytes of {end:,}; download it again")
+        raise DataError(f"{file} is {word} {size:,} bytes of {end:,}; download the file again")
     return found
 
 
@@ -77,7 +79,8 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
             raise ValueError("its sizes are not whole numbers from 0")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{file}: the header's entry of {name!r} is malformed ({error}); download it again"
+            f"{file}: the header's entry of {name!r} is malformed ({error}); "
+            "download the file again"
         ) from error
     if dtype is None:
         known = ", ".join(DTYPES)
@@ -88,7 +91,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise DataError(
             f"{file}: {name!r} is {entry['dtype']}{list(shape)} but has {end - begin:,} bytes, "
-            "which do not match; download it again"
+            "which do not match; download the file again"
         )
     return Tensor(name, shape, dtype, file, start + begin, end - begin)
 

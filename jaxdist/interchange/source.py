@@ -149,9 +149,9 @@ def open_source(path: Path) -> Source:
         config: Any = read_json(file)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file} cannot be read: {reason}; download it again") from error
+        raise DataError(f"{file} cannot be read: {reason}; download the file again") from error
     if not isinstance(config, dict):
-        raise DataError(f"{file} holds no mapping; download it again")
+        raise DataError(f"{file} holds no mapping; download the file again")
     return Source(path, config)
 
 
@@ -191,12 +191,14 @@ def _files(path: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [path / str(name) for name in names]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{index} is malformed ({error}); download it again") from error
+            raise DataError(f"{index} is malformed ({error}); download the file again") from error
         outside = [file for file in files if file.parent != path]
         lacking = [file.name for file in files if not file.is_file()]
         if outside or lacking:
             wrong = outside or ", ".join(lacking)
-            raise DataError(f"{index} names {wrong}, which {path} does not have; download it again")
+            raise DataError(
+                f"{index} names {wrong}, which {path} does not have; download the file again"
+            )
         return files
     files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if files:

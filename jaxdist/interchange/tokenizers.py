@@ -37,7 +37,9 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
         vocab: Any = content["model"]["vocab"]
         added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} is not a tokenizer.json ({error}); download it again") from error
+        raise DataError(
+            f"{file} is not a tokenizer.json ({error}); download the file again"
+        ) from error
     pairs = vocab.items() if isinstance(vocab, dict) else ((v[0], i) for i, v in enumerate(vocab))
     tokens = {number: token for token, number in pairs} | added
     if max(tokens, default=0) >= source.inputs.vocab_size:

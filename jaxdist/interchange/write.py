@@ -159,7 +159,7 @@ def write_directory(
       RunError: the directory has files, or cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: name another directory")
+        raise RunError(f"{out} exists already: choose a new directory")
     held = DTYPES[dtype]
     shapes = {name: p[0].layout.file_shape(p[0].shape) for name, p in tensors.items()}
     parts = _files(shapes, held.itemsize)

@@ -72,8 +72,8 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("parallel.zero.secondary", "parallel.zero.prefetch"), ("stage (a pipeline)",)),
-        "a stage gathers its parameters once in a step, or once in each task, and neighboring "
-        "stages wait for it",
+        "a stage gathers its parameters once in a step, or once in each task, and "
+        "neighboring stages wait for the gather",
         "set it to false; parallel.pipeline.gather chooses between step and task",
     ),
     ValidityRow(

@@ -102,7 +102,7 @@ def test_who_is_awaited_is_said_now_and_then(meeting: Meeting, monkeypatch):
     with pytest.raises(RunError):
         meeting.host("a", least=3, seconds=2.0).begin(meeting.folder, lambda: False)
     assert meeting.said
-    assert re.search(r"waiting at .*meet for hosts: 1 of 3 are here \(a\)", meeting.said[0])
+    assert re.search(r"waiting at .*meet for hosts: 1 of 3 have joined \(a\)", meeting.said[0])
 
 
 @pytest.mark.parametrize(

@@ -195,12 +195,12 @@ def damaged(kind, folder, model):
 
 BAD = {
     "no config": r"is not a model: it has no config.json",
-    "no json": r"config.json cannot be read: .*download it again",
+    "no json": r"config.json cannot be read: .*download the file again",
     "pickle": r"pytorch_model.bin, a pickle. .*jaxdist never reads pickles: download the model's",
     "no weights": r"has no safetensors: download model.safetensors too",
-    "truncated": r"is truncated: it has [\d,]+ bytes of [\d,]+; download it again",
+    "truncated": r"is truncated: it has [\d,]+ bytes of [\d,]+; download the file again",
     "longer": r"is longer than its header says: it has",
-    "oversized header": r"its header alone would have 1,152,921,504,606,846,976; download it again",
+    "oversized header": r"its header alone would have 1,152,921,504,606,846,976; download",
     "header cut": r"is not a complete safetensors file: it has 20 bytes",
     "header no json": r"its header is not JSON",
     "index": r"names b.safetensors, which .* does not have",
@@ -224,9 +224,7 @@ def test_what_is_no_model_and_what_exists_are_refused(model, tmp_path):
     for path, words in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "of another")):
         with pytest.raises(JaxdistError, match=words):
             import_model(path, tmp_path / "run", console=QUIET)
-    with pytest.raises(
-        JaxdistError, match="exists already: choose a directory that does not exist"
-    ):
+    with pytest.raises(JaxdistError, match="exists already: choose a new directory"):
         import_model(model, tmp_path, console=QUIET)
 
 

@@ -149,7 +149,12 @@ def test_stage_0_is_no_plan(devices):
 @pytest.mark.parametrize(
     ("mesh", "rules", "zero", "message"),
     [
-        ({"tensor": 8}, None, {"stage": 2}, r"zero.stage 2 .* mesh \{'tensor': 8\} has none"),
+        (
+            {"tensor": 8},
+            None,
+            {"stage": 2},
+            r"zero.stage 2 .* mesh \{'tensor': 8\} has no such axis",
+        ),
         ({"data": 8}, None, {"stage": 1, "scope": "ici"}, r"scope: ici .* \{'data': 8\}"),
         ({"data": 8}, {"embed": "data"}, {"stage": 3}, r"blocks/kernel \(8, 16, 48\).*over data"),
     ],

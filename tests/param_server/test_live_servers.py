@@ -205,7 +205,7 @@ def test_another_epoch_is_refused():
         layouts, wires = servers.layouts, servers.wires
         with (
             Client(0, servers.model, layouts, wires, epoch=1) as client,
-            pytest.raises(RunError, match="epoch 1 is not the range's, 0"),
+            pytest.raises(RunError, match="epoch 1 differs from the epoch 0"),
         ):
             client.read()
 

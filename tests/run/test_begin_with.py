@@ -46,7 +46,7 @@ def test_what_is_refused_before_anything_is_computed(trained: Jaxdist) -> None:
         ),
         ([begin + PARAMS, "model.hidden=[17]"], 3, "expected float32[17,10]"),
         ([begin + '{"run": "runs/x"}'], 3, "runs/x is not a run with checkpoints"),
-        ([begin + '{"run": "runs/config", "step": 7}'], 3, "there are: [16, 24]"),
+        ([begin + '{"run": "runs/config", "step": 7}'], 3, "choose from steps [16, 24]"),
         (
             [begin + PARAMS, "strategy.type=parameter_server", "strategy.workers=2"],
             2,

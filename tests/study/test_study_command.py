@@ -114,7 +114,7 @@ def test_mistakes_are_told_before_anything_runs(
 def test_a_config_of_steps_needs_epochs(config: Path, trained: list[Trial]) -> None:
     sections = json.loads(config.read_text())
     config.write_text(json.dumps({**sections, "train": {"steps": 3, "batch_size": 64}}))
-    with pytest.raises(ConfigError, match=r"tiny\.yaml trains 3 steps, but .*give --epochs"):
+    with pytest.raises(ConfigError, match=r"tiny\.yaml trains 3 steps, but .*add --epochs"):
         study(config, "--batches", "64")
     out = study(config, *SMALL, "--epochs", 2)
     assert "2 epochs at each batch size" in out

@@ -202,7 +202,8 @@ class Records:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise DataError(
-                f"data: {column!r} of {name} is {array.dtype}, expected numbers or an image: name "
-                "the columns to read in data.columns, and tokenize texts before"
+                f"data: {column!r} of {name} is {array.dtype}, expected numbers or an "
+                "image: name the columns to read in data.columns, and tokenize texts "
+                "before training"
             )
         return narrow(f"{column!r} of {name}", array)

@@ -140,7 +140,7 @@ def array_record(folder: Path) -> Mapping[str, Reader]:
         if of is not None and of["of"] is not None and len(paths) != int(of["of"]):
             raise DataError(
                 f"data.directory: {folder} has {len(paths)} of {int(of['of'])} files of "
-                f"{paths[0].name}: copy the others too"
+                f"{paths[0].name}: copy the missing files too"
             )
     classes = dict(_declared(folder))
     return {split: _records(folder, split, paths, classes) for split, paths in found.items()}

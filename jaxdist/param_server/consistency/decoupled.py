@@ -55,7 +55,9 @@ class Decoupled(Consistency):
                 "merged in any case: lower at_least"
             )
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov has no effect without momentum")
+            raise ValueError(
+                "nesterov has no effect without momentum: set momentum, or leave nesterov out"
+            )
         return self
 
     def outer(self) -> optax.GradientTransformation:

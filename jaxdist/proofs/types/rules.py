@@ -91,7 +91,9 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
     if (like is None) == (rows is None):
         raise JaxdistError(f"rule {name!r}: give like=PRIMITIVE or rows=DIM, one of the two")
     if like is not None and like not in RULES:
-        raise JaxdistError(f"rule {name!r}: {like!r} has none: {did_you_mean(like, RULES)}")
+        raise JaxdistError(
+            f"rule {name!r}: no rule exists for {like!r}: {did_you_mean(like, RULES)}"
+        )
     RULES[name] = RULES[like] if like is not None else _by_rows(int(rows or 0))
 
 

@@ -46,7 +46,9 @@ class Lookahead(Config):
     @model_validator(mode="after")
     def _check(self) -> Lookahead:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov has no effect without momentum")
+            raise ValueError(
+                "nesterov has no effect without momentum: set momentum, or leave nesterov out"
+            )
         return self
 
     def outer(self) -> Outer:
