@@ -360,3 +360,14 @@ def test_the_published_page_is_that_of_its_figures():
     assert len(outcomes) == report["count"] == 500
     assert all(outcome.good for outcome in outcomes)
     assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 480
+
+
+def test_a_report_has_what_the_second_config_does_not_share():
+    """Of seed 10, the second config computes the loss in other chunks than the first."""
+    drawn = draw(10)
+    assert drawn.sections["loss"] != drawn.reader["loss"]
+    without = {name: section for name, section in drawn.reader.items() if name != "loss"}
+    for reader in (drawn.reader, without):
+        given = DrawOutcome(10, "equal", sections=drawn.sections, reader=reader)
+        (read,) = outcomes_from_json(outcomes_to_json([given], count=1, seed=10))
+        assert read.reader == reader

@@ -169,10 +169,14 @@ def outcomes_to_json(
 def _row(outcome: DrawOutcome) -> JsonObject:
     """Return an outcome as JSON values.
 
-    The config `reader` is without the sections that both configs share.
+    The config `reader` is without the sections that both configs share. A section that only the
+    other config has is None.
     """
     row = asdict(outcome)
-    row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
+    sections, reader = row["sections"], row["reader"]
+    shared = {name for name in COMMON if sections.get(name) == reader.get(name)}
+    own = [*reader, *(name for name in COMMON if name in sections and name not in reader)]
+    row["reader"] = {name: reader.get(name) for name in own if name not in shared}
     return row
 
 
@@ -184,7 +188,8 @@ def outcomes_from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
             name: row["sections"][name] for name in COMMON if name in row["sections"]
         }
         found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
-        return DrawOutcome(**{**row, **found, "reader": {**common, **row["reader"]}})
+        reader = {n: own for n, own in {**common, **row["reader"]}.items() if own is not None}
+        return DrawOutcome(**{**row, **found, "reader": reader})
 
     return [outcome(row) for row in report["draws"]]
 
