@@ -123,8 +123,8 @@ def test_a_file_that_cannot_be_written(console, tmp_path):
         ("1f1b", ["chunks"], r"override 'chunks': the setting has no '='"),
         ("1f1b", ["costs.forward=[1, 2]"], r"forward has 2 times for 4 chunks"),
         ("zb_v", [], r"zb_v: 4 stages need at least 7 microbatches, got 6"),
-        ("nowhere.csv", [], r"nowhere\.csv: cannot be read"),
-        ("no/such", [], r"no/such: cannot be read"),
+        ("nowhere.csv", [], r"nowhere\.csv: the file cannot be read"),
+        ("no/such", [], r"no/such: the file cannot be read"),
     ],
 )
 def test_what_show_refuses(console, schedule, settings, message):

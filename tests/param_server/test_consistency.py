@@ -373,7 +373,11 @@ def test_nothing_is_said_where_nothing_is_stale():
 
 
 REFUSED = {
-    "all are backups": (BSP(backups=4), "backups", r"backups 4 of 4 workers: .* at most 3 workers can be"),
+    "all are backups": (
+        BSP(backups=4),
+        "backups",
+        r"backups 4 of 4 workers: .* at most 3 workers can be",
+    ),
     "a quorum of more": (
         Decoupled(quorum=5),
         "quorum",

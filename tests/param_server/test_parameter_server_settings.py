@@ -53,7 +53,11 @@ REFUSED = {
         {},
         r"strategy.servers = 2 .* set one server, or type balanced",
     ),
-    "batch": ({"workers": 3}, {}, r"strategy.workers = 3 .* set 63, .*batch_shares: by_speed"),
+    "batch": (
+        {"workers": 3},
+        {},
+        r"strategy.workers = 3 .* set train.batch_size: 63, .*batch_shares: by_speed",
+    ),
     "shares": (
         {"batch_shares": [32, 16, 8]},
         {},

@@ -148,13 +148,15 @@ def test_forwards_counted_from_1_without_such_backwards_are_missing_one():
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.csv: cannot be read \(.*No such file"):
+    with pytest.raises(ConfigError, match=r"none\.csv: the file cannot be read \(.*No such file"):
         read_csv(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"binary\.csv: cannot be read \(it is not UTF-8"):
+    with pytest.raises(
+        ConfigError, match=r"binary\.csv: the file cannot be read \(it is not UTF-8"
+    ):
         read_csv(tmp_path / "binary.csv")
     os.mkfifo(tmp_path / "pipe.csv")
-    with pytest.raises(ConfigError, match=r"pipe\.csv: cannot be read \(.*it is a pipe, not a reg"):
+    with pytest.raises(ConfigError, match=r"pipe\.csv: the file cannot be read \(.*it is a pipe"):
         read_csv(tmp_path / "pipe.csv")
 
 

@@ -173,7 +173,7 @@ def test_a_config_that_cannot_be_built_begins_no_hook():
 def test_what_is_no_hook_is_refused_before_the_run_begins():
     with pytest.raises(ConfigError, match="pass an instance, not the class"):
         jd.fit(SHORT, hooks=[Seen], quiet=True)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"3 is not a hook: give a jaxdist\.Hook"):
+    with pytest.raises(ConfigError, match=r"3 is not a hook: pass a jaxdist\.Hook"):
         jd.fit(SHORT, hooks=[3], quiet=True)  # pyright: ignore[reportArgumentType]
     assert not Path("runs").exists()
 

@@ -27,7 +27,7 @@ def test_a_trace_holds_the_steps_asked_for(jaxdist: Jaxdist) -> None:
     lines = [line for line in done.out.splitlines() if line.startswith("profile: ")]
     assert lines == [
         f"profile: steps 4 to 5 in {RUN}/profile; open its file perfetto_trace.json.gz at "
-        f"https://ui.perfetto.dev, or all of it with xprof --logdir {RUN}/profile"
+        f"https://ui.perfetto.dev, or open the folder with xprof --logdir {RUN}/profile"
     ]
     (trace,) = (jaxdist.run / "profile/plugins/profile").iterdir()
     with gzip.open(trace / "perfetto_trace.json.gz") as file:

@@ -204,7 +204,7 @@ class Auto(Algorithm):
             raise CollectiveError(
                 f"algorithm auto does not know the links of the device {self.device or kind!r} for "
                 f"axis {axis!r}: set `device` to a known device (v5e, h100, cpu, ...), or describe "
-                f"the link as  `{field}: {{latency_seconds: ..., bytes_per_second: ...}}`"
+                f"the link as `{field}: {{latency_seconds: ..., bytes_per_second: ...}}`"
             )
         return figures.slow if slow else figures.fast
 

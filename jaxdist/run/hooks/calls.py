@@ -33,7 +33,7 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     for hook in hooks:
         if not isinstance(hook, Hook):
             hint = "an instance, not the class" if isinstance(hook, type) else "a jaxdist.Hook"
-            raise ConfigError(f"{hook!r} is not a hook: give {hint}")
+            raise ConfigError(f"{hook!r} is not a hook: pass {hint}")
         checked.append(hook)
     return tuple(checked)
 
