@@ -138,7 +138,7 @@ def test_a_damaged_config_is_told_and_the_run_goes_on(trained: Jaxdist, how: str
     assert done.code == 0, done
     words = " ".join(done.out.split())
     assert (
-        "since this run began: the changes are unknown, because runs/config/config.yaml is damaged: "
+        "since this run began: the changes are unknown, because runs/config/config.yaml is damaged"
         in words
     )
     assert "resume from step 24 of 24" in words
