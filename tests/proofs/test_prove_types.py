@@ -37,6 +37,12 @@ COLUMNS = PartitionSpec(None, "d")
 DEVICES = 4
 
 
+def added(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """The sum over some dims, as one reduction of two arrays."""
+    both = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]  # noqa: E731
+    return lax.reduce([x, x * 2], [jnp.float32(0)] * 2, both, dims)[1]
+
+
 def typed(
     function: Callable[..., Any], *shapes: tuple[int, ...], into: Any = WHOLE, out: Any = WHOLE
 ) -> Typed:
@@ -62,6 +68,12 @@ RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
         (ROWS,),
         ROWS,
     ),
+    "a sum of rows as a reduction of two arrays": (
+        lambda x: lax.psum(added(x, (0,)), "d"),
+        (ROWS,),
+        WHOLE,
+    ),
+    "a reduction of two arrays within rows": (lambda x: added(x, (1,)), (ROWS,), ROWS),
     "a norm of the sum of its shards": (
         lambda x: jnp.sqrt(lax.psum(jnp.sum(x * x), "d")),
         (ROWS,),
@@ -78,6 +90,12 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, str]] = {
     ),
     "a norm of a shard": (
         lambda x: lax.psum(jnp.sqrt(jnp.sum(x * x)), "d"),
+        (ROWS,),
+        WHOLE,
+        "takes sqrt of a partial sum",
+    ),
+    "a norm of a shard by a reduction of two arrays": (
+        lambda x: lax.psum(jnp.sqrt(added(x * x, (0, 1))), "d"),
         (ROWS,),
         WHOLE,
         "takes sqrt of a partial sum",
@@ -131,6 +149,15 @@ def test_a_wrong_program_is_reported_with_its_line(name):
     line = int(finding.where.removeprefix("test_prove_types.py:"))
     first = function.__code__.co_firstlineno
     assert first <= line <= first + 5
+
+
+@pytest.mark.parametrize("begin", [0.0, 1.0])
+def test_a_reduction_that_does_not_only_add_is_undecided(begin):
+    joined = (lambda a, b: [a[0] + b[0]]) if begin else (lambda a, b: [a[0] * b[0]])
+    product = partial(lax.reduce, init_values=[begin], computation=joined, dimensions=(0,))
+    found = typed(lambda x: lax.psum(product([x])[0], "d"), (8, 4), into=(ROWS,))
+    assert (found.findings, found.proved) == ((), ())
+    assert "does not only add to zeros" in found.undecided["y"][0]
 
 
 def test_an_operation_without_a_rule_is_undecided_and_not_proved():

@@ -21,12 +21,15 @@ OPTIMIZERS = ("/optax/", "/flax/training/")
 """Parts of the paths of libraries whose lines are reported in addition to the user's line."""
 
 
+_PIECEWISE = ("pallas_call", "reduce", "reduce_window")
+"""The primitives whose program works on blocks or elements of their operands, not on arrays."""
+
+
 def called_by(eqn: Any) -> Any:
     """Return the program that an equation calls exactly once, or None for any other equation."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
-        # The program of a Pallas kernel works on references to blocks, and not on arrays.
-        if called is not None and eqn.primitive.name not in ("pallas_call",):
+        if called is not None and eqn.primitive.name not in _PIECEWISE:
             return getattr(called, "jaxpr", called)
     return None
 

@@ -121,6 +121,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("slice", "rev", "split"), shapes.same_dims),
     **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze"), shapes.renumbered),
     **dict.fromkeys(_REDUCED.split(), shapes.reduction),
+    "reduce": shapes.additions,
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
     "gather": products.gather,

@@ -116,10 +116,27 @@ def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
 
 def reduction(op: Op) -> Found:
     """Return the kind of a reduction over some dims, such as a sum or a maximum."""
-    (value,), shape, axes = op.values, op.ins[0].shape, op.params["axes"]
-    kind, name, to = value.kind, op.name.removeprefix("reduce_"), dropped(axes, len(shape))
+    return _reduction(op, 0, op.name.removeprefix("reduce_"), op.params["axes"])
+
+
+def additions(op: Op) -> Found:
+    """Return the kinds of `jax.lax.reduce`, if its function adds the elements of each array."""
+    body, count = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"]), len(op.values) // 2
+    added = {(eqn.primitive.name, *eqn.invars, *eqn.outvars) for eqn in body.eqns}
+    pairs = zip(body.invars[:count], body.invars[count:], body.outvars, strict=True)
+    if added != {("add", *pair) for pair in pairs} or not all(
+        isinstance(kind, k.Zero) for kind in op.kinds[count:]
+    ):
+        return op.undecided("reduce by a function that does not only add to zeros")
+    return [_reduction(op, number, "sum", op.params["dimensions"]) for number in range(count)]
+
+
+def _reduction(op: Op, number: int, name: str, axes: Sequence[int]) -> k.Value:
+    """Return the value of a reduction of an operand over the dims `axes`."""
+    value, shape = op.values[number], op.ins[number].shape
+    kind, to = value.kind, dropped(axes, len(shape))
     if isinstance(kind, k.Shard):
-        kind = _reduced(op, name, kind, to)
+        kind = _reduced(op, name, kind, shape, to)
     elif isinstance(kind, k.Whole | k.Count) and name == "sum":
         equal = any(dim in value.constant and shape[dim] != 1 for dim in axes)
         kind = k.COUNT if equal else kind
@@ -132,16 +149,16 @@ def reduction(op: Op) -> Found:
     return k.Value(kind, frozenset(to[dim] for dim in value.constant if dim in to))
 
 
-def _reduced(op: Op, name: str, kind: k.Shard, to: dict[int, int]) -> k.Kind:
+def _reduced(op: Op, name: str, kind: k.Shard, shape: Sequence[int], to: dict[int, int]) -> k.Kind:
     """Return the kind of a reduction of a shard over the dims that are not in `to`."""
-    shape, left = op.ins[0].shape, kind.dims & to.keys()
+    left = kind.dims & to.keys()
     held = any(shape[dim] != 1 for dim in kind.dims)
     doubtful = bool(held and left) and all(shape[dim] == 1 for dim in left)
     if left and not doubtful:
         return k.moved(k.Shard(left, kind.inner), to)
     if name == "sum":
         # jax writes the removal of dims of size 1 as a sum too.
-        removal = all(shape[dim] == 1 for dim in op.params["axes"])
+        removal = all(shape[dim] == 1 for dim in range(len(shape)) if dim not in to)
         return k.DOUBTFUL if doubtful or removal else k.OWED
     if name in ("max", "min"):
         return k.Extreme(name)
