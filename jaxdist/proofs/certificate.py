@@ -174,7 +174,7 @@ def path_of(config: ExperimentConfig, document: Document) -> Path:
     return base.with_name(f"{base.name}.{RunDirectory(base).proof.name}")
 
 
-def write(path: Path, certificate: JsonObject) -> None:
+def write_certificate(path: Path, certificate: JsonObject) -> None:
     """Write a certificate to a JSON file, and create the file's directory if it does not exist.
 
     Raises:

@@ -27,7 +27,7 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
       sections: the sections of the plan's reduced config.
       seed: the seed of the order.
     """
-    own = settings_of(sections)
+    own = combination_settings(sections)
     cells = list(possible_cells(remats_of(sections)))
     Random(seed).shuffle(cells)
     for cell in cells:
@@ -36,7 +36,7 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
             yield ", ".join(changed), with_combination(sections, cell)
 
 
-def settings_of(sections: Mapping[str, Json]) -> dict[str, Json]:
+def combination_settings(sections: Mapping[str, Json]) -> dict[str, Json]:
     """Return the settings of a config under the names of the fields of a `Combination`.
 
     A mesh that is none of `MESHES` is returned as text.

@@ -14,7 +14,7 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.mesh import axis_names
 from jaxdist.metrics.report import write_json
-from jaxdist.proofs.certificate import Proof, identity_of, path_of, to_json, write
+from jaxdist.proofs.certificate import Proof, identity_of, path_of, to_json, write_certificate
 from jaxdist.proofs.neighbours import neighbours
 from jaxdist.proofs.numbers import Compared, Reference, Steps
 from jaxdist.proofs.reduce import reduced
@@ -65,7 +65,7 @@ def prove(
     say(str(proof))
     certificate = to_json(proof, identity_of(config, len(devices)), name)
     file = path_of(config, document)
-    write(file, certificate)
+    write_certificate(file, certificate)
     if json_file is not None:
         write_json(json_file, certificate, what="certificate")
     say(f"{proof.verdict}: {file}")

@@ -20,8 +20,8 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
-from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write
-from jaxdist.proofs.neighbours import neighbours, settings_of
+from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write_certificate
+from jaxdist.proofs.neighbours import combination_settings, neighbours
 from jaxdist.proofs.numbers import RESUMED, Compared, scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
@@ -141,7 +141,7 @@ def test_training_is_refused_without_a_current_certificate(name, tmp_path):
     with pytest.raises(RunError, match=f"there is no certificate .* run `jaxdist prove {path}`"):
         current(path, [], devices=4)
     whole = {"verdict": "proved", **identity_of(config, 4)}
-    write(path_of(config, document), whole)
+    write_certificate(path_of(config, document), whole)
     assert current(path, [], devices=4)
     path_of(config, document).write_text(text(whole))
     with pytest.raises(RunError, match=f"--proved: .*{message}.*jaxdist prove {path}"):
@@ -202,9 +202,9 @@ def test_neighbours_change_three_settings():
     document, config = load(path, overrides)
     sections, _ = reduced(build(config, document, devices=jax.devices()))
     found = list(itertools.islice(neighbours(sections, seed=1), 5))
-    own = settings_of(sections)
+    own = combination_settings(sections)
     for changed, other in found:
-        theirs = settings_of(other)
+        theirs = combination_settings(other)
         assert sum(theirs[name] != own[name] for name in own) == 3, changed
     assert found == list(itertools.islice(neighbours(sections, seed=1), 5))
     assert found != list(itertools.islice(neighbours(sections, seed=2), 5))

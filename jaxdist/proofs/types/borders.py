@@ -15,7 +15,7 @@ REMEDIES: dict[type[k.Kind], str] = {
 """The advice for a value that must leave whole, by the kind that it has instead."""
 
 
-def split_dim(spec: Any, axis: str) -> int | None:
+def dim_of_spec(spec: Any, axis: str) -> int | None:
     """Return the dim that an axis splits in an entry of `in_specs` or `out_specs`.
 
     The result is None if the axis splits no dim.

@@ -99,7 +99,7 @@ def _of_joined(op: Op) -> k.Kind:
             for kind, value in zip(op.kinds, op.values, strict=True)
         ]
         parts.append((size, _kind(op.of(mine))))
-    return k.merged(all_joined[0].dim, parts)
+    return k.concatenated(all_joined[0].dim, parts)
 
 
 def _of_multiple(op: Op) -> k.Kind:

@@ -260,10 +260,10 @@ def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
     """
     if not isinstance(kind, Joined):
         return rule(kind)
-    return merged(kind.dim + by, [(size, rule(part)) for size, part in kind.parts])
+    return concatenated(kind.dim + by, [(size, rule(part)) for size, part in kind.parts])
 
 
-def merged(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
+def concatenated(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
     """Return the kind of arrays that are concatenated along a dim.
 
     The result is `Joined`, or the common kind if all parts have the same kind.

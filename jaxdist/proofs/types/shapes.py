@@ -211,7 +211,7 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
     if len(others) <= 1:
         kind = next(iter(others), k.ZERO)
     else:
-        kind = k.Shard(dims) if dims else k.merged(dim, list(zip(sizes, kinds, strict=True)))
+        kind = k.Shard(dims) if dims else k.concatenated(dim, list(zip(sizes, kinds, strict=True)))
     if isinstance(kind, k.Shard) and dim in kind.dims:
         kind = k.Shard(kind.dims)  # `inner` is dropped, since the order of merged rows has changed
     return k.Value(kind, constant - ({dim} if kind != k.ZERO else set()))
@@ -239,7 +239,7 @@ def pad(op: Op) -> Found:
         if inner or min(low, high) < 0 or not zeros:
             return op.undecided(f"pad of {kind}")
         ends = [[(size, k.ZERO)] if size else [] for size in (low, high)]
-        return k.merged(kind.dim, [*ends[0], *kind.parts, *ends[1]])
+        return k.concatenated(kind.dim, [*ends[0], *kind.parts, *ends[1]])
     if isinstance(kind, k.Zero):
         return k.Value(filler, op.values[0].constant if zeros else frozenset())
     if isinstance(kind, k.Owed) and not zeros:
@@ -265,7 +265,7 @@ def _cut(op: Op, joined: k.Joined) -> Found:
             overlap = min(begin + size, stop) - max(begin, start)
             held += [(overlap, kind)] if overlap > 0 else []
             begin += size
-        found.append(k.Value(k.merged(dim, held) if held else k.ZERO))
+        found.append(k.Value(k.concatenated(dim, held) if held else k.ZERO))
     return found
 
 

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.borders import leaving, split_dim
+from jaxdist.proofs.types.borders import dim_of_spec, leaving
 from jaxdist.proofs.types.collectives import COLLECTIVES, named, parted
 from jaxdist.proofs.types.elementwise import KEEPING
 from jaxdist.proofs.types.op import Found, Op
@@ -234,7 +234,7 @@ class Pass:
         """Return the kinds that the results of a `shard_map` have outside of the `shard_map`."""
         within = []
         for value, spec in zip(values, eqn.params["in_specs"], strict=True):
-            dim, kind = split_dim(spec, self.axis), value.kind
+            dim, kind = dim_of_spec(spec, self.axis), value.kind
             if isinstance(kind, k.Stacked) and kind.dim == dim:
                 within.append(kind.inner)
                 continue
@@ -247,7 +247,7 @@ class Pass:
         found = []
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
             maker = eqn if isinstance(var, core.Literal) else makers.get(var, eqn)
-            dim = split_dim(spec, self.axis)
+            dim = dim_of_spec(spec, self.axis)
             kind = leaving(self, value, dim, jaxprs.line_of(maker))
             found.append(k.Value(kind if dim is None else k.Stacked(dim, value, kind)))
             if dim is None:
