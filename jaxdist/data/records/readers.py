@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
       DataError: the package is not installed, or the folder cannot be read.
     """
     try:
-        import datasets  # pyright: ignore[reportMissingImports]
+        datasets: Any = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
         raise DataError(
             "data: format huggingface needs the package datasets: pip install 'jaxdist[datasets]'"
@@ -83,12 +84,10 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
             f"{describe_exception(error)}"
         ) from error
     splits = found if isinstance(found, dict) else {"train": found}
-    return {name: _opened(f"{folder}, {name}", split) for name, split in splits.items()}
+    return {name: _opened(datasets, f"{folder}, {name}", split) for name, split in splits.items()}
 
 
-def _opened(name: str, split: Any) -> HuggingFaceSplit:
-    import datasets  # pyright: ignore[reportMissingImports]
-
+def _opened(datasets: Any, name: str, split: Any) -> HuggingFaceSplit:
     classes = {}
     for column, feature in split.features.items():
         if isinstance(feature, datasets.Image):

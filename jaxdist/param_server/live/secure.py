@@ -10,43 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.exchange import ServerLink
+from jaxdist.param_server.live.masked import masked_spec, mean_of_sum
 from jaxdist.param_server.live.reception import is_finite
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Apply, Effect, Reply
-from jaxdist.secure.masks import SecureError, decode, encode
+from jaxdist.secure.masks import SecureError, encode
 from jaxdist.secure.rounds import ClientRound, Parts, ServerRound, Stage, of_bytes, to_bytes
 from jaxdist.wire.contract import NO_SEQUENCE, Envelope, Op, Peer, Spec
 from jaxdist.wire.frames import spec_for
 
-WORD_BYTES = 8
 KEYS = "the keys of the other workers"
-
-
-def masked_spec(shard: Spec) -> Spec:
-    """Return the specification of a masked push: the bytes of an integer for each parameter."""
-    return Spec(shard.tensor, np.dtype(np.uint8), WORD_BYTES * shard.length)
-
-
-def fixed_point_mean(
-    merge: Merge, change_of: Callable[[Arrival], np.ndarray], *, clients: int
-) -> np.ndarray:
-    """Return the mean of changes as secure aggregation computes it, from the plain changes.
-
-    Args:
-      clients: the number of clients that the run is planned with.
-    """
-    changes = [(change_of(part.arrival), part.arrival.tokens) for part in merge.parts]
-    total = sum((encode(x, clients, tokens) for x, tokens in changes), start=np.uint64(0))
-    return mean_of_sum(merge, np.asarray(total)).astype(changes[0][0].dtype)
-
-
-def mean_of_sum(merge: Merge, total: np.ndarray) -> np.ndarray:
-    """Return the mean, weighted by tokens, of encoded changes with this sum."""
-    return decode(total) / sum(part.arrival.tokens for part in merge.parts)
 
 
 class SecureServer(Server):

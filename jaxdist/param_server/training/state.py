@@ -20,7 +20,7 @@ from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
-from jaxdist.param_server.live.secure import fixed_point_mean, masked_spec
+from jaxdist.param_server.live.masked import fixed_point_mean, masked_spec
 from jaxdist.param_server.live.shard import Merged, shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
