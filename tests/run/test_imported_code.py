@@ -160,7 +160,10 @@ def test_what_it_raises_is_told_with_its_line(
 
 LBFGS = {"type": "import", "path": "optax:lbfgs", "learning_rate": 1e-3}
 WRONG = [
-    (model("model_number"), "model.path mine:model_number returned int, not a flax.nnx.Module"),
+    (
+        model("model_number"),
+        "model.path mine:model_number returned int, but must return a flax.nnx.Module",
+    ),
     (model("Mode"), "'mine' has no attribute 'Mode'; did you mean 'Model'?"),
     ({**model("Model"), "loss": None}, "an imported model needs a loss"),
     (loss("loss_not_reduced"), "the loss returned DynamicJaxprTracer (64, 10) for 'loss'"),

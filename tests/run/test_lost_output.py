@@ -39,7 +39,8 @@ def test_output_that_no_disk_takes_is_told_once(jaxdist: Jaxdist) -> None:
     os.close(full)
     assert lost.code == 1
     assert lost.message == (
-        "standard output: No space left on device; the command continues without it"
+        "cannot write to standard output: No space left on device; the command continues without "
+        "standard output"
     )
 
 
