@@ -289,7 +289,7 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
         if given and owned != given and not chosen:
             raise RunError(
                 f"{len(members)} processes on {machine} ({_range(members)}) own {owned} "
-                f"GPUs together, but the scheduler assigned {given} GPUs of this node to "
+                f"GPUs together, but the scheduler assigned {given} GPUs of {machine} to "
                 f"the job. Start enough processes to use all of them, {_request()}, or set "
                 f"{CHOICE} in each process"
             )

@@ -79,4 +79,4 @@ def write_study(path: Path, found: JsonObject) -> None:
 
 
 def _unwritable(path: str | os.PathLike[str], error: OSError) -> RunError:
-    return RunError(f"cannot write the study to {path}: {error.strerror}; choose another directory")
+    return RunError(f"cannot write the study to {path}: {error.strerror}; choose another path")

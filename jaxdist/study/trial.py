@@ -178,5 +178,5 @@ class OutcomeJournal(Generic[TrialT]):
 
 def _unwritable(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"cannot write the study's runs to {path}: {error.strerror}; choose another directory"
+        f"cannot write the study's runs to {path}: {error.strerror}; choose another path"
     )

@@ -138,7 +138,7 @@ def test_a_run_that_diverges_by_itself_goes_back_once(jaxdist):
     done = jaxdist.here("train", "config.yaml", "optim.learning_rate=1e38")
     assert done.code == 3
     assert done.out.count("going back: loss is") == 1
-    assert "the run was restored once before; nothing was saved. Lower optim" in done.message
+    assert "the run was already restored once; nothing was saved. Lower optim" in done.message
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(
 
 def test_what_is_no_tracker_is_refused():
     for path, words in {
-        "builtins:dict": "gives a dict without start, record, end",
+        "builtins:dict": "returned a dict without start, record, end",
         f"{__name__}:Nothing": "has no attribute 'Nothing'",
     }.items():
         with pytest.raises(ConfigError, match=rf"metrics\.trackers\.0[\s\S]*{words}"):

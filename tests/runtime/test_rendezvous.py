@@ -89,7 +89,7 @@ def test_those_who_miss_are_named_to_all() -> None:
     said = [outcome() for outcome in outcomes]
     assert said[0] is not None
     assert said[0].startswith(f"RunError: 2 of 5 processes joined {program.address} within 1 s")
-    assert "missing: 1, 3, 4. See" in said[0]
+    assert "missing: 1, 3, 4. Read" in said[0]
     assert "--join-timeout SECONDS" in said[0]
     assert said[1] == said[0]
     assert f"waiting for {program.address} (1 of 5 processes)" in program.said

@@ -131,6 +131,6 @@ def test_a_place_that_cannot_be_written(config: Path, trained: list[Trial], opti
 
 def test_results_that_cannot_be_written(config: Path, trained: list[Trial]) -> None:
     Path("taken.json").mkdir()
-    with pytest.raises(RunError, match=r"taken\.json: Is a directory; choose another file"):
+    with pytest.raises(RunError, match=r"taken\.json: Is a directory; choose another path"):
         study(config, *SMALL, "--json", "taken.json")
     assert trained, "the runs are kept in the journal"
