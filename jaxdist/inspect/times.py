@@ -21,9 +21,7 @@ DEAREST = 10
 _WRAPPERS = re.compile(
     r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
 )
-NO_PREDICTION = (
-    "No time is predicted: only the compiler for TPUs estimates times, not the compiler for {kind}."
-)
+NO_PREDICTION = "No time is predicted for {kind}: only the compiler for TPUs estimates times."
 
 
 @dataclass(frozen=True)

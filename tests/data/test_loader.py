@@ -236,7 +236,7 @@ def test_an_empty_source() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, -4])
 def test_a_batch_without_examples(batch_size: int) -> None:
-    with pytest.raises(DataError, match=f"a batch of {batch_size} examples"):
+    with pytest.raises(DataError, match=f"batch_size is {batch_size}"):
         _loader(_arrays(20), batch_size)
 
 

@@ -56,7 +56,9 @@ def test_one_name_may_need_more_rows_than_another() -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     sharding = NamedSharding(_mesh(data=8), PartitionSpec("data"))
-    with pytest.raises(ShardingError, match=r"'image' \(30, 4\) cannot be split.*8 times.*30"):
+    with pytest.raises(
+        ShardingError, match=r"'image' \(30, 4\) of the .* cannot be split.*8 times.*30"
+    ):
         BatchPlacement({"image": (4,)}, 30, {"image": sharding})
 
 

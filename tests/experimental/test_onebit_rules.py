@@ -192,10 +192,10 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: scale_by_frozen_adam(freeze_step=0), "freeze_step = 0: must be at least 1, or"),
+        (lambda: scale_by_frozen_adam(freeze_step=0), "freeze_step = 0: must be at least 1, b"),
         (lambda: scale_by_frozen_adam(1.0, freeze_step=1), r"b1 = 1.0: .* less than 1"),
         (lambda: scale_by_frozen_adam(eps=-1.0, freeze_step=1), "eps = -1.0"),
-        (lambda: OnebitLambRule(0), "freeze_step = 0: must be at least 1, or"),
+        (lambda: OnebitLambRule(0), "freeze_step = 0: must be at least 1, b"),
         (lambda: OnebitLambRule(1, coefficient_decay=1.0), "coefficient_decay = 1.0"),
         (lambda: OnebitLambRule(1, factor_change=0.0), "factor_change = 0.0: must be between 0"),
         (lambda: OnebitLambRule(1, factor_bounds=(4.0, 0.5)), r"factor_bounds = \(4.0, 0.5\)"),

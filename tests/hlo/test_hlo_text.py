@@ -26,7 +26,7 @@ def test_what_xla_cannot_print_is_told_with_its_memory():
         peak_memory_in_bytes=0,
     )
     compiled = SimpleNamespace(as_text=as_text, memory_analysis=lambda: stats)
-    with pytest.raises(LedgerError, match=r"takes 3 GB .* \(INTERNAL: RET_CHECK failure: async-up"):
+    with pytest.raises(LedgerError, match=r"needs 3 GB .* \(INTERNAL: RET_CHECK failure: async-up"):
         program_text(compiled)
 
 
