@@ -64,7 +64,7 @@ def test_one_dropout_too_many_is_refused():
     late, silent = Round(7, 2, length=10), Round(7, 2, length=10)
     for number in range(4):
         late.push(number, encoded[number])
-    with pytest.raises(SecureError, match="4 clients have sent their vectors, and 5 are needed"):
+    with pytest.raises(SecureError, match="4 clients have sent their vectors, but 5 are needed"):
         late.total()
     for number in range(5):
         silent.push(number, encoded[number])

@@ -30,7 +30,7 @@ def test_a_batch_without_weight_changes_nothing() -> None:
 
 
 def test_a_split_in_which_no_row_has_weight_has_no_loss() -> None:
-    with pytest.raises(RunError, match=r"weigh 0 .*2 batches.*'weight'.* above 0"):
+    with pytest.raises(RunError, match=r"have weight 0 .*2 batches.*'weight'.* above 0"):
         means_of({"loss": (0.0, 0.0)}, {"loss": (0.0, 0.0)})
 
 

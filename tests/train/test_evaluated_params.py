@@ -130,7 +130,9 @@ def test_narrow_parameters_without_a_master_copy_are_told():
 
 def test_parts_of_a_state_must_hold_what_is_evaluated():
     parts = {"checkpoint": {"parts": ["params"]}}
-    with pytest.raises(ConfigError, match="do not hold opt_state, from which optim computes the"):
+    with pytest.raises(
+        ConfigError, match="do not include opt_state, from which optim computes the"
+    ):
         experiment(**optim(**FREE), **parts)
     whole = {"checkpoint": {"parts": ["params", "opt_state"]}}
     assert experiment(**optim(**FREE), **whole)

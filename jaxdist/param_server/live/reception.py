@@ -172,7 +172,9 @@ class Reception(ABC):
     def _hello(self, peer: Peer, envelope: Envelope) -> None:
         client = envelope.client
         if envelope.epoch != self._range.epoch:
-            reason = f"epoch {envelope.epoch} is not the range's, {self._range.epoch}"
+            reason = (
+                f"epoch {envelope.epoch} differs from the epoch {self._range.epoch} of the range"
+            )
             return self._refuse(peer, envelope, reason)
         if client in self._admitted and client not in self._range.inboxes:
             self._join(client)
