@@ -256,7 +256,7 @@ def test_a_push_of_another_width_is_refused() -> None:
 def test_a_row_of_another_server_is_refused() -> None:
     store = RowStore(FORM, RowSgd(), SEED, server=1, servers=2)
     assert store.problem(np.array([1, 3], np.uint32)) is None
-    assert "another server" in str(store.problem(np.array([2], np.uint32)))
+    assert "a different server" in str(store.problem(np.array([2], np.uint32)))
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:

@@ -136,7 +136,7 @@ def test_parts_of_a_state_must_hold_what_is_evaluated():
         experiment(**optim(**FREE), **parts)
     whole = {"checkpoint": {"parts": ["params", "opt_state"]}}
     assert experiment(**optim(**FREE), **whole)
-    with pytest.raises(ConfigError, match="do not hold outer, from which strategy computes the"):
+    with pytest.raises(ConfigError, match="do not include outer, from which strategy computes the"):
         experiment(strategy={"type": "lookahead"}, **parts)
 
 
