@@ -172,13 +172,13 @@ def smoothed(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
 def recomputed_of_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
     """Each device keeps some columns of an activation, and gathers those of other devices' rows."""
     size = WIDTH // DEVICES
-    own = lax.dynamic_slice_in_dim(jnp.tanh(x * w), lax.axis_index("d") * size, size, 1)
+    own = lax.dynamic_slice_in_dim(jnp.tanh(x * w[None]), lax.axis_index("d") * size, size, 1)
     activation = lax.all_gather(own, "d", axis=1, tiled=True)
     return w - 0.1 * lax.psum((activation * x * m[:, None]).sum(0), "d"), m.sum() * 0
 
 
 def recomputed(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    return w - 0.1 * (jnp.tanh(x * w) * x * m[:, None]).sum(0), m.sum() * 0
+    return w - 0.1 * (jnp.tanh(x * w[None]) * x * m[:, None]).sum(0), m.sum() * 0
 
 
 def masked_by_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
@@ -214,12 +214,12 @@ def summed_once(w: jax.Array, *rows: jax.Array) -> Any:
 
 def scale_of_heads(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
     """Each device has some of the heads (rows of `x`), which share the scale `w`."""
-    out = lax.psum((jnp.tanh(x) * w).sum(), "d")
+    out = lax.psum((jnp.tanh(x) * w[None]).sum(), "d")
     return w - 0.01 * 2 * (out - 1) * jnp.tanh(x).sum(0), out
 
 
 def scale_of_all_heads(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    out = (jnp.tanh(x) * w).sum()
+    out = (jnp.tanh(x) * w[None]).sum()
     return w - 0.01 * 2 * (out - 1) * jnp.tanh(x).sum(0), out
 
 
