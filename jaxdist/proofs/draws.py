@@ -33,7 +33,8 @@ def repeated(
 
     The numbers of two steps are the same if the loss does not depend on the number of the step,
     although it depends on the seed. The numbers of microbatches are the same if the loss does not
-    change after microbatches have exchanged their rows; the same applies to devices.
+    change after the first microbatch has exchanged its rows with another microbatch; the same
+    applies to devices.
 
     Args:
       loss: the loss of a model with random layers.
@@ -52,15 +53,21 @@ def repeated(
             return  # no random number changes the loss
         yield STEPS
     rows = len(next(iter(batch.values())))
-    for name, shape, axis in (
-        (MICROBATCHES, (-1, microbatches), 1),
-        (DEVICES, (devices, -1), 0),
+    for name, shape, axis, parts in (
+        (MICROBATCHES, (-1, microbatches), 1, microbatches),
+        (DEVICES, (devices, -1), 0, devices),
     ):
-        moved = {
-            key: np.roll(x.reshape(*shape, *x.shape[1:]), 1, axis).reshape(x.shape)
-            for key, x in batch.items()
-            if len(x) == rows
-        }
-        differs = any(np.any(batch[key] != x) for key, x in moved.items())
-        if differs and equal(loss({**batch, **moved}, 0, 0)):
-            yield name
+        # Keys of `index // 2` or `index % 2` repeat on some parts only, so that the loss changes if
+        # all parts exchange their rows, but not if a part exchanges its rows with the first one.
+        for part in range(1, parts):
+            order = np.arange(parts)
+            order[[0, part]] = part, 0
+            moved = {
+                key: x.reshape(*shape, *x.shape[1:]).take(order, axis).reshape(x.shape)
+                for key, x in batch.items()
+                if len(x) == rows
+            }
+            differs = any(np.any(batch[key] != x) for key, x in moved.items())
+            if differs and equal(loss({**batch, **moved}, 0, 0)):
+                yield name
+                break

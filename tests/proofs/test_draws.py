@@ -23,7 +23,9 @@ def loss(stale: str, batch: dict[str, np.ndarray], step: int, seed: int) -> floa
     for device, rows in enumerate(np.split(batch["x"], 2)):
         for k in range(3):
             given = {"seed": seed, "step": step, "microbatch": k, "device": device}
-            key = [0 if name in stale else part for name, part in given.items()]
+            if stale == "half of the microbatches":
+                given["microbatch"] //= 2
+            key = [0 if name in stale.split(" of ")[0] else part for name, part in given.items()]
             total += (np.random.default_rng(key).random((2, 2)) * rows[k::3]).sum()
     return total
 
@@ -35,6 +37,7 @@ def loss(stale: str, batch: dict[str, np.ndarray], step: int, seed: int) -> floa
         ("step", [STEPS]),
         ("microbatch", [MICROBATCHES]),
         ("device", [DEVICES]),
+        ("half of the microbatches", [MICROBATCHES]),
         ("step and device", [STEPS, DEVICES]),
         ("seed, step, microbatch and device", []),
     ],

@@ -123,7 +123,7 @@ def test_a_batch_that_changes_within_a_run_is_refused(config: Path) -> None:
 
 def test_a_run_that_does_more_than_steps_is_refused(config: Path) -> None:
     trainer = Trainer(config, ["strategy={type: lookahead}"])
-    with pytest.raises(ConfigError, match=r"tiny\.yaml: strategy\.type lookahead changes wei"):
+    with pytest.raises(ConfigError, match=r"tiny\.yaml: strategy\.type lookahead changes par"):
         trainer.check([Trial("sgd", 64, 0, 1.0, 0)])
 
 
