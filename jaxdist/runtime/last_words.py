@@ -47,7 +47,7 @@ def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]
     >>> lost = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either\\n"
     >>> *_, last = translate(["text\\n", log + lost, "    @  0x7f  xla()\\n"], "process 1", "a:1")
     >>> last.split(".")[0]
-    'error: process 1 cannot continue: process 0 (a:1) is lost or cannot be reached'
+    'error: process 1 cannot continue: process 0 (a:1) is lost or unreachable'
 
     Args:
       lines: the lines of standard error, with their line ends.

@@ -181,7 +181,7 @@ def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path)
     found = program(8)
     state = restored(tmp_path / "x", found, said.append)
     assert not np.asarray(jax.tree.leaves(state.exchange)[0]).any()
-    assert [line.split(":")[0] for line in said] == [
+    assert [line.split(",")[0] for line in said] == [
         "the state of the gradient exchange starts from zero"
     ] * 2
 
