@@ -138,6 +138,9 @@ def _compared(one: Compared) -> JsonObject:
     return {**asdict(one), "quantities": quantities}
 
 
+_OTHER = {"digest": "another config", "mesh": "another mesh", "versions": "other package versions"}
+
+
 def identity(text: str, mesh: JsonObject) -> JsonObject:
     """Return the facts for which a certificate is valid: a digest, the mesh, and versions.
 
@@ -232,7 +235,7 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
         if not other and found.get("verdict") == "proved":
             return Kept(path)
         why = (
-            f"{path} is the certificate of another {' and '.join(other)}"
+            f"{path} is a certificate for {' and '.join(_OTHER[name] for name in other)}"
             if other
             else f"{path} says {found.get('verdict')!r}, not 'proved'"
         )

@@ -119,16 +119,16 @@ def changed(certificate: dict[str, Any], **values: Any) -> str:
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
-    "another config": (lambda c: changed(c, digest="0"), "certificate of another digest"),
-    "another mesh": (lambda c: changed(c, mesh={"data": 2}), "certificate of another mesh"),
+    "another config": (lambda c: changed(c, digest="0"), "certificate for another config"),
+    "another mesh": (lambda c: changed(c, mesh={"data": 2}), "certificate for another mesh"),
     "another version": (
         lambda c: changed(c, versions={**c["versions"], "jax": "0.9.0"}),
-        "certificate of another versions",
+        "certificate for other package versions",
     ),
     "a wrong plan": (lambda c: changed(c, verdict="wrong"), "says 'wrong', not 'proved'"),
     "undecided": (lambda c: changed(c, verdict="undecided"), "says 'undecided', not 'proved'"),
     "no JSON": (lambda c: "{", "cannot read"),
-    "a list": (lambda c: "[]", "certificate of another digest and mesh and versions"),
+    "a list": (lambda c: "[]", "certificate for another config and another mesh and"),
 }
 
 
