@@ -175,7 +175,7 @@ SERVERS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("strategy.aggregation: secure",), ("strategy.consistency besides bsp",)),
-        "masks cancel only in the sum of a round, and every other type of consistency applies single pushes",
+        "masks cancel only in the sum of a round, which no other type of consistency computes",
         "set strategy.consistency: {type: bsp}, or strategy.aggregation.type: direct",
         ("strategy", "consistency", "type"),
     ),
