@@ -198,7 +198,7 @@ def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
         assert f"this host, {on}, waits in reserve during generation {number + 1} for" in words
         assert "s, because one of its processes was stuck" in words
         plan = "1 hosts, 1 processes with mesh.data=1, train.microbatches=2; "
-        assert plan + on in told[both[0]["agent"]][1]
+        assert f"{plan}hosts that wait in reserve: {on}" in told[both[0]["agent"]][1]
 
 
 @pytest.mark.full
