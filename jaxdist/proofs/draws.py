@@ -57,8 +57,8 @@ def repeated(
         (MICROBATCHES, (-1, microbatches), 1, microbatches),
         (DEVICES, (devices, -1), 0, devices),
     ):
-        # Keys of `index // 2` or `index % 2` repeat on some parts only. The loss then changes if all
-        # parts exchange their rows, but not if a single part exchanges its rows with part 0.
+        # Keys of `index // 2` or `index % 2` repeat on some parts only. Then the loss changes if
+        # all parts exchange their rows, but not if a single part exchanges its rows with part 0.
         for part in range(1, parts):
             order = np.arange(parts)
             order[[0, part]] = part, 0
