@@ -22,6 +22,7 @@ from jaxdist.parallel.contract import BatchContext, Exchange
 from jaxdist.parallel.exchange.explicit import Explicit
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective
+from jaxdist.parallel.pipeline.split_backward.jaxprs import scan_counts
 from jaxdist.types import Buffers, Params, PyTree
 
 _PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)
@@ -100,10 +101,8 @@ class RowInterpreter:
             return outputs, []
         name, settings = equation.primitive.name, equation.params
         if name == "scan":
-            first = settings["num_consts"]
-            return self._loop(
-                settings["jaxpr"], inputs, first, first + settings["num_carry"], outputs
-            )
+            constants, carries = scan_counts(equation)
+            return self._loop(settings["jaxpr"], inputs, constants, constants + carries, outputs)
         if name == "while":
             before, skipped = settings["cond_nconsts"], settings["body_nconsts"]
             own = inputs[before:]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from jaxdist.parallel.pipeline.split_backward.jaxprs import scan_counts
 from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.borders import dim_of_spec, leaving
@@ -255,7 +256,7 @@ class Pass:
         return found
 
     def _scan(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
-        constants, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        constants, carried = scan_counts(eqn)
         fixed = list(values[:constants])
         carry, rest = list(values[constants:][:carried]), values[constants + carried :]
         if {k.PART, k.TALLY} & {value.kind for value in values}:
