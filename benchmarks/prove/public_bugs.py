@@ -254,7 +254,7 @@ def trust(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
 
 
 def orthogonal(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """One Newton-Schulz step, of a shard."""
+    """Take one Newton-Schulz step on each shard, as if the shard were the whole matrix."""
     g = w / safe(jnp.sqrt((w * w).sum()))
     return w - 0.1 * (1.5 * g - 0.5 * g @ (g.T @ g)), m.sum() * 0
 

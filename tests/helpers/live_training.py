@@ -19,14 +19,15 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Timeouts
-from jaxdist.param_server.live.order import OrderLog
+from jaxdist.param_server.live.order import OrderLog, read_order
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.param_server.training.worker import Clocked, Measured, Worker
+from jaxdist.param_server.training.worker import Clocked, Measured, Worker, computation
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.statistics import with_statistics
 from jaxdist.wire.frames import spec_for
@@ -158,3 +159,21 @@ class Training:
         """The program's state at the end, on the host."""
         step = self.experiment.total_steps
         return jax.tree.map(np.asarray, self.sharded.whole(self.shards, self.start, step))
+
+
+def replay_of(run: Training, workers: list[Any], folder: Path) -> Replay:
+    """The replay of a finished run from the logs of its servers in a folder."""
+    steps = run.cluster.local_steps
+
+    def batches(client: int, clock: int) -> list[Any]:
+        return [workers[client].loader.batch(clock * steps + step) for step in range(steps)]
+
+    return Replay(
+        run.sharded,
+        run.sharded.parted(run.start, 0),
+        [RangeState(Clocks(len(workers)))] * len(run.servers),
+        [read_order(folder / f"server_{at}.jsonl") for at in range(len(run.servers))],
+        lambda client: computation(run.sharded, workers[client].program, client),
+        batches,
+        due=run.clocks,
+    )

@@ -8,15 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from live_training import Training
+from live_training import Training, replay_of
 
 from jaxdist.errors import CheckpointError
-from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.codes import PushEncoder
-from jaxdist.param_server.live.order import read_order
-from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
-from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.worker import computation
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import StepGradients
@@ -127,20 +123,7 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, codec, tmp_path)
                    batch_shares=[8, 8, 16], log=tmp_path)  # fmt: skip
     run.run()
     workers = [run.worker(slot) for slot in range(3)]
-    steps = run.cluster.local_steps
-
-    def batches(client, clock):
-        return [workers[client].loader.batch(clock * steps + step) for step in range(steps)]
-
-    again = Replay(
-        run.sharded,
-        run.sharded.parted(run.start, 0),
-        [RangeState(Clocks(3))] * 2,
-        [read_order(tmp_path / f"server_{at}.jsonl") for at in range(2)],
-        lambda client: computation(run.sharded, workers[client].program, client),
-        batches,
-        due=run.clocks,
-    )
+    again = replay_of(run, workers, tmp_path)
     assert_same(again.run(), [server.shard.params for server in run.servers])
     for server, found in enumerate(again.reached):
         saved = run.reached[server]

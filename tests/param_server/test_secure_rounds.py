@@ -6,18 +6,13 @@ import jax
 import numpy as np
 import pytest
 from live_servers import Faults, FaultyWire, at_once
-from live_training import Training
+from live_training import Training, replay_of
 from test_live_training import ordered_sums
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.param_server.aggregation import PushTraffic, Secure
-from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Timeouts
-from jaxdist.param_server.live.order import read_order
 from jaxdist.param_server.live.secure import MaskingClient
-from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.training.replay import Replay
-from jaxdist.param_server.training.worker import computation
 from jaxdist.secure.masks import SecureError
 from jaxdist.secure.rounds import ClientRound, ServerRound, Stage, of_bytes
 from jaxdist.simulation.engine.problem import Sgd
@@ -35,16 +30,7 @@ def test_rounds_apply_the_plain_fixed_point_sum_to_the_bit(tmp_path):
     run.run()
     assert not run.failed
     workers = [run.worker(slot) for slot in range(3)]
-    again = Replay(
-        run.sharded,
-        run.sharded.parted(run.start, 0),
-        [RangeState(Clocks(3))] * 2,
-        [read_order(tmp_path / f"server_{at}.jsonl") for at in range(2)],
-        lambda client: computation(run.sharded, workers[client].program, client),
-        lambda client, clock: [workers[client].loader.batch(clock)],
-        due=run.clocks,
-    )
-    found = again.run()
+    found = replay_of(run, workers, tmp_path).run()
     for server, wanted in zip(run.servers, found, strict=True):
         assert server.shard.params.tobytes() == wanted.tobytes()
         assert server.counters.applied == 3 * run.clocks
