@@ -57,7 +57,7 @@ def table(measured: Times, record: Times) -> str:
         known = record.get(name)
         if known is not None and has_grown(seconds, known):
             lines.append(
-                f"warning: {name!r} took {seconds:.0f} s, {seconds / known - 1:.0%} over the record"
+                f"warning: {name!r} took {seconds:.0f} s, {seconds - known:.0f} s over the record"
                 ": if the machine is quiet, make it cheaper or record the new time"
             )
     return "\n".join(lines)

@@ -42,9 +42,14 @@ def test_the_table_shows_each_part_and_warns_of_those_that_have_grown() -> None:
         "     130.0      100.0  quick tests",
         "      90.0       89.0  quick tests: tests/run",
         "       7.0          -  the wheel",
-        "warning: 'quick tests' took 130 s, 30% over the record: "
+        "warning: 'quick tests' took 130 s, 30 s over the record: "
         "if the machine is quiet, make it cheaper or record the new time",
     ]
+
+
+def test_a_part_that_is_recorded_at_zero_seconds_is_compared_too() -> None:
+    shown = times.table({"quick tests: jaxdist": 8.0}, {"quick tests: jaxdist": 0.0})
+    assert "'quick tests: jaxdist' took 8 s, 8 s over the record" in shown
 
 
 def test_what_is_recorded_is_what_the_next_run_is_compared_with(
@@ -56,7 +61,7 @@ def test_what_is_recorded_is_what_the_next_run_is_compared_with(
     assert json.loads(record.read_text()) == {"lint": 10.0}
     measured.write_text("30\tlint\n")
     times.main([str(measured)], record)  # growth is told, and ends nothing
-    assert "200% over the record" in capsys.readouterr().out
+    assert "20 s over the record" in capsys.readouterr().out
     assert json.loads(record.read_text()) == {"lint": 10.0}
 
 
