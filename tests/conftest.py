@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from spent import Spent
+from thin import thin_rows
 
 from jaxdist.runtime import compilation_cache, environment
 
@@ -92,7 +93,9 @@ FIRST = ("tests/run", "tests/equivalence", "tests/bench", "tests/checkpoint")
 """Folders whose files take long though they have few tests: begun last, one worker would wait."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest itself selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin_rows(items)
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 

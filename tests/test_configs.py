@@ -52,6 +52,7 @@ def test_header_says_how_to_run_it(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.every(3)
 def test_resolves_and_round_trips(path, tmp_path):
     _, config = load(path)
     again = tmp_path / "again.yaml"
@@ -73,6 +74,7 @@ def when(path):
 @pytest.mark.parametrize(
     "path", [pytest.param(p, id=str(p.relative_to(ROOT)), marks=when(p)) for p in CONFIGS]
 )
+@pytest.mark.every(2)
 def test_builds_and_plans_the_step(path):
     """Everything but the computing: data, model, shardings, optimizer, the traced step."""
     document, config = load(path)
@@ -93,6 +95,7 @@ def test_builds_and_plans_the_step(path):
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.every(2)
 def test_a_few_steps_learn(path):
     document, config = load(path, ["train.steps=30", "train.epochs=null"])
     experiment = build(config, document)

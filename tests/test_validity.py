@@ -311,6 +311,7 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
          r"axis data\.dcn with parallel\.reduce\.type hierarchical: .*type: ring"),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_what_is_refused(mesh, rules, parallel, message, devices):
     with pytest.raises(ConfigError, match=message):
         plan(mesh, rules=rules, **parallel)
@@ -466,7 +467,7 @@ def test_bad_input_is_told_before_anything_is_compiled(
     assert compilations
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param("train", marks=pytest.mark.full), "inspect"])
 def test_a_stage_without_effect_warns_on_the_console(command, tmp_path):
     sections = {**SECTIONS, "parallel": {"zero": {"stage": 2}}, "mesh": {"data": 1}}

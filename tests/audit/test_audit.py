@@ -177,6 +177,7 @@ JUDGED = {
     "case",
     [pytest.param(c, marks=() if i % 3 == 0 else pytest.mark.full) for i, c in enumerate(JUDGED)],
 )
+@pytest.mark.every(3)
 def test_each_knob_is_judged(folder: Path, case: str) -> None:
     changes, expected = JUDGED[case]
     findings = audited(folder, changes)
@@ -217,6 +218,7 @@ def shipped(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", [shipped(path) for path in CONFIGS])
+@pytest.mark.every(2)
 def test_every_shipped_config_passes(path: Path) -> None:
     here = ["data.source=digits"] if "fashion-mnist" in path.read_text() else []
     if "kjv.txt" in path.read_text():  # a text that the user installs
@@ -270,6 +272,7 @@ def test_a_report_that_cannot_be_written_is_an_error(folder: Path) -> None:
 
 
 @pytest.mark.needs_libtpu
+@pytest.mark.full
 def test_for_tpus(folder: Path) -> None:
     mesh = {"mesh": {"data": 4}, "parallel": {"zero": {"stage": 1, "whole_below": 1}}}
     findings = audited(folder, mesh, topology="v5e:2x2")
@@ -310,7 +313,7 @@ def test_the_table_says_where_there_are_no_options(jaxdist: Jaxdist) -> None:
     assert "--full has no effect with --options" in refused.message
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_a_preset_is_taken_apart_on_tpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     presets: Any = compiler.PRESETS

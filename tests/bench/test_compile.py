@@ -19,7 +19,7 @@ def test_the_report_holds_both_figures(monkeypatch):
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_depth_does_not_lengthen_the_program():
     sizes = []
     for layers in (2, 8):

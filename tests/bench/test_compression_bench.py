@@ -8,7 +8,7 @@ from benchmarks.compression import codecs as compression
 from jaxdist.compression import Sign, WholeCodec
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_figure_is_there_and_bytes_meet_their_goals(devices, monkeypatch):
     monkeypatch.setattr(compression, "SENT", {"sign": compression.SENT["sign"]})
     monkeypatch.setattr(compression, "TIMED", {"sign": Sign()})

@@ -51,7 +51,7 @@ def test_batches_that_follow_the_workers():
     assert row.held, row
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_saves_that_are_cut_off_and_generations_that_wake():
     assert saves.killed_saves(2, seed=0).held
     assert saves.woken_generations(1, seed=0).held

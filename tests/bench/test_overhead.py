@@ -28,6 +28,7 @@ SMALL_GPT = {
     ],
     ids=["gpt", "mlp"],
 )
+@pytest.mark.full
 def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     ours = experiment(settings)
     steps = StepPair(ours, loss)
@@ -59,6 +60,7 @@ def test_our_program_does_no_more_than_the_plain_one(settings, loss):
         assert mine.cost_analysis()[what] <= 1.02 * plain.cost_analysis()[what] + 4096, what
 
 
+@pytest.mark.full
 def test_steps_that_differ_are_noticed():
     ours = experiment(TINY)
     steps = StepPair(ours, lambda params, batch: 1.01 * mlp_loss(params, batch))

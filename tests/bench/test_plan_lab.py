@@ -72,7 +72,7 @@ def test_predictions_are_of_the_plans_own_programs() -> None:
     split.turn()()  # and it runs
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_bubble_is_the_time_of_others_where_hosts_share_cores() -> None:
     plan = Plan(stage=2, data=1, zero=0, remat="full", microbatches=2, schedule="1f1b")
     step = step_of({**SMALL, "train": {"steps": 1, "batch_size": 2}}, plan, jax.devices()[:2])

@@ -25,7 +25,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_small_run_is_timed_and_judged(config, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
     whole, loss = quickstart.bench(config).figures

@@ -86,6 +86,7 @@ def remove(path: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, extend, zero, remove])
+@pytest.mark.every(3)
 def test_each_file_damaged_in_each_way(
     run: Path, damage: Callable[[Path, random.Random], None]
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_full_disk(
 )
 @pytest.mark.filterwarnings("ignore:coroutine 'async_serialize_from_host:RuntimeWarning")
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, pytest.param(1 << 12, id="pieces")])
+@pytest.mark.every(2)
 def test_a_disk_with_room_for_some_of_the_files(
     tmp_path: Path,
     mount_tmpfs: Callable[[Path, int], Path],

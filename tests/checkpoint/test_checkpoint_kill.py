@@ -102,7 +102,7 @@ def last_acknowledged(output: str, before: int) -> int:
     return max(numbers, default=before)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sigkill_at_random_times(tmp_path: Path) -> None:
     rng = random.Random(0)
     newest = 0
@@ -134,6 +134,7 @@ full = partial(pytest.param, marks=pytest.mark.full)
         full("unlink", 2),
     ],
 )
+@pytest.mark.every(3)
 def test_sigkill_at_a_system_call(tmp_path: Path, call: str, kill_at: int) -> None:
     child = start(tmp_path, call, kill_at)
     output, _ = child.communicate(timeout=60)

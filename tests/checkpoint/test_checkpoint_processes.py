@@ -138,6 +138,7 @@ def said(directory: Path) -> list[Any]:
     return run_two(CHILD, str(directory), str(free_port()))
 
 
+@pytest.mark.full
 def test_both_commit_and_load_the_same(said: list[Any]) -> None:
     for one in said:
         assert one["steps"] == [2, 3]
@@ -209,7 +210,7 @@ RESTORE = textwrap.dedent("""
 """)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_restore_what_one_saved(tmp_path: Path) -> None:
     w = np.arange(64, dtype=np.float32).reshape(8, 8)
     with CheckpointStore(tmp_path, keep=1, keep_best=False, on_event=pytest.fail) as store:

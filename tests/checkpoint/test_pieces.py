@@ -91,6 +91,7 @@ LAYOUTS: tuple[tuple[Any, ...], ...] = ((), ("data",), (None, "data"), ("tensor"
 
 
 @pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.every(3)
 def test_every_layout_loads_into_every_other_to_the_bit(tmp_path: Path, first: Any) -> None:
     tree = {
         "rows": jax.random.normal(jax.random.key(0), (200, 48)),
@@ -125,6 +126,7 @@ def test_zeros_fill_up_shards_on_either_side(tmp_path: Path) -> None:
             assert not np.asarray(found[197:]).any()
 
 
+@pytest.mark.full
 def test_nine_tenths_frozen_writes_a_ninth_at_most(tmp_path: Path) -> None:
     """AdamW, moments of the frozen parameters included."""
     keys = jax.random.split(jax.random.key(0), 10)

@@ -102,6 +102,7 @@ TREE = {
 
 @pytest.mark.parametrize("size", [None, "auto", 1, 12, 16, 1024])
 @pytest.mark.parametrize("algorithm", [Ring, Tree, Xla, Halving], ids=lambda a: a.__name__)
+@pytest.mark.every(3)
 def test_a_tree_comes_back_summed_whatever_the_bucket(algorithm, size):
     chosen = algorithm(bucket_bytes=size)
     reduced = mapped(lambda tree: reduce_tree(tree, "data", algorithm=chosen), {"data": 8})(TREE)

@@ -96,6 +96,7 @@ DOUBLE_TREE = {"reduce": {"type": "double_tree"}}
         ),
     ],
 )
+@pytest.mark.every(2)
 def test_each_collective_of_the_step_has_a_channel(parallel, mesh, devices):
     found = program(parallel, mesh=mesh)
     compiled = found.train.lower(found.state_shapes, found.batch).compile()

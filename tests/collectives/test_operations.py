@@ -81,6 +81,7 @@ def matrix_of(plain, shape):
     [*((algorithm, True) for algorithm in ALGORITHMS), (Xla(), False), (Ring(), False)],
     ids=label,
 )
+@pytest.mark.every(3)
 def test_the_transpose_is_the_transposed_matrix(algorithm, check_vma):
     """vjp of the whole shard_map, once and once more: the transpose's transpose is the map."""
     table = linear_operations(algorithm)
@@ -245,6 +246,7 @@ def test_gradient_of_a_replicated_input(algorithm):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("algorithm", [Xla(), Ring(), Tree(), Halving()], ids=label)
+@pytest.mark.every(3)
 def test_partly_manual(algorithm, check_vma):
     """Axis `data` by hand, axis `tensor` by XLA."""
     mesh = mesh_of({"data": 4, "tensor": 2})

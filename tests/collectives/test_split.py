@@ -50,6 +50,7 @@ def gathered(shards, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=label)
+@pytest.mark.every(3)
 def test_shards_are_those_of_each_tensor_by_itself(algorithm):
     def one_by_one(xs):
         return [reduce_scatter(x, "data", dim=dim) for x, dim in zip(xs, DIMS, strict=True)]
@@ -62,6 +63,7 @@ def test_shards_are_those_of_each_tensor_by_itself(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=label)
+@pytest.mark.every(3)
 def test_what_is_summed_into_shards_is_gathered_whole(algorithm):
     def there_and_back(xs):
         return gathered(scattered(xs, algorithm), algorithm)
@@ -148,6 +150,7 @@ def test_outside_of_shard_map_it_says_so(function):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
+@pytest.mark.every(3)
 def test_bad_input_is_told(given, said):
     def gather(x):
         found = {"shards": [x, x], "dims": [0, 0], "lengths": None, "algorithm": Ring(), **given}

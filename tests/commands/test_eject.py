@@ -148,6 +148,7 @@ def test_a_ring_with_shares_and_skipped_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides", marked(DIGITS_CASES, "tensor", "zero 1", "zero 2", "cnn", "ring, zero 1")
 )
+@pytest.mark.slow
 def test_plans_and_optimizers_of_an_mlp(overrides: list[str], tmp_path: Path) -> None:
     check(DIGITS, overrides, tmp_path)
 
@@ -155,11 +156,12 @@ def test_plans_and_optimizers_of_an_mlp(overrides: list[str], tmp_path: Path) ->
 @pytest.mark.parametrize(
     "overrides", marked(GPT_CASES, "zero 1", "ring", "gpipe", "lamb", "zero 3 and tensor")
 )
+@pytest.mark.slow
 def test_plans_and_optimizers_of_a_decoder(overrides: list[str], tmp_path: Path) -> None:
     check(GPT, [*SMALL, *overrides], tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_decoder_in_bfloat16(tmp_path: Path) -> None:
     """XLA must round where the programs say so: by default it leaves some roundings out."""
     narrow = [*SMALL, "model.compute_dtype=bfloat16", "model.layers=2", "model.scan_unroll=1"]
@@ -237,6 +239,7 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_what_does_not_go_together_is_refused(
     path: Path, overrides: list[str], message: str
 ) -> None:
@@ -244,6 +247,7 @@ def test_what_does_not_go_together_is_refused(
         eject(path, overrides)
 
 
+@pytest.mark.full
 def test_data_that_jaxdist_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -127,6 +127,7 @@ def test_a_file_that_cannot_be_written(console, tmp_path):
         ("no/such", [], r"no/such: the file cannot be read"),
     ],
 )
+@pytest.mark.every(3)
 def test_what_show_refuses(console, schedule, settings, message):
     with pytest.raises(ConfigError, match=message):
         pipelines.show_schedule(schedule, settings, stages=4, microbatches=6, console=console)
@@ -297,6 +298,7 @@ sys.exit(code)
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
+@pytest.mark.every(3)
 def test_no_command_imports_jax(tmp_path, words, code, said):
     (tmp_path / "mine.csv").write_text(VIOLATION)
     command = [sys.executable, "-c", WITHOUT_JAX, "pipeline", *words]

@@ -114,6 +114,7 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_numbers_of_one_process(
     jaxdist: Jaxdist, mesh: dict[str, int], parallel: dict[str, Any]
 ) -> None:
@@ -203,7 +204,7 @@ def test_who_waits_in_vain_says_for_whom(jaxdist: Jaxdist) -> None:
     assert not (jaxdist.folder / "runs").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
     """In a step or in a save; who comes second may find the other gone."""
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
@@ -244,7 +245,7 @@ def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     assert f"resume from step {last} of" in resumed.out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "mine.py").write_text(FAILING)
     jaxdist.config(
@@ -257,7 +258,7 @@ def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     assert "mine.py:10)" in second.message
 
 
-@pytest.mark.full  # one process: tests/run/test_replicas_run.py
+@pytest.mark.slow  # one process: tests/run/test_replicas_run.py
 def test_two_processes_go_back_together(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "flipping.py").write_text(FLIPPING)
     data = {"type": "import", "path": "flipping:data", "classes": 3}

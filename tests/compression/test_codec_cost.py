@@ -81,6 +81,7 @@ def predicted(leaves, choice, sizes, inside=False, link=LINK, **options):
 
 
 @pytest.mark.parametrize("codec", CODECS[:-1], ids=lambda c: c.type)
+@pytest.mark.every(3)
 def test_bytes_are_those_of_the_compiled_program(devices, codec):
     random = np.random.default_rng(CODECS.index(codec))
     leaves, choice = drawn_leaves(random, 2), PerParameter(otherwise=codec)

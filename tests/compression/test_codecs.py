@@ -215,6 +215,7 @@ def test_bits_go_where_they_take_off_most(seed):
     assert found <= best_error(energy, planes - 1) * (1 + 1e-4)
 
 
+@pytest.mark.full
 def test_adaptive_codes_are_whole_numbers_of_their_bits():
     sizes = 10.0 ** np.array([0, 0, -1, -2, -4, 2])
     x = (normal(6, 64) * sizes[:, None]).astype(np.float32)
@@ -304,6 +305,7 @@ def test_bytes_over_float32(codec, most):
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_settings_out_of_range_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -339,6 +341,7 @@ def test_settings_out_of_range_are_refused(make, message):
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_arrays_that_a_codec_cannot_encode_are_refused(codec, shape, dtype, message):
     with pytest.raises(CompressionError, match=message):
         Sender(codec).init(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))

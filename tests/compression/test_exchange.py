@@ -36,6 +36,7 @@ def reduced(codec):
 
 
 @pytest.mark.parametrize("codec", [Sign(block=16), TopK(fraction=0.1)], ids=lambda c: c.type)
+@pytest.mark.every(2)
 def test_all_arrays_of_a_message_in_one_collective(devices, monkeypatch, codec):
     apart, several = reduced(codec)
     monkeypatch.setattr(exchange, "sends_apart", lambda: True)

@@ -58,6 +58,7 @@ CODECS = [Sign(block=BLOCK), Quantize(bits=4, block=BLOCK), TopK(fraction=0.1), 
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.type)
+@pytest.mark.every(3)
 def test_what_is_lost_of_a_momentum_comes_back(devices, codec):
     """momentum + residuals = b1 momentum before + residuals before + (1 - b1) gradient.
 
@@ -81,6 +82,7 @@ def test_what_is_lost_of_a_momentum_comes_back(devices, codec):
         np.testing.assert_allclose(own, common[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_fewer_devices_go_on_with_the_same_momentum(devices):
     codec, given = Sign(block=BLOCK), [drawn(seed) for seed in range(3)]
     *_, (_, saved, _) = rounds(given[:2], codec, MOMENTUM)
@@ -96,6 +98,7 @@ def test_fewer_devices_go_on_with_the_same_momentum(devices):
 
 
 @pytest.mark.parametrize("codec", [Sign(block=BLOCK), TopK()], ids=lambda codec: codec.type)
+@pytest.mark.every(2)
 def test_while_all_is_sent_gradients_are_exact(devices, codec):
     given = [drawn(seed) for seed in range(4)]
     found = [x for x, _, _ in rounds(given, warm_up(codec, 3), MOMENTUM)]
@@ -116,6 +119,7 @@ def test_each_device_clips_its_own_gradient(devices):
 
 
 @pytest.mark.parametrize("feedback", [MOMENTUM, Ef21()], ids=lambda feedback: feedback.type)
+@pytest.mark.every(2)
 def test_a_round_that_is_left_out_is_no_round_of_the_warm_up(devices, feedback):
     """So that an optimizer, which leaves it out too, is still told when the warm-up ends."""
     given = [drawn(seed) for seed in range(5)]
@@ -159,6 +163,7 @@ def test_ef21_step_by_step(devices):
 @pytest.mark.parametrize(
     "feedback", [ErrorFeedback(), Ef21(), MOMENTUM], ids=lambda feedback: feedback.type
 )
+@pytest.mark.every(3)
 def test_what_fills_up_the_last_shard_is_never_owed(devices, feedback):
     *_, (_, state, _) = rounds([drawn(seed) for seed in range(3)], Sign(block=BLOCK), feedback)
     ((bucket,),) = (group.buckets for group in state.groups)

@@ -88,6 +88,7 @@ def test_the_table_has_every_codec_of_the_config():
 
 
 @pytest.mark.parametrize("codec", PARAMS, ids=label)
+@pytest.mark.every(3)
 def test_what_is_decoded_and_the_residual_are_x_to_the_bit(codec):
     sender = Sender(codec)
     encode = jax.jit(sender.encode)
@@ -144,6 +145,7 @@ FEEDBACKS = (ErrorFeedback(), Ef21(), MomentumCorrection(), NoFeedback())
     + [(codec, FEEDBACKS[i % 4]) for i, codec in enumerate(CODECS)],
     ids=lambda value: getattr(value, "type", None),
 )
+@pytest.mark.every(3)
 def test_nothing_that_is_not_finite_reaches_a_memory(codec, feedback):
     sender = Sender(codec, feedback)
     x = jnp.ones((24, 30))

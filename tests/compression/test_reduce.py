@@ -102,6 +102,7 @@ def label(value):
 
 
 @pytest.mark.parametrize(("codec", "feedback"), COMBINED, ids=label)
+@pytest.mark.every(3)
 def test_results_have_the_same_bits_on_all_devices(devices, codec, feedback):
     # Several buckets where that is cheap to compile.
     small = 2048 if isinstance(codec, Sign) else 2**20
@@ -155,12 +156,14 @@ def conserved(codec, rounds=6):
     [Sign(block=8), Quantize(bits=4, block=8), TopK(fraction=0.1), RandomK(fraction=0.1)],
     ids=label,
 )
+@pytest.mark.every(3)
 def test_nothing_is_lost_over_the_rounds(devices, codec):
     """The sum of results and of all residuals, on both ways, is the sum of the gradients."""
     found, given = conserved(codec)
     np.testing.assert_allclose(found, given, rtol=0, atol=2e-4)
 
 
+@pytest.mark.full
 def test_without_feedback_it_is_lost(devices):
     results, _, _ = run(Sign(block=8), NoFeedback(), rounds=20)
     fed, _, _ = run(Sign(block=8), rounds=20)
@@ -187,6 +190,7 @@ def test_the_view_of_ef21_is_the_running_sum_on_every_device(devices):
 
 @pytest.mark.parametrize("codec", [Sign(block=8), WholeCodec()], ids=label)
 @pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.every(3)
 def test_a_bad_gradient_on_one_device_is_skipped_on_all(devices, codec, value):
     grads = gradients()
     state = init_state(of_one(grads), N, codec=codec)
@@ -224,7 +228,7 @@ def test_the_schedule_of_deep_gradient_compression():
     assert sparsity_warm_up(TopK(fraction=0.5), 8) == TopK(fraction=0.5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hand_written_collectives_carry_messages_too(devices):
     for codec in (Sign(block=8), TopK(fraction=0.1), PerParameter(otherwise=LowRank(rank=2))):
         plain, _, _ = run(codec, rounds=2)
@@ -264,6 +268,7 @@ def sent_over_ring(codec, feedback=CLASSIC):
     ],
     ids=label,
 )
+@pytest.mark.every(3)
 def test_wire_bytes_of_the_compiled_program(devices, codec, limit):
     assert 0.9 * limit < sent_over_ring(codec) <= limit * (1 + 2e-4)
 
@@ -274,7 +279,7 @@ def test_topk_receives_what_the_formula_says(devices):
     assert received == pytest.approx(8 * fraction * size * (N - 1), rel=0.02)
 
 
-@pytest.mark.full  # that of CPU: test_wire_bytes_of_the_compiled_program
+@pytest.mark.slow  # that of CPU: test_wire_bytes_of_the_compiled_program
 @pytest.mark.needs_libtpu
 def test_the_program_for_a_tpu_sends_as_few():
     chips = topology_devices("v5e:2x4")

@@ -96,6 +96,7 @@ def test_a_wrong_row_is_named(section, row, said):
     assert said in str(refused.value)
 
 
+@pytest.mark.full
 def test_a_model_trains_on_pairs(section):
     sections = {
         "model": {"type": "gpt", "layers": 1, "embed": 8, "heads": 2, "mlp": 8,

@@ -280,7 +280,7 @@ print("late", *sorted(late & {"orbax", "grain", "tensorboardX", "tensorstore", "
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_process_that_waits_has_imported_what_a_run_needs(tmp_path: Path):
     """It would import it in each recovery, on all processes at once."""
     told = {

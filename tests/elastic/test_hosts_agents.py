@@ -71,7 +71,7 @@ def test_the_last_host_is_lost_and_another_comes(play: Play):
     lost_and_back(play, 1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [redis_server, etcd_server])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_same_with_a_server_to_meet_at(tmp_path: Path, victim: int, server):
@@ -82,7 +82,7 @@ def test_the_same_with_a_server_to_meet_at(tmp_path: Path, victim: int, server):
         lost_and_back(play, victim)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stopped_agent_that_goes_on_ends_what_it_had(play: Play):
     """Its lease has run out, and others are at work: its processes are ended before it asks."""
     hosts = [play.start("a"), play.start("b")]
@@ -136,7 +136,7 @@ def test_who_is_told_to_stop_leaves_and_the_others_go_on(play: Play):
     assert finish(hosts[1])[0] == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
     ids = set()
     for turn in range(2):
@@ -156,7 +156,7 @@ def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
     assert len(ids) == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: Path):
     """A batch of 8 does not divide over three."""
     with playing(tmp_path) as play:
@@ -178,7 +178,7 @@ def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: 
         assert "2 processes; hosts that wait in reserve: c" in "".join(out for _, out in told)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
     elastic = {**ELASTIC, "stuck_host_seconds": 4.0}
     with playing(tmp_path, mesh={"data": 2}, elastic=elastic) as play:
@@ -201,7 +201,7 @@ def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
         assert f"{plan}hosts that wait in reserve: {on}" in told[both[0]["agent"]][1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
     """Each agent sees its own process stand still; only one of them is behind."""
     hosts = [play.start(name, least=2, step_seconds=2.0) for name in "ab"]

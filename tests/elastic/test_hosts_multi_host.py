@@ -74,6 +74,7 @@ def meeting(tmp_path: Path) -> Iterator[Meeting]:
         yield Meeting(tmp_path, stack)
 
 
+@pytest.mark.full
 def test_hosts_meet_whatever_their_clocks_show(meeting: Meeting):
     a = meeting.host("a", least=2)
     b = meeting.host("b", least=2, clock=lambda: boot_clock() - 1e6)
@@ -167,6 +168,7 @@ def test_a_host_that_comes_after_the_end_trains_nothing_again(meeting: Meeting, 
 
 
 @pytest.mark.parametrize("change", ["another config", "the directory is gone", "another run"])
+@pytest.mark.every(3)
 def test_a_host_that_comes_after_the_end_of_another_run_begins(
     meeting: Meeting, ended: Identity, change: str
 ):
@@ -289,6 +291,7 @@ def test_a_mesh_that_cannot_be_ends_it_everywhere(meeting: Meeting):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.every(2)
 def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting, tensor):
     """With fewer than --min or no mesh it takes part at once, and says so."""
     values = {**VALUES, "mesh": {"data": -1, "tensor": tensor}}

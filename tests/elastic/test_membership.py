@@ -213,6 +213,7 @@ def storm(world: World, ticks: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.every(3)
 def test_storms_and_the_calm_after(seed):
     """Many generations work, never two at once; then all that may work do, in one."""
     world = World(seed, STORM)

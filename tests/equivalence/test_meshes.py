@@ -175,6 +175,7 @@ def reference():
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.full
 def test_every_mesh_draws_the_state_of_one_device(name, mesh, reduce, zero, pipeline, microbatches):
     program = build_program(
         name, mesh, reduce, zero, pipeline=pipeline, microbatches=microbatches
@@ -189,6 +190,7 @@ def and_in_full(rows, more):
 
 
 @pytest.mark.parametrize(("name", "mesh"), and_in_full(CELLS, FULL_CELLS), ids=str)
+@pytest.mark.every(3)
 def test_a_mesh_equals_one_device(name, mesh, reference):
     same(train(name, mesh), reference[name])
 
@@ -200,6 +202,7 @@ def test_every_other_mesh_equals_one_device(name, mesh, reference):
 
 
 @pytest.mark.parametrize(("name", "mesh", "reduce", "changes"), REDUCTIONS, ids=str)
+@pytest.mark.every(3)
 def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, reference):
     same(train(name, mesh, reduce, **changes), reference[name])
 
@@ -207,6 +210,7 @@ def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, refere
 @pytest.mark.parametrize(
     ("name", "mesh", "reduce", "zero", "changes"), and_in_full(ZERO, MORE_ZERO), ids=str
 )
+@pytest.mark.every(3)
 def test_zero_equals_one_device(name, mesh, reduce, zero, changes, reference):
     same(train(name, mesh, reduce, zero, **changes), reference[name])
 
@@ -224,7 +228,7 @@ def with_lamb():
     return train("gpt", {"data": 1}, optim=LAMB)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "reduce", "zero", "microbatches"),
     [
@@ -264,6 +268,7 @@ def test_the_comparison_can_fail(reference):
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_a_pipeline_equals_one_device(name, mesh, parallel, changes, reference):
     same(train(name, mesh, **parallel, **changes), reference[name])
 

@@ -92,6 +92,7 @@ def pair(writer, reader):
 @pytest.mark.parametrize(
     ("writer", "reader"), [pair(*both) for both in itertools.product(PLANS, PLANS)]
 )
+@pytest.mark.every(3)
 def test_what_one_plan_saved_another_loads(writer, reader, saved):
     program = experiment(reader).program
     state = restored(saved[writer], program)
@@ -115,6 +116,7 @@ def restored(path, program):
         *(pytest.param(plan, marks=ALONE.get(plan, slow)) for plan in PLANS if plan != V_SHAPED),
     ],
 )
+@pytest.mark.slow
 def test_steps_go_on_with_what_is_loaded(reader, saved):
     made = experiment(reader)
     state = made.program.home.from_files(restored(saved[HUB], made.program))

@@ -26,6 +26,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.every(2)
 def test_a_shard_that_is_kept_equals_the_one_that_was_sent(stage, devices):
     """XLA may fuse the update into both, and round each in its own way."""
     reduce = {"type": "ring", "chunks": 3, "bucket_bytes": 4096}

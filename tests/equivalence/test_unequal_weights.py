@@ -75,13 +75,14 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "microbatches", "parallel"), PLANS)
+@pytest.mark.full
 def test_gradients_are_those_of_one_device(
     mesh: dict[str, int], microbatches: int, parallel: Any
 ) -> None:
     same(found(mesh, microbatches, parallel, "as_sum"), alone("as_sum"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_penalty_for_each_unit_of_weight_is_that_of_one_device() -> None:
     parallel = {**RING, "zero": {"stage": 2, "whole_below": 0}}
     ours, theirs = found({"data": 4}, 4, parallel, "with_penalty"), alone("with_penalty")
@@ -89,7 +90,7 @@ def test_a_penalty_for_each_unit_of_weight_is_that_of_one_device() -> None:
     assert ours["loss"] > 1.01 * alone("as_sum")["loss"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_scalar_is_right_where_nothing_cuts_the_batch() -> None:
     same(found({"data": 4}, 1, {}, "as_scalar"), alone("as_sum"))
 
@@ -114,6 +115,7 @@ def test_a_scalar_is_right_where_nothing_cuts_the_batch() -> None:
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_a_scalar_is_refused_where_a_batch_is_cut(
     mesh: dict[str, int], microbatches: int, parallel: Any, cut: str
 ) -> None:

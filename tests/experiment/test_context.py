@@ -99,6 +99,7 @@ def numbers(found):
         ),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_a_config_trains_as_on_one_device(mesh, changes):
     alone = {
         name: value
@@ -110,7 +111,7 @@ def test_a_config_trains_as_on_one_device(mesh, changes):
         np.testing.assert_allclose(many[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "rules"),
     [
@@ -136,6 +137,7 @@ def test_predicted_positions_need_not_divide_as_sequences_do(mesh, rules):
         np.testing.assert_allclose(many[name], value, atol=most, err_msg=name)
 
 
+@pytest.mark.full
 def test_the_choice_is_explained():
     found = experiment({"context": 2}, model__kv_heads=1)
     (line,) = (one for one in found.explained if one.startswith("context"))
@@ -189,6 +191,7 @@ def test_settings_without_effect_are_reported():
          r"each key head is on the device of its queries"),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_bad_input_is_refused(mesh, changes, message):
     with pytest.raises(ConfigError, match=message):
         experiment(mesh, **changes)

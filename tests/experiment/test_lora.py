@@ -36,6 +36,7 @@ class TwoLayers(nnx.Module):
         return self.last(x)
 
 
+@pytest.mark.full
 def test_a_kernel_computes_as_with_its_product_added():
     model = functional(TwoLayers)
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
@@ -105,6 +106,7 @@ def test_dropout_does_not_depend_on_the_order_of_positions():
     np.testing.assert_allclose(loss(**given), loss(mesh={"data": 1}), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_adapters_alone_are_trained_with_eight_bytes_of_state_each():
     lora = {**LORA, "targets": ["blocks/*", "embedding"]}
     mesh, parallel = {"data": 2}, {"zero": {"stage": 3, "whole_below": 0}}

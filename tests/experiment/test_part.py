@@ -91,7 +91,7 @@ def test_layers_fetched_ahead_cannot_be_frozen():
         )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rate_is_multiplied_by_the_first_pattern_that_matches():
     rates = {"blocks/attention/*": 0.5, "blocks/*": 3.0}
     plain, scaled = (trained_a_step(built({}, optim={**ADAMW, "rates": r})) for r in ({}, rates))

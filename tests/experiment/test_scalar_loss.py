@@ -36,6 +36,7 @@ def heldout_loss(experiment: Any, limit: int | None) -> tuple[float, list[int]]:
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(None, [ROWS]), (2, [128])])
+@pytest.mark.every(2)
 def test_it_is_evaluated_in_one_batch_without_padding(limit: int | None, rows: list[int]) -> None:
     """The reference is a sum with its weight, of batches of which the last is padded."""
     found, of = heldout_loss(made("scalar", eval={"batches": limit}), limit)

@@ -170,6 +170,7 @@ def trained(
 
 
 @pytest.mark.parametrize("bias_correction", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_onebit_adam_step_by_step(devices, bias_correction):
     direction = scale_by_frozen_adam(
         B1, B2, EPS, freeze_step=FREEZE, bias_correction=bias_correction, bounded=False
@@ -204,6 +205,7 @@ def test_a_step_that_is_left_out_of_the_warm_up_makes_it_no_shorter(devices):
         (True, 0.1),
     ],
 )
+@pytest.mark.every(2)
 def test_onebit_lamb_step_by_step(devices, decay, shards):
     # Of the ratios and factors some meet each of these bounds, and others none.
     rule = OnebitLambRule(

@@ -104,6 +104,7 @@ LAMB = {**ADAM, "type": "onebit_lamb"}
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_every_setting_changes_the_parameters(base, changed):
     assert apart(walked(built(**base))[0][-1], walked(built(**{**base, **changed}))[0][-1]) > 1e-4
 
@@ -154,6 +155,7 @@ def test_the_second_moment_is_frozen_and_a_fresh_one_goes_on():
     assert np.all(np.asarray(after.factor["kernel"]) >= 0.9**3 - 1e-6)
 
 
+@pytest.mark.full
 def test_a_layer_split_over_devices_is_one_layer(devices):
     """Inside `jax.shard_map`, with the specs of what each device holds."""
     options = {"rule": OnebitLambRule(FREEZE, factor_bounds=(0.9, 4.0)), "layer_dims": NAMES}

@@ -27,6 +27,7 @@ def test_a_permute_beside_a_dot_is_overlapped(tpu_program):
         assert (one.is_async, one.overlapped) == (True, overlapped)
 
 
+@pytest.mark.full
 def test_tpu_carries_gathers_on_in_fusions(tpu_program):
     """The text holds the gather of `b` three times: at the start, beside the dot, at the end."""
     p = tpu_program(data=2, tensor=4)
@@ -44,6 +45,7 @@ def test_tpu_carries_gathers_on_in_fusions(tpu_program):
     ]
 
 
+@pytest.mark.full
 def test_tpu_fuses_reduce_scatters(tpu_program):
     """The text holds an all-reduce and a dynamic-slice in a fusion."""
     p = tpu_program(data=8)

@@ -175,6 +175,7 @@ def test_one_device(devices):
     assert (found.collectives, found.devices, found.flops_low) == ((), 1, 2 * 64**3)
 
 
+@pytest.mark.every(2)
 def test_memory(program):
     """XLA:CPU keeps twice the argument behind the barrier; whether a TPU does is its version's."""
     p = program(data=8)

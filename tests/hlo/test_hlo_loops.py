@@ -51,6 +51,7 @@ def gradient(unroll):
 
 
 @pytest.mark.parametrize("build", [mixed, nested, gradient])
+@pytest.mark.every(3)
 def test_a_scan_counts_as_its_unrolled_self(program, build):
     p = program(data=2, tensor=4)
     arguments = (p.array(5, 128, 128), p.array(64, 128))

@@ -74,6 +74,7 @@ def test_other_texts_are_refused(text):
         ledger_of_text(text, {"data": 1})
 
 
+@pytest.mark.full
 def test_a_large_program_is_read_in_seconds():
     """5 MB; the bound is loose, for busy machines."""
     body = "".join(f"  %v{i + 1} = f32[64,64]{{1,0}} add(%v{i}, %v{i})\n" for i in range(100_000))

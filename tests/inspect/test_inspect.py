@@ -100,6 +100,7 @@ def test_a_ring_sends_its_bound(tmp_path: Path, digits: Path) -> None:
     assert ring["sent_bytes"] / axis(looked, "data")["lower_bound_bytes"] == pytest.approx(1, 0.01)
 
 
+@pytest.mark.full
 def test_remat_shows_in_the_flops(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(GPT))
@@ -115,6 +116,7 @@ def test_remat_shows_in_the_flops(tmp_path: Path) -> None:
         ("train.batch_size=128", "different", "What changed"),
     ],
 )
+@pytest.mark.every(3)
 def test_what_a_setting_changes(
     tmp_path: Path, digits: Path, change: str, verdict: str, words: str
 ) -> None:
@@ -202,6 +204,7 @@ def test_the_command_compares_more_devices_than_the_first_has(jaxdist: Jaxdist) 
 
 
 @pytest.mark.needs_libtpu
+@pytest.mark.full
 def test_the_command_for_tpus_needs_no_devices(jaxdist: Jaxdist) -> None:
     jaxdist.config(mesh={"data": 4, "fake_devices": 3})
     done = jaxdist("inspect", "config.yaml", "--topology", "v5e:2x2")

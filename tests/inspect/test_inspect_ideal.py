@@ -79,6 +79,7 @@ def test_convolutions_agree_with_xla(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sections", [GPT, CNN], ids=["gpt", "cnn"])
+@pytest.mark.every(2)
 def test_one_device_without_remat_is_the_ideal(sections: dict[str, Any]) -> None:
     config = experiment(sections, mesh={"data": 1})
     built = build(config, devices=jax.devices()[:1])
@@ -158,6 +159,7 @@ EACH = "each of train.microbatches 2 sends its own gradients"
          "bfloat16", [WIDE, BOTH, EACH]),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_the_bound_says_what_it_assumes_and_leaves_out(
     changes: dict[str, Any], dtype: str, left_out: list[str]
 ) -> None:

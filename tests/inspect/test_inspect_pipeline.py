@@ -95,6 +95,7 @@ def test_the_program_runs_the_ticks(inspected: Inspected) -> None:
     assert inspected.time.seconds_low == inspected.time.seconds
 
 
+@pytest.mark.slow
 def test_the_step_is_the_sum_of_its_ticks(inspected: Inspected) -> None:
     """By hand: a step in which all stages take one choice in every tick gives its seconds."""
     whole, total = inspected.lockstep, 0.0

@@ -44,6 +44,7 @@ def computed(name, folder):
         *quick(of=SLOW, slow=True),
     ],
 )
+@pytest.mark.every(3)
 def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     """To 1e-5 of the largest, at positions 1 to 512."""
     found, right = computed(name, tmp_path), GOLDEN[name]

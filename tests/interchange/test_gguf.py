@@ -103,6 +103,7 @@ def drawn_file(path, name, kind):
 @pytest.mark.parametrize(
     ("name", "kind"), [("llama", "Q4_1"), ("llama", "Q8_0"), ("gpt2", "F16"), ("qwen3", "F32")]
 )
+@pytest.mark.every(3)
 def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
     """Heads of architecture llama, whose pairs are side by side in the file, are ours again."""
     right, config = drawn_file(tmp_path / "m.gguf", name, kind)
@@ -134,6 +135,7 @@ def test_pairs_side_by_side_are_not_our_halves(tmp_path):
     "name",
     [pytest.param("gpt2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_an_exported_file_is_the_model_that_was_imported(name, tmp_path):
     write_drawn(name, tmp_path / "given")
     small = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]

@@ -46,6 +46,7 @@ def arrays(path):
     "name",
     [*quick("gpt2", "resnet", of=("gpt2", "resnet", *FULL)), *quick(of=SLOW, slow=True)],
 )
+@pytest.mark.every(2)
 def test_a_model_comes_back_to_the_bit(name, tmp_path):
     before, run, out = (tmp_path / word for word in ("given", "run", "out"))
     write_drawn(name, before)
@@ -63,7 +64,7 @@ def test_a_model_comes_back_to_the_bit(name, tmp_path):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
     """As files of a BertModel are, some of them with older names of norms."""
     whole, bare = tmp_path / "whole", tmp_path / "bare"
@@ -97,7 +98,7 @@ def test_an_encoder_without_a_head_gets_one_of_zeros(tmp_path):
         import_model(bare, tmp_path / "again", SMALL, console=QUIET)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_can_begin_with_a_model_that_has_buffers(tmp_path, devices):
     write_drawn("resnet", tmp_path / "given")
     import_model(tmp_path / "given", tmp_path / "run", SMALL[:2], console=QUIET)
@@ -259,6 +260,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
         pytest.param(["mesh.data=4", "mesh.stage=2"], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.every(2)
 def test_a_run_begins_with_a_model_directly_on_any_mesh(settings, model, tmp_path, devices):
     """The parameters of a model's directory, read in shards, are those of its import."""
     import_model(model, tmp_path / "run", SMALL, console=QUIET)

@@ -55,6 +55,7 @@ def write_peft(base, out, *, wider=0, rename=("", ""), **settings):
     return found
 
 
+@pytest.mark.full
 def test_adapters_come_back_to_the_bit_and_merge_into_kernels(base, tmp_path):
     adapters = write_peft(base, tmp_path / "given")
     run = tmp_path / "run"
@@ -98,7 +99,7 @@ def test_adapters_that_do_not_fit_are_refused(base, tmp_path, given, said):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
     """A directory with a config counts as a run that has begun, so that the config is last."""
 
@@ -122,6 +123,7 @@ def test_adapters_in_a_pickle_and_adapters_as_a_model_are_refused(base, tmp_path
         import_adapters(folder, base / "run", run, console=QUIET)
 
 
+@pytest.mark.full
 def test_a_folder_without_adapters_and_a_run_without_adapters_are_told(base, tmp_path):
     with pytest.raises(JaxdistError, match=r"lacks adapter_config\.json"):
         import_adapters(base / "model", base / "run", tmp_path / "run", console=QUIET)

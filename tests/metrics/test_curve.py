@@ -42,6 +42,7 @@ CASES = {
 
 @pytest.mark.parametrize("baselines", [{}, {"trigram model": 2.0, "uniform": 5.5}])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(3)
 def test_every_kind_of_run_is_drawn(tmp_path, case, baselines):
     plot_loss(CASES[case], tmp_path / "loss.png", baselines)
     height, width, _ = imread(tmp_path / "loss.png").shape

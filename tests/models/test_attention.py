@@ -71,12 +71,14 @@ def seeds(few, more, all_of_them):
 
 
 @pytest.mark.parametrize("seed", seeds(3, 8, 40))
+@pytest.mark.every(3)
 def test_blockwise_gives_plain_numbers(seed):
     kernel = Blockwise(most=random.Random(seed).choice((8, 16, 40)))
     agree(kernel, *drawn(seed, range(1, 90), 12), seed=seed)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 3, 12))
+@pytest.mark.every(2)
 def test_splash_gives_plain_numbers(seed):
     arrays, segments, _ = drawn(seed, (128, 256, 640), 64)
     window = random.Random(seed).randint(1, 120) if seed % 2 else None

@@ -72,6 +72,7 @@ def plain_losses():
 
 
 @pytest.mark.parametrize(("mesh", "settings"), PLANS)
+@pytest.mark.slow
 def test_blockwise_trains_like_plain_on_every_mesh(mesh, settings, plain_losses, monkeypatch):
     """Three steps of a windowed model with documents: losses to 1e-5, relative."""
     monkeypatch.setitem(choose.KERNELS, "blockwise", Blockwise(most=16))
@@ -136,6 +137,7 @@ LOWERED = (0, 1, 2, 4, 5, 6)
 
 @pytest.mark.needs_libtpu
 @pytest.mark.parametrize(("mesh", "settings", "kernels"), FOR_TPU, ids=str)
+@pytest.mark.every(3)
 def test_splash_is_lowered_for_tpu(mesh, settings, kernels, tpu_devices):
     program = experiment(tpu_devices, mesh, **SPLASH, **settings).program
     lowered = program.train.lower(program.state_shapes, program.batch)
@@ -151,6 +153,7 @@ def test_splash_is_lowered_for_tpu(mesh, settings, kernels, tpu_devices):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_splash_is_in_the_program_for_tpu(mesh, settings, kernels, tpu_devices):
     step, _ = compiled(tpu_devices, mesh, **SPLASH, **settings)
     assert len(re.findall('custom_call_target="tpu_custom_call"', step.as_text())) == kernels
@@ -183,7 +186,7 @@ def test_heads_that_an_axis_splits_are_turned_where_they_lie(tpu_devices):
     assert ledger(step, mesh).collectives == ()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 @pytest.mark.parametrize(
     "settings",
@@ -198,7 +201,7 @@ def test_splash_sends_what_plain_does(settings, tpu_devices):
     assert of_both[0] == of_both[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_auto_is_splash_on_tpu_and_falls_back(tpu_devices):
     for length, kv_heads, rules, there in (

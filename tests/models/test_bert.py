@@ -81,6 +81,7 @@ def plain(params, tokens, segments, kinds):
 
 
 @pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.every(2)
 def test_logits_are_those_of_the_formulas(isolate):
     model, given = bert(isolate_documents=isolate), tokens()
     segments = np.sort(np.asarray(tokens(2) % 3), axis=1)
@@ -110,6 +111,7 @@ def test_a_position_sees_both_ways_and_padding_has_no_probability():
     assert padded[..., VOCAB:].max() == 0
 
 
+@pytest.mark.full
 def test_the_loss_counts_masked_positions_alone_and_rows_by_their_weight():
     model, given = bert(), tokens()
     positions, targets = np.array([[1, 5, 9], [0, 2, 15]]), tokens(4, 2, 3)

@@ -92,6 +92,7 @@ def built(**model: Any) -> Any:
     return build(validate(Document(values), ExperimentConfig), devices=jax.devices()[:1])
 
 
+@pytest.mark.full
 def test_the_frozen_base_is_the_reference_of_adapters():
     """B begins at zero, so that the model is its own reference, and the loss log 2."""
     program = built(lora={"rank": 1, "alpha": 1.0, "targets": ["blocks/*"]}).program

@@ -39,6 +39,7 @@ def masked(x, ids, weights, gate, up, down):
 
 
 @pytest.mark.parametrize("product", [Loop(), RaggedDot()], ids=["loop", "ragged_dot"])
+@pytest.mark.every(2)
 def test_experts_compute_what_a_mask_over_all_experts_does(product):
     """The values and every gradient, also of copies that other devices' experts take."""
     x, ids, weights, kernels = given()
@@ -57,6 +58,7 @@ def test_experts_compute_what_a_mask_over_all_experts_does(product):
         np.testing.assert_allclose(ours, right, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_a_loop_has_blocks_of_one_expert_each():
     """All tokens at one expert, and none at any."""
     x, _, weights, kernels = given()
@@ -186,6 +188,7 @@ def test_losses_of_two_parts_of_a_batch_add_up():
         np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_chunks_of_the_loss_leave_it_as_it_is():
     module = model(every=2)
     ours, right = next_token_in_chunks(module, batch(), chunks=4), next_token(module, batch())

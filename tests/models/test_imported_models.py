@@ -79,6 +79,7 @@ def alone(name: str) -> tuple[Any, list[float], Any]:
         full(VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
     ],
 )
+@pytest.mark.full
 def test_it_trains_as_on_one_device(name: str, mesh: Any, parallel: Any) -> None:
     found = experiment(name, mesh, parallel=parallel)
     assert not [notice for notice in found.notices if "no effect" in notice]
@@ -89,6 +90,7 @@ def test_it_trains_as_on_one_device(name: str, mesh: Any, parallel: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["Vmapped", "Helped", VMAP])
+@pytest.mark.every(3)
 def test_a_stack_that_is_left_whole_still_counts_layers(name: str) -> None:
     """For pipelines, and for optimizers that take a norm for each layer."""
     program = experiment(name, {"data": 1}, sharding={"params": {"*": "whole"}}).program
@@ -98,6 +100,7 @@ def test_a_stack_that_is_left_whole_still_counts_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "stage": 2}])
+@pytest.mark.every(2)
 def test_no_dims_are_needed_where_no_axis_splits_parameters(mesh: Any) -> None:
     """What is left out is as `"*": whole`: stacks count their layers."""
     program = experiment("Vmapped", mesh, sharding={}).program

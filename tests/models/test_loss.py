@@ -36,6 +36,7 @@ B, L, VOCAB = 4, 32, 1000
 @pytest.mark.parametrize(
     "chunks", [pytest.param(2, marks=pytest.mark.slow), 8, pytest.param(32, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_chunks_change_nothing_but_memory(chunks):
     """Loss, weight, all gradients; some rows without weight, some with a half."""
     config = GptConfig(type="gpt", layers=1, embed=16, heads=2)

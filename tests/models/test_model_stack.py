@@ -78,6 +78,7 @@ def one_by_one(blocks: nnx.Module, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("make", STACKS)
+@pytest.mark.every(3)
 def test_a_stack_runs_its_blocks_one_after_another(make: Any) -> None:
     model = recognised(make)
     params, buffers = model.init(jax.random.key(0))
@@ -91,6 +92,7 @@ def test_a_stack_runs_its_blocks_one_after_another(make: Any) -> None:
 
 
 @pytest.mark.parametrize("by_vmap", [False, True])
+@pytest.mark.every(2)
 def test_each_layer_of_a_stack_draws_its_own_numbers(by_vmap: bool) -> None:
     """Layers that are all alike, which add to x what their dropout leaves of the same."""
     model = recognised(partial(Helped, by_vmap=by_vmap, dropout=0.5))

@@ -123,6 +123,7 @@ def test_isolated_documents_do_not_see_each_other():
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_remat_and_unroll_change_no_gradient(changes):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2),
@@ -166,7 +167,7 @@ def test_remat_recomputes(unroll):
     assert flops[2] == flops[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "recomputed"),
     # Eleven blocks leave a rest of either list.
@@ -259,6 +260,7 @@ def test_a_fence_is_an_identity_that_xla_sees(passes, barriers):
 
 
 @pytest.mark.parametrize(("platform", "fenced"), [("tpu", True), ("cpu", False), (None, False)])
+@pytest.mark.every(3)
 def test_only_models_for_tpus_have_fences(platform, fenced):
     config = GptConfig(type="gpt", layers=1, embed=8, heads=2, compute_dtype="bfloat16")
 

@@ -39,6 +39,7 @@ def model_of(multiple, **settings):
 
 
 @pytest.mark.parametrize(("tied", "chunks"), [(True, 2), (False, 1), slow(True, 1), slow(False, 2)])
+@pytest.mark.every(2)
 def test_loss_and_gradients_are_those_of_a_table_without_padding(tied, chunks):
     """The weights are drawn equal, too; padding is zero, and its gradient is."""
     batch = {
@@ -67,6 +68,7 @@ def test_loss_and_gradients_are_those_of_a_table_without_padding(tied, chunks):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.every(2)
 def test_a_model_gives_as_many_logits_as_there_are_tokens(dtype):
     model = model_of(WIDE, compute_dtype=dtype)
     params, _ = model.init(jax.random.key(0))
@@ -105,6 +107,7 @@ def of(mesh, parallel=None, *, own_loss, multiple=WIDE, **train):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_padded_run_is_that_of_a_table_without_padding(mesh, own_loss):
     """LAMB's norms and weight decay included; the padding is still zero at the end."""
     begun, losses, params = plain(own_loss)

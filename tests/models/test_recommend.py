@@ -64,6 +64,7 @@ def one_device() -> tuple[Any, list[Any], dict[str, float]]:
         ({"data": 2, "tensor": 2}, {"rows": "tensor"}),
     ],
 )
+@pytest.mark.every(2)
 def test_tables_over_an_axis_equal_one_device(
     mesh: dict[str, int], rules: dict[str, str], one_device: tuple[Any, list[Any], dict[str, float]]
 ) -> None:
@@ -75,6 +76,7 @@ def test_tables_over_an_axis_equal_one_device(
     assert set(found[2]) == {"loss", "log_loss", "auc"}
 
 
+@pytest.mark.full
 def test_ids_that_all_lie_on_one_device_take_the_path_with_room_for_all() -> None:
     """Fields of 16 ids lie together on the first device of eight, which no `capacity` foresees."""
     data = {**_DATA, "ids": 16, "skew": 0.1}

@@ -63,6 +63,7 @@ def test_every_name_but_the_inputs_has_a_size_here() -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.every(3)
 def test_a_saved_activation_is_kept_and_nothing_else(name: str) -> None:
     kept = kept_bytes({name: "save"}) - kept_bytes("full")
     assert kept == LAYERS * B * L * SIZES[name] * 4
@@ -253,7 +254,7 @@ def test_offloading_needs_the_hosts_memory() -> None:
     assert refused.value.setting == ("remat",)
 
 
-@pytest.mark.full  # which residuals are, and that no number changes: the tests above
+@pytest.mark.slow  # which residuals are, and that no number changes: the tests above
 @pytest.mark.needs_libtpu
 def test_on_tpus_what_is_offloaded_lies_in_the_hosts_memory(tpu_devices: Any) -> None:
     layers, rows, width = 8, 8192, 1024  # less than a chip's own 128 MB would never leave it

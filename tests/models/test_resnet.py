@@ -28,6 +28,7 @@ def resnet(shape=(32, 32, 3), classes=10, **settings):
         ({"blocks": [3, 3, 3], "width": 16, "stem": "cifar"}, 10, 272_474, 2 * 784),
     ],
 )
+@pytest.mark.every(3)
 def test_sizes_are_the_published_ones(settings, classes, params, statistics):
     model = resnet((224, 224, 3), classes, **settings)
     assert (tree_size(model.params), tree_size(model.buffers)) == (params, statistics)
@@ -77,6 +78,7 @@ def test_group_norm_has_no_state_and_treats_each_image_by_itself():
     np.testing.assert_allclose(both[0][:2], both[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_bfloat16_computes_near_float32_and_returns_float32_logits():
     settings = {"blocks": [1, 1], "width": 8, "stem": "cifar"}
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))

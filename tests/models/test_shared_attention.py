@@ -93,12 +93,14 @@ SLOW = [
         *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
+@pytest.mark.every(3)
 def test_shared_attention_equals_one_device(size, swapped, rotates, order, length, more):
     assert largest_difference(size, swapped, rotates, order, length, **more) < 1e-5
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("rule", [Near(None, 0), Near(5, 0), Near(5, 5)])
+@pytest.mark.every(3)
 def test_a_block_of_the_mask_is_summed_up_correctly(order, rule):
     """One element stands for a block whose elements are equal."""
     mask = NearMask(rule, positions_of(order, 16, 2))
@@ -169,6 +171,7 @@ def needs(**changes):
         (2, {"fused": True}, "ulysses"),
     ],
 )
+@pytest.mark.every(3)
 def test_auto_takes_the_fewest_bytes(size, changes, way):
     splits = splits_of("auto", AXES, size)
     found, why = best_split(splits, needs(**changes)) or pytest.fail("none fits")

@@ -49,6 +49,7 @@ def plain(params, image):
     return norm(x, p["norm"]).mean(1) @ p["output"]["kernel"] + p["output"]["bias"]
 
 
+@pytest.mark.full
 def test_logits_are_those_of_the_formulas():
     model = vit()
     # Norms, biases and positions that start as 0 or 1 would hide where they are used.

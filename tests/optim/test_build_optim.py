@@ -127,6 +127,7 @@ COUNTED = {
 
 # What is not finite, with moments and without, and spikes.
 @pytest.mark.parametrize("name", quick("lars", "adamw", "spikes", of=COUNTED, slow=True))
+@pytest.mark.every(3)
 def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
     """The direction for equal gradients is 1 only where moments are corrected by updates."""
     params = {"b": jnp.zeros(4), "stack": jnp.zeros((2, 3))}

@@ -100,6 +100,7 @@ FEW = ("muon", "lamb", "galore", "adafactor", "partition by dims", "apply_if_fin
 
 
 @pytest.mark.parametrize("name", quick(*FEW, of=RULES, slow=True))
+@pytest.mark.every(3)
 def test_a_stack_moves_as_a_list_of_layers_does(name):
     transform, params, grads = taking_extra(RULES[name]), stacks(0), [stacks(1), stacks(2)]
     found = moved(by_layer(transform, STACKED), params, grads)
@@ -125,6 +126,7 @@ def test_a_rule_for_elements_keeps_its_program(name):
 
 
 @pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.every(3)
 def test_a_rule_for_tensors_is_mapped_over_layers(name):
     transform = by_layer(taking_extra(SINGLE[name]), ["norm", "up"])
     counts = {len(equations(transform, layers).jaxpr.eqns) for layers in (2, 7)}

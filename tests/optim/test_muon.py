@@ -81,6 +81,7 @@ PAIRS = {
 @pytest.mark.parametrize(
     "pair", quick("spectral, without looking ahead", "heads apart", of=PAIRS, slow=True)
 )
+@pytest.mark.every(2)
 def test_three_steps_of_matrices_equal_those_of_optax(pair):
     ours, theirs = PAIRS[pair]
     given = {"muon_weight_dimension_numbers": NUMBERS, "consistent_rms": 0.2, **theirs}

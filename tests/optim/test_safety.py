@@ -240,6 +240,7 @@ def test_the_norm_of_shards_sends_one_number(devices):
 
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "auto"])
 @pytest.mark.parametrize("leaf", sorted(SPECS))
+@pytest.mark.every(3)
 def test_all_shards_skip_when_one_of_them_is_bad(devices, leaf, manual):
     mesh, specs = mesh_of(devices), SPECS if manual else None
     tx = safety.skip_nonfinite(optax.trace(0.9), specs=specs)

@@ -13,6 +13,7 @@ from jaxdist.optim.layers import describe_layers
 
 @pytest.mark.parametrize("shape", [(30, 7), (48, 5), (3, 3, 32, 4), (13,), (17, 3), (), (1, 4)])
 @pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.every(3)
 def test_sums_in_one_pass_are_the_sums(shape, kept):
     """Whatever the largest divisor of a dim is: the sums of squares in float64."""
     if kept > len(shape):

@@ -66,6 +66,7 @@ def assert_close(found, expected, rtol=1e-6):
 
 
 @each_transform
+@pytest.mark.every(3)
 def test_stacked_layers_move_as_if_each_were_a_leaf(make):
     params, grads = tree(0), [tree(1), tree(2)]
     found = steps(make(layer_dims=NAMES), params, grads)
@@ -116,6 +117,7 @@ def sharded_step(transform, mesh, specs, params):
 
 @pytest.mark.parametrize("specs", [SPECS, STAGES], ids=["shards", "stages"])
 @each_transform
+@pytest.mark.every(3)
 def test_shards_move_as_the_whole_does(make, specs, devices):
     params, grads = tree(0), [tree(1), tree(2)]
     transform = make(layer_dims=NAMES, specs=specs)
@@ -141,6 +143,7 @@ def test_all_norms_of_the_tree_travel_in_one_all_reduce(make, calls, specs, laye
 
 
 @each_transform
+@pytest.mark.every(3)
 def test_auto_axes_are_exact(make, devices):
     params, grads = tree(0), [tree(1), tree(2)]
     mesh = mesh_of(devices)
@@ -182,6 +185,7 @@ def test_empty_trees_and_scalars(make):
 
 
 @each_transform
+@pytest.mark.every(3)
 def test_bf16_parameters_have_float32_moments(make):
     params, grads = tree(0, jnp.bfloat16), [tree(1, jnp.bfloat16)]
     transform = make(layer_dims=NAMES)

@@ -45,11 +45,13 @@ def loops(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate"])
+@pytest.mark.every(2)
 def test_an_option_reaches_the_compiler(name: str, devices: list[Device]) -> None:
     plain, found = (text_of(experiment(xla), name) for xla in ({}, NO_FUSIONS))
     assert loops(found) < loops(plain)
 
 
+@pytest.mark.full
 def test_what_a_step_needs_itself_stands_beside_the_configs_options(devices: list[Device]) -> None:
     """An option that holds a list is joined: barriers are kept, and fewer loops are fused."""
     manual = {"reduce": {"type": "ring"}, "zero": {"stage": 1, "whole_below": 1}}
@@ -92,6 +94,7 @@ def test_options_of_one_device_only_are_in_a_preset() -> None:
 @pytest.mark.needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.every(3)
 def test_libtpu_takes_every_preset(preset: Any, topology: str) -> None:
     devices = topology_devices(topology)
     given: dict[str, Any] = {"xla_latency_hiding_scheduler_rerun": 2}

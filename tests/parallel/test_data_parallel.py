@@ -56,6 +56,7 @@ def test_the_ring_is_in_the_program_and_sends_its_formula():
     assert sum(c.payload_bytes for c in rest) <= 64
 
 
+@pytest.mark.full
 def test_the_gradients_of_tensor_shards_are_not_gathered():
     """Each device reduces its own shard over the data axis; no gradients move along tensor."""
     auto = experiment({"data": 2, "tensor": 4}, None)
@@ -110,7 +111,7 @@ def test_what_the_reduction_cannot_do_is_told_when_the_config_is_read():
         experiment({"data": 8}, {"type": "hierarchical"})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_mean_of_whole_gradients_takes_no_more_memory_than_by_constraints():
     """Turns are few layers of the stacks, and the mean is taken in them."""
 

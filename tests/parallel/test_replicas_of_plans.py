@@ -54,6 +54,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("mesh", "reduce", "stage"), PLANS)
+@pytest.mark.every(2)
 def test_no_plan_gives_a_false_alarm_and_a_flip_is_found_while_it_lasts(
     mesh, reduce, stage, devices
 ):

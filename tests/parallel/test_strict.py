@@ -61,6 +61,7 @@ def test_what_devices_have_are_whole_parts_of_the_one_tree(shards: int) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 6, 8, pytest.param(12, marks=pytest.mark.full)])
+@pytest.mark.every(3)
 def test_sums_have_the_bits_of_the_order_however_many_devices(shards: int) -> None:
     order = Order(shards)
     values = np.random.default_rng(0).normal(size=(shards, 33)).astype(np.float32)
@@ -140,6 +141,7 @@ def ids(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.full
 def test_the_bits_are_those_of_one_device(case: tuple[str, str, int, int, dict[str, Any]]) -> None:
     name, kind, shards, stage, more = case
     found = strict_cases.on_three(strict_cases.config(name, kind, shards, stage, **more))
@@ -147,7 +149,7 @@ def test_the_bits_are_those_of_one_device(case: tuple[str, str, int, int, dict[s
     assert [prints for prints in found.values() if prints != found[1]] == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_shard_of_one_element_is_divided_as_any() -> None:
     sections = strict_cases.config("mlp", "adamw", 8, 1)
     sections["model"] = {"type": "mlp", "hidden": [40, 8]}
@@ -156,6 +158,7 @@ def test_a_shard_of_one_element_is_divided_as_any() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_an_update_is_the_same_program_on_any_number_of_devices() -> None:
     """LAMB sums in another way where XLA may have split an array along an automatic axis."""
 
@@ -182,7 +185,7 @@ def test_cases_drawn_at_random() -> None:
     assert done.stdout.count("same") == 24
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "other"), [
     ({"data": {"dcn": 2, "ici": 2}}, {"data": 1}),
     pytest.param({"data": 4, "tensor": 2}, {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
@@ -198,7 +201,7 @@ def test_two_networks_and_a_tensor_axis_keep_them_too(mesh: dict, other: dict) -
     assert found[0] == found[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_without_it_the_bits_differ() -> None:
     """Or else all the above would say nothing."""
     sections = strict_cases.config("mlp", "adamw", 4, 0)
@@ -218,6 +221,7 @@ def compiled(shards: int, stage: int, count: int = 4) -> Any:
 @pytest.mark.parametrize(
     ("shards", "blocks"), [(8, 1), pytest.param(12, 3, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_what_is_sent_is_a_reduction_of_as_many_gradients_as_it_says(
     shards: int, blocks: int
 ) -> None:
@@ -241,7 +245,7 @@ def test_what_is_sent_is_a_reduction_of_as_many_gradients_as_it_says(
     assert bool(shown) == (blocks > 1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_products_are_counted_though_the_compiler_does_not_see_how_often() -> None:
     alone, four = (ledger(compiled(8, 0, n)[1], compiled(8, 0, n)[0].layout.mesh) for n in (1, 4))
     assert alone.flops_low == alone.flops_high == pytest.approx(4 * four.flops_low)

@@ -79,6 +79,7 @@ CELLS = (
 
 
 @pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.every(2)
 def test_neither_logits_nor_the_table_are_gathered(cell, devices):
     found, ideal_flops = compiled(cell)
     collectives = on_tensor_axis(found)
@@ -164,6 +165,7 @@ def alone():
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_a_split_sequence_equals_one_device(mesh, settings, alone):
     losses, params = losses_and_params(mesh, **settings)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-6)

@@ -84,6 +84,7 @@ def gathered_and_copied(topology, embed, mlp, up_dim, down_dim):
         pytest.param("v5p:16x16x16", 32768, 114688, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_gathered_weights_are_not_copied_into_another_layout(topology, embed, mlp):
     """Each chip has 8 of the embedding's features and 28 of the MLP's, as 70B on 1,024 chips."""
     parts = math.prod(parse_topology(topology).shape)

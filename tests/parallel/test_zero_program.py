@@ -70,6 +70,7 @@ LAYERS = {"type": "xla", "bucket_bytes": 2**18}
 
 
 @pytest.mark.parametrize("stage", [slow(1), full(2), 3])
+@pytest.mark.full
 def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     """Two passes over the parameters, three in stage 3 (arXiv 1910.02054, section 7)."""
     found, model_bytes = compiled(stage, {"type": "xla"})
@@ -79,7 +80,7 @@ def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [slow(None), {"type": "xla"}], ids=["auto", "manual"])
 def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
     whole, some = (compiled(3, reduce, remat=remat)[0] for remat in ("none", "elementwise"))
@@ -89,12 +90,14 @@ def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
 
 @pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
+@pytest.mark.every(2)
 def test_the_state_is_split(stage, reduce, devices):
     found, model_bytes = compiled(stage, reduce)
     per_parameter = found.memory.argument_bytes / (model_bytes / 4)
     assert per_parameter == pytest.approx(STATE_BYTES[stage], rel=0.01)
 
 
+@pytest.mark.full
 def test_a_whole_gradient_exists_in_stage_1_only(devices):
     """Temporaries shrink by most of a gradient, 4 bytes a parameter."""
     (first, model_bytes), (second, _) = (compiled(stage, LAYERS) for stage in (1, 2))
@@ -103,13 +106,14 @@ def test_a_whole_gradient_exists_in_stage_1_only(devices):
 
 
 @pytest.mark.parametrize("stage", [full(0), 1])
+@pytest.mark.every(2)
 def test_a_gradient_is_reduced_in_place(stage, devices):
     """Beside it there are a layer (a fourth of this model) twice, and tensors that are no stack."""
     found, model_bytes = compiled(stage, LAYERS)
     assert found.memory.temp_bytes < 1.6 * model_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_microbatches_wait_for_the_last_one_to_be_reduced_in_stage_1_alone(devices):
     once, _ = compiled(1, {"type": "xla"}, microbatches=3)
     each, _ = compiled(2, {"type": "xla"}, microbatches=3)
@@ -124,6 +128,7 @@ def test_layers_are_gathered_one_at_a_time(devices):
 
 
 @pytest.mark.parametrize("stage", [full(2), 3])
+@pytest.mark.full
 def test_what_a_layer_sends_is_one_message_a_step_of_the_ring(stage, devices):
     """Not one for each of its seven kernels; twice the embedding, and the norms' all-reduce."""
     found, _ = compiled(stage, {"type": "ring"})
@@ -137,7 +142,7 @@ def numbers_of(found):
     return sum(c.times_high * len(c.dtypes) for c in found.collectives if c.kind == "all-reduce")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_between_processes_of_cpus_few_messages_are_sent(monkeypatch, devices):
     """Gloo sends each tensor of a collective by itself: gradients are one; sums are permuted."""
     several, _ = compiled(0, {"type": "xla"})
@@ -155,12 +160,14 @@ def dtypes(found, *kinds):
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), full(2), slow(3)])
+@pytest.mark.slow
 def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
     """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
     found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
     assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
 
 
+@pytest.mark.full
 def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     found, _ = compiled(3, {"type": "xla"}, zero={"gather_dtype": "bfloat16"}, devices=tpu_devices)
     assert dtypes(found, "all-gather") == {"bf16"}
@@ -178,6 +185,7 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
         slow(3, "ring"),
     ],
 )
+@pytest.mark.slow
 def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices):
     """Each device sends its own half of the model, and nothing of it over the tensor axis."""
     found, model_bytes = compiled(stage, {"type": algorithm}, mesh={"data": 4, "tensor": 2})
@@ -188,13 +196,14 @@ def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices)
 
 
 @pytest.mark.parametrize("stage", [slow(2), 3])
+@pytest.mark.full
 def test_a_named_axis_of_size_1_splits_nothing_of_what_travels(stage, devices):
     program = program_of(stage, {"type": "ring"}, mesh={"data": 4, "stage": 1, "tensor": 2})
     state, _ = jax.eval_shape(program.train, program.state_shapes, program.batch)
     assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
     (found, model_bytes), (plain, _) = (
         compiled(3, {"type": "xla"}, remat="full", zero={"prefetch": ahead})
@@ -208,6 +217,7 @@ def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
 
 
 @pytest.mark.parametrize(("remat", "said"), [("dots", "dots"), (["full", "none"], "full, none")])
+@pytest.mark.every(2)
 def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
     with pytest.raises(ConfigError, match=rf"remat is {said}: set model\.remat: full, or para"):
         compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})

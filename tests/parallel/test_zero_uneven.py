@@ -191,6 +191,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         (NETWORKS, 3, XLA, {}),
     ],
 )
+@pytest.mark.every(2)
 def test_the_numbers_are_those_of_one_device(mesh, stage, reduce, zero, devices):
     """Global norm, norms of layers, decay and moments of LAMB, over three steps of microbatches."""
     program = program_of(mesh, stage, reduce, **zero)
@@ -223,6 +224,7 @@ def pushing():
 
 
 @pytest.mark.parametrize(("stage", "reduce"), [(1, XLA), full(3, None)])
+@pytest.mark.full
 def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     program = program_of(FIVE, stage, reduce, optim=pushing(), microbatches=1)
     state, _ = trained(program)
@@ -230,7 +232,7 @@ def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     np.testing.assert_array_equal(program.home.used(state).opt_state.inner["seen"]["first"], 4.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_noise_and_rounding_are_those_of_one_device(devices):
     """Moments are rounded at random: other noise would change about half of them."""
     optim = AdamWConfig(
@@ -255,6 +257,7 @@ def test_noise_and_rounding_are_those_of_one_device(devices):
 
 
 @pytest.mark.parametrize("reduce", [full(None), XLA], ids=["auto", "manual"])
+@pytest.mark.full
 def test_an_evaluation_is_that_of_one_device(reduce, devices):
     program = program_of(FIVE, 3, reduce)
     found, expected = (
@@ -272,6 +275,7 @@ class Bigrams(nnx.Module):
         return jax.nn.one_hot(tokens, EMBED) @ self.table
 
 
+@pytest.mark.full
 def test_what_is_generated_is_that_of_one_device(monkeypatch, devices):
     monkeypatch.setattr(f"{__name__}.Model", Bigrams)
     sampling = Sampling(temperature=1.0)
@@ -289,6 +293,7 @@ STATE_BYTES = {1: 4 + 8 / 5, 2: 4 + 8 / 5, 3: 12 / 5}
 
 @pytest.mark.parametrize("stage", [full(1), full(2), 3])
 @pytest.mark.parametrize("reduce", [None, XLA], ids=["auto", "manual"])
+@pytest.mark.every(2)
 def test_the_state_is_split(stage, reduce, devices):
     """13 to 15 elements, 22 to 25: a device holds that much more, and of nothing all."""
     optim = AdamWConfig(type="adamw", learning_rate=1e-2)
@@ -311,6 +316,7 @@ def test_the_state_is_split(stage, reduce, devices):
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_tpu_program_has_shards_and_sends_little_more_than_that_of_cpu(stage, reduce):
     """XLA:TPU makes reduce-scatters as small as these all-reduces, which send twice as much."""
     sent = {}
@@ -366,6 +372,7 @@ def pair(writer, reader):
 @pytest.mark.parametrize(
     ("writer", "reader"), [pair(*both) for both in itertools.product(PLANS, PLANS)]
 )
+@pytest.mark.every(3)
 def test_what_one_plan_saved_another_loads(writer, reader, saved):
     program = program_of(*PLANS[reader])
     with store(saved[writer]) as checkpoints:

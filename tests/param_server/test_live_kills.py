@@ -25,7 +25,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_workers_are_killed_under_load(kills: int):
     rng, applied, acknowledged = random.Random(kills), Counter[tuple[int, int]](), {}

@@ -52,6 +52,7 @@ def params(servers):
 
 
 @pytest.mark.parametrize(("workers", "size"), [(4, 2), (8, 4)])
+@pytest.mark.every(2)
 def test_the_servers_receive_less_by_the_size_of_a_rack(workers, size):
     """And the parameters are those of a run without racks, to the bit: sums are of whole numbers,
     and means of a power of two.
@@ -74,6 +75,7 @@ def test_the_servers_receive_less_by_the_size_of_a_rack(workers, size):
 
 
 @pytest.mark.parametrize("rpc", [False, True], ids=["local", "rpc"])
+@pytest.mark.every(2)
 def test_exactly_once_through_a_network_that_loses_doubles_and_reorders(rpc):
     """On both sides of the aggregators, until each edge has seen many messages."""
     faults = Faults(seed=7)
@@ -239,6 +241,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.full
 def test_every_model_that_goes_with_racks_lowers_the_loss(model):
     sections = {
         "optim": {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0},
@@ -256,7 +259,7 @@ def test_every_model_that_goes_with_racks_lowers_the_loss(model):
         assert not server.counters.refused
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", [None, pytest.param({"type": "sign"}, marks=FULL)], ids=["whole", "sign"]
 )

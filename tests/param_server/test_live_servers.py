@@ -58,6 +58,7 @@ def train(servers: Servers, client: Client, clocks: int) -> None:
 
 @pytest.mark.parametrize("rpc", [False, True], ids=["local", "rpc"])
 @pytest.mark.parametrize("model", MODELS, ids=["bsp", "ssp", "essp", "async", "async, ahead"])
+@pytest.mark.every(3)
 def test_every_push_counts_once(model, rpc):
     with Servers(model, 3, rpc=rpc) as servers:
 
@@ -75,6 +76,7 @@ def test_every_push_counts_once(model, rpc):
 
 @pytest.mark.parametrize("messages", [1_500, pytest.param(6_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("rpc", [False, True], ids=["local", "rpc"])
+@pytest.mark.every(2)
 def test_exactly_once_through_a_network_that_loses_doubles_and_reorders(messages, rpc):
     workers = 4
     with Servers(WHOLE, workers, rpc=rpc, count=1) as servers:
@@ -211,6 +213,7 @@ def test_another_epoch_is_refused():
 
 
 @pytest.mark.parametrize("model", [*MODELS, Decoupled(local_steps=1, grace_seconds=0.01)])
+@pytest.mark.every(3)
 def test_a_log_replays_to_the_same_bits(model, tmp_path):
     """Live, nobody knows in which order pushes meet; the log does."""
     noise = np.random.default_rng(5)

@@ -52,6 +52,7 @@ def ordered_sums(run: Training) -> TrainState:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.every(2)
 def test_rounds_have_the_bits_of_ordered_sums_on_one_mesh(servers):
     placement = {"type": "balanced", "range_bytes": 1024}
     given = {"servers": servers, "placement": placement, "workers": 4}
@@ -87,6 +88,7 @@ def each(quick, slow=()):
 
 
 @pytest.mark.parametrize("model", each({2, 5}))
+@pytest.mark.every(2)
 def test_every_model_lowers_the_loss_and_loses_nothing(model):
     sections = {
         "optim": {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0},
@@ -116,6 +118,7 @@ def replays():
 
 
 @pytest.mark.parametrize(("model", "codec"), replays())
+@pytest.mark.every(2)
 def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, codec, tmp_path):
     """Gradients are computed again: the log holds who came when, and nothing of what they sent."""
     sections = {"train": {"steps": 9, "batch_size": 32}}
@@ -141,6 +144,7 @@ CODECS = [
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
+@pytest.mark.every(2)
 def test_pushes_in_few_bytes(codec):
     """What servers apply is what the workers' codecs decode to; vectors go as they are."""
     constant = {"schedule": {"type": "constant"}, "learning_rate": 1.0}
@@ -184,6 +188,7 @@ def test_any_bytes_are_decoded():
         server.close()
 
 
+@pytest.mark.full
 def test_a_mean_of_one_exchange_of_local_updates():
     """One clock of decoupled local steps, outer rate 1: the mean of what both trained."""
     model = {"type": "decoupled", "local_steps": 3, "learning_rate": 1.0, "momentum": 0.0}
@@ -245,6 +250,7 @@ def by_name(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.multi_transform({"slow": slow, "fast": optax.sgd(rate, momentum=0.9)}, labels)
 
 
+@pytest.mark.full
 def test_an_optimizer_of_one_s_own_sees_the_model_s_names():
     optim = {"type": "import", "path": f"{__name__}:by_name", "learning_rate": 0.1}
     run = Training(consistency={"type": "bsp"}, servers=2, sections={"optim": optim})
@@ -265,6 +271,7 @@ def test_learning_rates_are_of_steps_however_many_updates_they_take():
 
 
 @pytest.mark.parametrize("codec", [None, {"type": "sign"}], ids=["plain", "sign"])
+@pytest.mark.every(2)
 def test_what_a_value_bound_looks_at_are_changes_and_not_their_bytes(codec):
     """Encoded bytes are up to 255, whatever they stand for."""
     model = {"type": "async", "reads": "ahead", "value_bound": 1.0}

@@ -166,6 +166,7 @@ def masked_slot(monkeypatch):
     ],
     ids=["bsp-sign", "ssp", "decoupled"],
 )
+@pytest.mark.full
 def test_a_run_with_masked_batches_trains_and_is_replayed(model, codec, tmp_path, masked_slot):
     """With a codec, what it left out before is neither sent nor lost with a push of no tokens."""
     run = Training(consistency=model, codec=codec, servers=2, log=tmp_path)

@@ -66,6 +66,7 @@ def simulated(model, *, racks=0, codec=None, **script):
 @pytest.mark.parametrize("codec", [None, Cast()], ids=["plain", "coded"])
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.every(3)
 def test_a_simulated_worker_reads_each_of_its_changes_once(reads, codec, racks, seed):
     rng = random.Random(seed)
     seen = simulated(
@@ -146,6 +147,7 @@ def count(clients, servers, number, clocks):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("reads", READS)
+@pytest.mark.every(3)
 def test_a_worker_reads_each_of_its_changes_once(reads, seed):
     """Through a network that loses, doubles and reorders, with sessions that break."""
     model = SSP(bound=2, reads=reads, gradient_weight="whole")
@@ -175,6 +177,7 @@ def test_a_worker_reads_each_of_its_changes_once(reads, seed):
 
 
 @pytest.mark.parametrize("reads", READS)
+@pytest.mark.every(3)
 def test_a_worker_of_a_rack_reads_each_of_its_changes_once(reads):
     """A rack pushes the mean of two workers, of which each has a column."""
     model = SSP(bound=2, reads=reads, gradient_weight="whole")

@@ -190,6 +190,7 @@ def test_all_that_is_refused_is_told_at_once():
         assert f"\n  {setting} = " in text
 
 
+@pytest.mark.full
 def test_what_is_allowed():
     lamb = optim(type="lamb", variant="apex", max_grad_norm="off")
     for sections in (lamb, optim(type="lars"), optim(type="import", path="optax:adafactor")):
@@ -297,6 +298,7 @@ OPTIMIZERS = {
 
 # A rule that looks at a whole layer.
 @pytest.mark.parametrize("name", quick("lamb", of=OPTIMIZERS))
+@pytest.mark.full
 def test_a_server_updates_ranges_as_the_optimizer_updates_the_whole(name):
     """Rows apart where it may, three steps, the learning rate by the step of all workers."""
     experiment = built(optim={"learning_rate": 0.1, **OPTIMIZERS[name]})

@@ -141,6 +141,7 @@ def test_updates_on_arrival_are_applied_one_by_one(seed, speeds):
 )
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, speeds=SPEEDS)
+@pytest.mark.every(3)
 def test_no_read_is_staler_than_the_bound(name, bound, seed, speeds):
     """A copy holds all changes of clocks before clock - bound, of all workers."""
     found = team(MODELS[name], seed, speeds=speeds).run()
@@ -212,6 +213,7 @@ def masked(client, clock):
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=5, deadline=None)
 @given(seed=SEEDS, speeds=SPEEDS)
+@pytest.mark.every(3)
 def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, speeds):
     """Their payloads hold NaN: what they say of the parameters is never used."""
     found = team(MODELS[name], seed, speeds=speeds, tokens=masked).run()

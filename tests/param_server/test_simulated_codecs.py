@@ -82,6 +82,7 @@ class Recorded(Narrow):
 
 @pytest.mark.parametrize("model", [BSP(), SSP(bound=1)])
 @pytest.mark.parametrize("codec", [Sign(), TopK(fraction=0.1)])
+@pytest.mark.every(3)
 def test_parameters_move_by_all_that_is_not_kept(model, codec):
     problem = Recorded()
     cluster = cluster_of(codec, model, link=BAD)
@@ -131,6 +132,7 @@ def test_a_nan_at_one_server_loses_nothing_at_the_other_server():
     assert seen
 
 
+@pytest.mark.full
 def test_a_bad_network_changes_no_bit_of_a_round():
     """A message that is sent again is the same message."""
     for codec in (Sign(), Quantize(bits=4, rounding="stochastic", block=64)):

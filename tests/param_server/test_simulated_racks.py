@@ -113,6 +113,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.every(3)
 def test_one_seed_gives_one_run(name, pooled):
     """With stragglers, a bad network, and a rack of whom all workers die and come back."""
 

@@ -54,6 +54,7 @@ def assert_close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.full
 def test_servers_average_statistics_by_examples() -> None:
     """A worker that is three times as slow has 8 of 32 examples."""
     speeds = {"batch_shares": "by_speed", "simulation": {"step_seconds": [0.3, 0.1]}}
@@ -79,6 +80,7 @@ def test_servers_average_statistics_by_examples() -> None:
     ],
     ids=lambda model: model["type"],
 )
+@pytest.mark.full
 def test_variances_stay_positive(model: dict[str, Any]) -> None:
     """An outer momentum, or a learning rate, would carry them beyond what workers measured."""
     sections = {**RESNET, "optim": {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0}}

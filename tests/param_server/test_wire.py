@@ -204,6 +204,7 @@ def memory_kib() -> int:
 
 
 @pytest.mark.parametrize("count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_a_server_lives_through_any_frames_and_serves_the_next_call(count):
     rng = random.Random(count)
     with Servers(WHOLE, 1, count=1, rpc=True) as servers:

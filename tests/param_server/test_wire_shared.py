@@ -130,6 +130,7 @@ def test_where_there_is_none_to_be_had(monkeypatch):
 
 
 @pytest.mark.parametrize("found", [True, False])
+@pytest.mark.every(2)
 def test_workers_push_and_pull_through_it_and_without_it_where_the_server_finds_none(
     monkeypatch, found
 ):

@@ -40,6 +40,7 @@ def test_a_push_with_certificates(ours):
         pytest.param("without one of its own", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.every(2)
 def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
     other = read_tls(certified(tmp_path / "other")) if "another" in how else ours
     message = "server 0 cannot be reached"

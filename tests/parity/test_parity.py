@@ -141,12 +141,13 @@ def subject(devices):
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_a_combination_equals_one_device(cell, subject):
     result = compare_combination(subject, cell)
     assert result.verdict == "equal", combination_line(result)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_runs_beside_a_loop_does_not_meet_its_collectives(subject):
     """With one channel for all, the process nearly always ended here."""
     cell = Combination("data 8", 3, "all", "double_tree", 1, "elementwise")
@@ -159,6 +160,7 @@ def test_every_other_combination_equals_one_device(cell, subject):
     test_a_combination_equals_one_device(cell, subject)
 
 
+@pytest.mark.full
 def test_every_two_settings_meet_in_few_combinations():
     wanted = set().union(*map(pairs, POSSIBLE))
     chosen = cover(POSSIBLE)
@@ -246,6 +248,7 @@ def test_layers_fill_the_chunks_of_every_schedule_with_its_microbatches():
     ],
     ids=str,
 )
+@pytest.mark.every(2)
 def test_a_combination_is_what_is_built(cell, devices):
     section = {"sharding": {"rules": {"mlp": None}}}
     built = parity_run.experiment_of({**BUILT_IN, **section}, cell).config
@@ -277,7 +280,7 @@ def test_options_that_this_xla_has_not_are_left_out(monkeypatch, devices):
     assert parity_trace.compile_options.__wrapped__() == options
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_computation_is_not_taken_for_the_same(subject, monkeypatch):
     """Narrow sums show in the gradient; what only the optimizer does, in the update alone."""
     cell = Combination("data 8", 1, "all", "ring", 1, "none")
@@ -347,6 +350,7 @@ def two_cells(monkeypatch):
                   marks=pytest.mark.full),
      ("norm", "batch statistics are those of a microbatch")],
 )  # fmt: skip
+@pytest.mark.full
 def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     layer, reason, two_cells, tmp_path, monkeypatch, devices
 ):
@@ -377,6 +381,7 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     assert {"schema": 1, **expected} == report
 
 
+@pytest.mark.full
 def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
     tmp_path, monkeypatch, devices
 ):
@@ -421,7 +426,7 @@ def report_of(subject, results, **changes):
     return results_to_json(command.BUILT_IN_NAME, results, **settings)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     two_cells, tmp_path, monkeypatch, subject
 ):
@@ -505,6 +510,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):
     assert f"cannot write the comparison to {tmp_path}/none/c.json" in str(refused.exception)
 
 
+@pytest.mark.full
 def test_the_published_page_is_that_of_its_figures():
     report = json.loads((DOCS / "parity.json").read_text())
     assert (DOCS / "parity.md").read_text() == parity_page(report), "run the command in its header"

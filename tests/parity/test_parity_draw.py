@@ -52,6 +52,7 @@ def configs():
     return [config for drawn in all_drawn() for config in (drawn.sections, drawn.reader)]
 
 
+@pytest.mark.full
 def test_a_draw_is_a_function_of_its_seed_among_however_many():
     assert [draw(seed) for seed in SEEDS[:20]] == all_drawn()[:20]
     assert [*seeds_of(3, 7)] == [7, 8, 9]
@@ -233,7 +234,7 @@ def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
     assert wrong.differences.gradient > 100 * wrong.limit.gradient
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, devices):
     seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
     right = judge_draw(seed)
@@ -295,7 +296,7 @@ def test_replicas_that_are_apart_are_found(devices):
     assert parity_draw_run.replicas_apart({"a": apart, "b": both}) == (0.25, "a")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
     def broken(sections):
         if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:

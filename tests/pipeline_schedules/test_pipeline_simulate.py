@@ -69,6 +69,7 @@ def check_v_formulas(p, m):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@pytest.mark.every(3)
 def test_formulas(p):
     for m in sorted({1, p, 2 * p - 1, 2 * p, 3 * p + 1, 4 * p}):
         for times in TIMES:
@@ -77,6 +78,7 @@ def test_formulas(p):
 
 
 @pytest.mark.parametrize(("p", "m"), [(16, 48), (32, 64)])
+@pytest.mark.every(2)
 def test_formulas_of_large_pipelines(p, m):
     check_formulas(p, m, v=2, times=TIMES[0])
 

@@ -32,6 +32,7 @@ MODELS = {
         ("28.3B", 0.1421, 0.0038),
     ],
 )
+@pytest.mark.every(3)
 def test_bubbles_of_the_paper(model, once, twice):
     """In the memory of 1F1B, and in twice that; at most the paper's figures (table 4)."""
     stages, microbatches, costs = MODELS[model]
@@ -43,6 +44,7 @@ def test_bubbles_of_the_paper(model, once, twice):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 16])
+@pytest.mark.every(3)
 def test_no_bubble_in_twice_the_memory(stages):
     """Equal times: none at all from 2 p - 1 microbatches on."""
     for microbatches in (2 * stages - 1, 2 * stages, 4 * stages):

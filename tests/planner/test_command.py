@@ -139,6 +139,7 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_bad_input_is_one_message(jaxdist: Jaxdist, arguments: list[str], part: str) -> None:
     jaxdist.config(CONFIG)
     refused = jaxdist.here("plan", "config.yaml", *arguments)
@@ -155,7 +156,7 @@ def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
     assert "--memory: h100:2x8: The ranking uses only formulas" in refused.message
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_the_best_plans_compiled_for_a_tpu(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)

@@ -46,7 +46,7 @@ def test_it_is_that_of_the_compiled_program() -> None:
     assert early == pytest.approx(whole, rel=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_goes_wrong_is_told_in_its_words_and_is_no_refusal(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     with pytest.raises(JaxdistError, match=r"none\.yaml") as raised:

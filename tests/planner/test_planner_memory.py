@@ -55,6 +55,7 @@ MUON = {**CONFIG, "optim": {"type": "muon", "learning_rate": 1e-3}}
 @pytest.mark.parametrize(
     "plan", [Plan(data=8, zero=3), Plan(data=4, tensor=2, zero=1)], ids=Plan.words
 )
+@pytest.mark.every(2)
 def test_matrices_that_muon_updates_have_a_momentum_alone(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(planned(MUON, plan)))
@@ -83,6 +84,7 @@ def test_matrices_that_muon_updates_have_a_momentum_alone(plan: Plan, tmp_path: 
     ],
     ids=Plan.words,
 )
+@pytest.mark.every(3)
 def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(planned(CONFIG, plan)))
@@ -107,6 +109,7 @@ def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path)
 @pytest.mark.parametrize(
     "plan", [Plan(data=4, tensor=2, zero=1), Plan(data=8, zero=3)], ids=Plan.words
 )
+@pytest.mark.every(3)
 def test_frozen_parameters_have_no_state(plan: Plan, part: Any, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(planned({**CONFIG, "model": {**CONFIG["model"], **part}}, plan)))

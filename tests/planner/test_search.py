@@ -208,6 +208,7 @@ def test_what_is_no_plan_says_why(plan: Plan, why: str) -> None:
     assert why in str(plan_refusal(SMALL, plan))
 
 
+@pytest.mark.full
 def test_where_nothing_fits_the_least_chips_are_told() -> None:
     target = parse_target("v5e:2x2")
     nothing = search(LARGE, target)
@@ -230,6 +231,7 @@ def test_where_no_plan_is_valid_reasons_are_counted() -> None:
     assert "batch does not divide" in str(error)
 
 
+@pytest.mark.full
 def test_a_plan_too_large_says_what_would_have_to_change() -> None:
     found = search(LARGE, parse_target("v5p:4x4x4"))
     number = len(found.valid) + 1
@@ -254,6 +256,7 @@ def test_kendall_tau_of_orders() -> None:
 
 @pytest.mark.parametrize("window", [3, 100, 129])
 @pytest.mark.parametrize("topology", ["v5e:2x4", "h100:1x8"])
+@pytest.mark.every(3)
 def test_a_window_that_splash_attention_refuses_has_a_plan(topology: str, window: int) -> None:
     found = search(dataclasses.replace(SMALL, window=window), parse_target(topology))
     assert found.valid

@@ -60,6 +60,7 @@ def test_targets_stand_side_by_side_the_fastest_first(jaxdist: Jaxdist) -> None:
     assert config.train.microbatches == first["plans"][0]["settings"]["train.microbatches"]
 
 
+@pytest.mark.full
 def test_numbers_go_on_from_target_to_target(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)
     done = jaxdist.here("plan", "config.yaml", *BOTH, "--json", "p", "--explain", 3)
@@ -75,6 +76,7 @@ def test_numbers_go_on_from_target_to_target(jaxdist: Jaxdist) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)
     done = jaxdist.here(
@@ -92,6 +94,7 @@ def test_a_target_on_which_nothing_fits_does_not_hide_the_others(jaxdist: Jaxdis
     assert refused.message.count("fits: ") == 2
 
 
+@pytest.mark.full
 def test_watts_of_the_config_are_of_one_kind_of_chip(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG, energy={"watts": 200.0})
     two = jaxdist.here("plan", "config.yaml", *BOTH)
@@ -112,6 +115,7 @@ def test_watts_of_the_config_are_of_one_kind_of_chip(jaxdist: Jaxdist) -> None:
         (lambda plan, target: Confirmed(refusal="too large"), "refuses all 4 printed plans"),
     ],
 )
+@pytest.mark.every(2)
 def test_the_plan_written_is_one_that_the_compiler_takes(
     jaxdist: Jaxdist,
     monkeypatch: pytest.MonkeyPatch,

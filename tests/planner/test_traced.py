@@ -99,6 +99,7 @@ def traced(values: dict[str, Any], tmp_path: Path) -> Traced:
     ],
     ids=Plan.words,
 )
+@pytest.mark.every(3)
 def test_state_is_the_experiments(values: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
     check_state(values, plan, tmp_path)
 
@@ -112,6 +113,7 @@ def test_state_is_the_experiments(values: dict[str, Any], plan: Plan, tmp_path: 
     ],
     ids=Plan.words,
 )
+@pytest.mark.full
 def test_state_of_experts_is_the_experiments(plan: Plan, tmp_path: Path) -> None:
     check_state(EXPERTS, plan, tmp_path)
 
@@ -151,6 +153,7 @@ def test_bytes_of_products_count_each_array_once() -> None:
     assert product_bytes(jax.make_jaxpr(layers)(*shapes)) == scanned + 4 * (3 * 4 * 8 + 2 * 4 * 4)
 
 
+@pytest.mark.full
 def test_on_one_node_experts_stay_with_the_data(tmp_path: Path) -> None:
     """Measured: 64 experts on 8 H100 take 28% of the peak with FSDP, 16% on an axis of experts."""
     model = {
@@ -170,6 +173,7 @@ def test_on_one_node_experts_stay_with_the_data(tmp_path: Path) -> None:
     assert "experts do not divide over axis expert" not in found.refused
 
 
+@pytest.mark.full
 def test_experts_divide_over_their_axis(tmp_path: Path) -> None:
     found = search(traced(EXPERTS, tmp_path), parse_target("v5e:4x4"))
     assert found.refused["experts do not divide over axis expert"] > 0

@@ -21,6 +21,7 @@ MESH = ROWS
 
 
 @pytest.mark.parametrize("trainer", FAULTS)
+@pytest.mark.every(2)
 def test_a_right_trainer_is_proved(trainer):
     proof = proof_of_trainer(trainer)
     assert proof.verdict == "proved", str(proof)
@@ -38,6 +39,7 @@ QUICK = (FSDP_FAULTS[0], FSDP_FAULTS[3])
         for one in PLANTED
     ],
 )
+@pytest.mark.every(2)
 def test_planted_faults_are_found(trainer, fault):
     proof = proof_of_trainer(trainer, fault)
     assert proof.verdict == "wrong", str(proof)

@@ -281,6 +281,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     "name",
     [pytest.param(n, marks=[pytest.mark.full] * (n == "interleaved stages")) for n in PLANNED],
 )
+@pytest.mark.every(3)
 def test_every_value_of_a_plan_is_proved(name):
     found = types_of(build(_config(PLANNED[name]), devices=jax.devices()[:4]).program)
     assert (found.findings, dict(found.undecided)) == ((), {})

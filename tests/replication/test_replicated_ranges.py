@@ -27,6 +27,7 @@ MODELS = {
 
 @pytest.mark.parametrize("seeds", [40, pytest.param(1700, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(3)
 def test_nothing_acknowledged_is_lost_or_doubled_and_no_version_goes_back(name, seeds):
     takeovers = lost = 0
     for seed in range(seeds):

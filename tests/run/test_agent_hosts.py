@@ -148,7 +148,7 @@ def test_the_same_with_redis(jaxdist: Jaxdist, tmp_path: Path):
         assert_each_once_an_epoch(run)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_host_that_was_frozen_and_deposed_writes_nothing_more(jaxdist: Jaxdist):
     """Alone at work it is frozen with its processes; another goes on. Then a process of it wakes
     before its agent, and would train on."""

@@ -8,7 +8,7 @@ from runs import Jaxdist, checkpoint, metrics, steps
 TRAIN = {"steps": 60, "batch_size": 64, "log_every": 1}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_only_when_it_saves_depends_on_it(jaxdist: Jaxdist):
     jaxdist.config(train=TRAIN, eval={"every": None}, checkpoint={"every": 60})
     assert jaxdist.here("train", "config.yaml", "run.directory=fixed").code == 0
@@ -33,7 +33,7 @@ def test_only_when_it_saves_depends_on_it(jaxdist: Jaxdist):
         assert "of the time after the first start; the prediction was 9" in line
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_fails_often_saves_often(jaxdist: Jaxdist):
     jaxdist.config(train=TRAIN, eval={"every": None})
     auto = ("checkpoint.every=auto", "checkpoint.mttf_hours=1.0e-9", "checkpoint.keep=100")

@@ -57,6 +57,7 @@ def assert_refused(refused: Finished, code: int, parts: list[str]) -> None:
          ["run directory /proc/run cannot be written", "choose another"]),
     ],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_a_refusal_ends_the_process_with_its_code(
     jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[str]
 ) -> None:

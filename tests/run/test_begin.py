@@ -77,6 +77,7 @@ def saved(path: Path, parts=None) -> Path:
 
 
 @pytest.mark.parametrize("plan", [{}, {"devices": 2, "zero": 1}, {"devices": 8, "zero": 3}])
+@pytest.mark.every(3)
 def test_a_run_begins_with_parameters_alone_on_any_plan(tmp_path, plan):
     begin = BeginWith(run=str(saved(tmp_path)))
     found = program(**plan)
@@ -92,6 +93,7 @@ def test_a_run_begins_with_parameters_alone_on_any_plan(tmp_path, plan):
     found.train(state, place(found, rows()))  # its memory is its own
 
 
+@pytest.mark.full
 def test_an_encoder_under_another_head(tmp_path):
     saved(tmp_path)
     found = program(classes=7)

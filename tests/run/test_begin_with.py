@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from runs import Jaxdist, checkpoint
 
 PARAMS = '{"run": "runs/config", "parts": ["params"]}'
 SHORT = ("train.steps=1", "eval.every=null", "checkpoint.every=1", "--devices", 8)
 
 
+@pytest.mark.full
 def test_a_run_begins_with_the_parameters_of_another(trained: Jaxdist) -> None:
     given = (f"checkpoint.begin_with={PARAMS}", "optim.learning_rate=1e-30", "run.directory=runs/b")
     done = trained.here("train", "config.yaml", *given, *SHORT)
@@ -22,6 +24,7 @@ def test_a_run_begins_with_the_parameters_of_another(trained: Jaxdist) -> None:
     assert new["step"] == 1
 
 
+@pytest.mark.full
 def test_a_run_that_saves_parameters_is_evaluated_and_not_resumed(trained: Jaxdist) -> None:
     given = ('checkpoint.parts=["params"]', "run.directory=runs/p")
     done = trained.here("train", "config.yaml", *given, *SHORT)
@@ -35,6 +38,7 @@ def test_a_run_that_saves_parameters_is_evaluated_and_not_resumed(trained: Jaxdi
     assert "contains only a part of the training state" in refused.message
 
 
+@pytest.mark.full
 def test_what_is_refused_before_anything_is_computed(trained: Jaxdist) -> None:
     begin = "checkpoint.begin_with="
     for given, code, complaint in [

@@ -36,6 +36,7 @@ def damaged(trained: Jaxdist, name: str) -> Path:
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "manifest"])
+@pytest.mark.every(3)
 def test_the_one_before_is_used_and_the_run_goes_on(
     trained: Jaxdist, finished: tuple[Path, str], how: str
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_run_whose_directory_is_deleted_says_so_once(jaxdist: Jaxdist) -> None
 
 
 @pytest.mark.parametrize("how", ["text", "pipe", "list", "nested"])
+@pytest.mark.every(3)
 def test_a_damaged_config_is_told_and_the_run_goes_on(trained: Jaxdist, how: str) -> None:
     config = trained.run / "config.yaml"
     config.unlink()

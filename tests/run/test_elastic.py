@@ -60,7 +60,7 @@ def test_lost_and_stopped_processes_change_no_bit(jaxdist: Jaxdist):
     assert [one["event"] for one in journal(parts)].count("begun") == 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_next_generation_goes_on_in_its_run_and_in_no_other(jaxdist: Jaxdist):
     """The first of two runs was deleted and begun again, and loses a process."""
     jaxdist.config(train=TRAIN, eval={"every": None}, checkpoint={"every": 200})
@@ -83,7 +83,7 @@ def test_the_next_generation_goes_on_in_its_run_and_in_no_other(jaxdist: Jaxdist
     assert [path.name for path in other.iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_signal_stops_all_and_the_run_goes_on_with_resume(jaxdist: Jaxdist):
     jaxdist.config(train={**TRAIN, "steps": 2000}, eval={"every": None})
     process = jaxdist.start("train", "config.yaml", *ELASTIC, "run.directory=run")

@@ -94,7 +94,7 @@ def test_show_says_how_derived_values_came_about(jaxdist: Jaxdist) -> None:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_all_that_counts_steps_goes_on_to_the_bit(jaxdist: Jaxdist) -> None:
     """Slow weights, spikes, the loss scale, a ramp and a warm-up, from amid each of them."""
     scale = {"type": "dynamic", "growth_steps": 10}

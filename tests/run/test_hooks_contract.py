@@ -89,6 +89,7 @@ def test_what_is_called_when():
     assert outcome.goodput["lives"][0]["last_step"] == 6
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_tells_from_where():
     jd.fit(SHORT, ["train.steps=4"], quiet=True)
     jd.fit(SHORT, hooks=[Seen()], resume=True, quiet=True)
@@ -107,6 +108,7 @@ class Early(jd.Hook):
             run.stop("far enough")
 
 
+@pytest.mark.full
 def test_a_hook_ends_the_run_with_a_checkpoint_and_exit_code_0(
     capsys: pytest.CaptureFixture[str],
 ):
@@ -150,6 +152,7 @@ class Broken(jd.Hook):
     "where",
     quick("step", "end", of=["start", "step", "evaluation", "save", "record", "end"], slow=True),
 )
+@pytest.mark.every(2)
 def test_a_hook_that_raises_is_named_and_all_hear_of_the_end(where: str):
     first, last = Seen(), Seen()
     with pytest.raises(RunError, match=rf"hook Broken raised in its {where}, at step") as raised:

@@ -100,6 +100,7 @@ def test_bytes_of_each_axis_and_memory_are_those_of_the_compiled_step(trained: J
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.full)])
+@pytest.mark.every(2)
 def test_a_million_steps_fit_a_page(tmp_path: Path, count: int) -> None:
     lines = [
         f'{{"step": {step}, "split": "train", "time": 1.0, "loss": {3 + 1 / step:.7f}, '
@@ -145,7 +146,7 @@ def test_loads_of_many_experts_fit_a_page(tmp_path: Path) -> None:
     assert run["loads"][0]["steps"][-1] == 19
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_many_runs_fit_a_page_or_are_refused(tmp_path: Path) -> None:
     names = [f"metric_{number}" for number in range(40)]
     lines = [line(step, **dict.fromkeys(names, step / 7)) for step in range(1, 400)]

@@ -80,7 +80,7 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     assert _records(run, "heldout")[-1]["loss"] == pytest.approx(heldout["loss"], rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_every_push_that_table_servers_acknowledge_counts_once(kills: int) -> None:
     """Also those of servers that leave on SIGTERM, as every second one does."""
@@ -90,7 +90,7 @@ def test_every_push_that_table_servers_acknowledge_counts_once(kills: int) -> No
     np.testing.assert_array_equal(*sums)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_server_without_followers_ends_the_run_with_its_name() -> None:
     with table_servers() as (team, (client,)):
         client.pull(np.arange(8, dtype=np.uint32))

@@ -190,6 +190,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
+@pytest.mark.every(3)
 def test_what_it_returns_is_checked(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError)) as caught:
         build_with(folder, changes)

@@ -42,7 +42,7 @@ def test_the_newest_tier_is_gone_on_from_to_the_bit(jaxdist: Jaxdist, crashed):
     assert own.name.startswith("config-2-")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_that_is_damaged_is_passed_over_loudly(jaxdist: Jaxdist, crashed):
     folder, whole = crashed
     path = folder / "step_00000020.0_of_1"

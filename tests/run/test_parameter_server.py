@@ -85,7 +85,7 @@ RACKS = strategy(workers=4, servers=1, consistency={"type": "bsp"},
                  aggregation={"type": "racks", "size": 2})  # fmt: skip
 
 
-@pytest.mark.full  # in one process: tests/param_server/test_live_racks.py
+@pytest.mark.slow  # in one process: tests/param_server/test_live_racks.py
 def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: Jaxdist):
     jaxdist.config(train={"steps": 600, "batch_size": 64, "log_every": 1},
                    eval={"every": None}, checkpoint={"every": 600}, strategy=RACKS)  # fmt: skip
@@ -153,7 +153,7 @@ def test_rounds_are_stopped_and_resumed_to_the_same_bits(jaxdist: Jaxdist, tmp_p
     assert {n: x.tobytes() for n, x in found.items()} == {n: x.tobytes() for n, x in wanted.items()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "role", "number"),
     [(BSP, "server", 0), pytest.param(RACKS, "aggregator", 1, marks=pytest.mark.slow)],
@@ -175,7 +175,7 @@ def test_who_cannot_be_lost_ends_the_run_which_then_resumes(
     assert steps(jaxdist.run)[-1] == newest + 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
     patient = {**BSP, "servers": 1, "processes": {"deadline_seconds": 30}}
     jaxdist.config(train={**LONG, "steps": 60}, eval={"every": None}, strategy=patient)

@@ -125,7 +125,7 @@ def test_a_signal_saves_and_exits_75(noisy: Jaxdist, whole: Path, number: signal
     resume_to_the_end(noisy, whole)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_terminal_that_closes_saves(noisy: Jaxdist) -> None:
     """By the hangup; what the run would say then goes nowhere."""
     screen, terminal = os.openpty()

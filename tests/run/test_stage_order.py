@@ -43,7 +43,7 @@ def losses(folder: Path, split: str) -> list[float]:
     return [record["loss"] for record in metrics(folder) if record["split"] == split]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -> None:
     whole = train(config, ["run.directory=whole"], console=QUIET).directory.path
     seen = losses(whole, "heldout")[-1]

@@ -100,6 +100,7 @@ def test_a_run_that_goes_on_is_the_same_tracked_run():
 
 
 @pytest.mark.parametrize("fails", ["start", "record", "end"])
+@pytest.mark.every(3)
 def test_a_tracker_that_fails_is_told_once_and_ends_nothing(
     fails: str, capsys: pytest.CaptureFixture[str]
 ):

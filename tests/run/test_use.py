@@ -84,7 +84,7 @@ def generated(jaxdist: Jaxdist, *options: object, devices: int = 8) -> str:
     return out.out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_generate(speaking: Jaxdist) -> None:
     text = generated(speaking, "--seed", 3, "--json", "a.json")
     found = json.loads((speaking.folder / "a.json").read_text())
@@ -118,6 +118,7 @@ def test_a_batch_of_prompts_and_a_stop(speaking: Jaxdist) -> None:
     assert "--stop 'the' is 3 tokens" in refused.message
 
 
+@pytest.mark.full
 def test_a_prompt_longer_than_the_window_and_an_empty_one(speaking: Jaxdist) -> None:
     long = "the number 1 is one of the numbers. " * 3
     out = speaking.here("generate", RUN, "--devices", 8, "--prompt", long, "--tokens", 5)

@@ -131,7 +131,7 @@ print(*(open(f"/proc/self/task/{name}/comm").read() for name in os.listdir("/pro
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no /proc: threads are not known")
 def test_what_is_imported_before_a_fork_starts_no_thread():
     """A fork has one thread: a lock that another held would stay held in it."""

@@ -117,6 +117,7 @@ def test_a_notice_stops_a_run_as_a_signal_does():
 
 
 @pytest.mark.parametrize("source", ["file", "gce"])
+@pytest.mark.every(2)
 def test_a_run_saves_stops_and_says_so_by_its_exit_code(
     jaxdist: Jaxdist, metadata: Metadata, source: str
 ):

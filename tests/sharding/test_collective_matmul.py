@@ -46,6 +46,7 @@ def mlp_in_one_piece(x, gate, up, down):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.every(3)
 def test_a_ring_equals_collectives_in_one_piece(count, devices):
     """Results and all gradients; drawn shapes, odd ones too."""
     draw = random.Random(count)
@@ -68,6 +69,7 @@ def test_a_ring_equals_collectives_in_one_piece(count, devices):
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
+@pytest.mark.every(3)
 def test_pieces_come_from_all_devices_by_the_shorter_way(count, devices):
     assert sorted(d % count for d in distances(count)) == [*range(count)]
     assert max(map(abs, distances(count))) <= count / 2
@@ -110,7 +112,7 @@ def on_tpu(ring):
     return ledger(compiled, found.layout.mesh, text), parse(text)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_the_collectives_of_an_mlp_run_beside_its_matmuls():
     """As many bytes, of which those of the MLPs are no longer waited for."""

@@ -64,6 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sizes", "exchange", "capacity"), CASES)
+@pytest.mark.every(3)
 def test_all_exchanges_give_the_numbers_of_one_device(sizes, exchange, capacity):
     right, _ = gradients(no_hint, capacity)
     ours, _ = gradients(layout_on(exchange, **sizes), capacity)
@@ -102,6 +103,7 @@ def test_ragged_sends_what_its_contract_says(monkeypatch):
         *(pytest.param(8, case, marks=pytest.mark.full) for case in experts.CASES),
     ],
 )
+@pytest.mark.every(3)
 def test_a_device_sends_the_bytes_of_the_formula(devices, case):
     """With the capacity factor, within 2%, from the compiled program of both passes."""
     exchange, factor = case

@@ -111,6 +111,7 @@ SLOW = ("lars", "decay")
     "name",
     [*quick(*QUICK, of=[n for n in OPTIMIZERS if n not in SLOW]), *quick(of=SLOW, slow=True)],
 )
+@pytest.mark.every(2)
 def test_rounds_are_the_run_on_one_mesh(name):
     """To the bit: sums over workers are those over devices. So is the update where XLA fuses it
     alike in a program of one parameter and in one of all, as with plain momentum; else its last bit
@@ -147,7 +148,7 @@ def problem(shares, **sections):
     return found, ModelProblem(found.program, found.loader, shares, pieces, found.heldout)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gradients_of_shares_add_up_to_that_of_the_batch():
     """Weighted by their rows; drawn at random."""
     rng = np.random.default_rng(11)

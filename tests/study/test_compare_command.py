@@ -121,6 +121,7 @@ def test_an_interrupted_study_goes_on(
         (["--variant", "x=optim.b1=0", "strategy={type: lookahead}"], "tiny.yaml: strategy.type"),
     ],
 )
+@pytest.mark.every(3)
 def test_mistakes_are_told_before_anything_runs(
     config: Path, trained: list[VariantTrial], args: list[str], message: str
 ) -> None:
@@ -154,6 +155,7 @@ def bytes_of(config: Path, setting: str) -> float:
     return sent_bytes(build(settings, document))
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_a_step_after_the_warm_up(config: Path) -> None:
     """By hand, on 8 devices: a ring's of all, and messages of signs and scales."""
     codec = "parallel.compression={type: sign, block: 64, warmup_steps: %d}"
@@ -169,7 +171,7 @@ def test_bytes_are_those_of_a_step_after_the_warm_up(config: Path) -> None:
     assert bytes_of(config, codec % 3) == sent
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_feedback_matters(config: Path) -> None:
     """Signs alone lose what is small; with feedback, a run comes near the uncompressed one."""
     codec = "parallel.compression={type: sign, block: 64%s}"

@@ -34,6 +34,7 @@ def found(path: str) -> dict[str, Any]:
     return json.loads(Path(path).read_text())
 
 
+@pytest.mark.full
 def test_one_run_twice_gives_the_same_file(config: Path) -> None:
     out = simulate(config, *PLAIN, "--json", "first.json", "--plot", "pictures")
     assert simulate(config, *PLAIN, "--json", "again.json") == out

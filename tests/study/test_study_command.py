@@ -42,7 +42,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return trials
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_small_study_end_to_end(config: Path) -> None:
     options = ["--no-tune", "--batches", "128,64", "--optimizers", "sgd", "--seeds", "2"]
     out = study(config, *options, "--json", "o/found.json", "--plot", "o", "seed=7")

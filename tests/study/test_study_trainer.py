@@ -41,6 +41,7 @@ def plainly(path: Path, trial: Trial) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", quick("sgd", "lamb", of=contenders(), slow=True))
+@pytest.mark.every(2)
 def test_a_trial_is_the_plain_run(config: Path, name: str) -> None:
     trial = Trial(name, 64, 5, RATES[name], 4)
     done = Trainer(config, [])(trial)

@@ -87,6 +87,7 @@ def left_to_xla(microbatches):
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_statistics_are_those_of_all_devices(mesh, options, devices):
     """With microbatches, those of the same rows as where XLA reduces."""
     expected_losses, expected = left_to_xla(options.get("microbatches", 1))

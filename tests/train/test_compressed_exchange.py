@@ -126,6 +126,7 @@ def total(tree):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=(FULL if i % 2 else ())) for i, n in enumerate(PLANS)]
 )
+@pytest.mark.every(3)
 def test_what_loses_nothing_is_the_plain_gradient(name):
     codec = {"type": "whole", "error_feedback": False}
     found = planned(name, codec, microbatches=2 if "zero" in name else 1)
@@ -170,6 +171,7 @@ def test_a_second_copy_of_the_shards_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PLUS_PLUS if "int" in name or "bf" in name])
+@pytest.mark.every(3)
 def test_messages_of_shards_are_near_what_they_stand_for(name):
     """As near as the codec is; and not the same, so that something was encoded."""
     found = plus_plus(name)
@@ -189,6 +191,7 @@ def each_plan_and_each_codec():
 
 
 @pytest.mark.parametrize(("name", "codec"), [*each_plan_and_each_codec()])
+@pytest.mark.every(3)
 def test_what_is_not_in_the_gradient_is_kept(name, codec):
     """Sent plus kept is the gradient: of all senders, and of those who encode their sum again."""
     found = planned(name, CODECS[codec], inputs=12)
@@ -286,6 +289,7 @@ def test_a_run_goes_on_to_the_bit(saved):
         ),
     ],
 )
+@pytest.mark.full
 def test_another_number_of_devices_keeps_the_sums(devices, feedback, tmp_path):
     codec = {**SIGN, "error_feedback": {"type": feedback}}
     old = trained(program({"data": 4}, {}, codec), 2)
@@ -315,6 +319,7 @@ def test_another_number_of_devices_keeps_the_sums(devices, feedback, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flat with tensor", "across", "two networks, flat"])
+@pytest.mark.every(3)
 def test_where_no_rule_is_sound_it_begins_anew_and_says_so(saved, name):
     directory, old = saved
     said = []

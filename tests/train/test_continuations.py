@@ -67,7 +67,7 @@ def test_a_cache_changes_no_token(family):
     assert [t.tokens[: len(p)] for t, p in zip(cached, PROMPTS, strict=True)] == PROMPTS
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_on_a_mesh_past_the_window_with_log_probabilities_of_training():
     """A text does not depend on the mesh; three rows fill up two parts of the data axis."""
     model = {"layers": 1}

@@ -79,6 +79,7 @@ SCALE = DynamicLossScaleConfig(type="dynamic", growth_steps=2)
         full({"data": 2}, {"zero": 3}, {"master_weights": "bfloat16", "loss_scale": SCALE}),
     ],
 )
+@pytest.mark.every(3)
 def test_the_step_is_skipped_and_counted(
     mesh: dict[str, int], options: dict[str, Any], optim: dict[str, Any]
 ) -> None:
@@ -97,7 +98,7 @@ def test_the_step_is_skipped_and_counted(
     assert all(a != b for a, b in zip(bits(state.params), before, strict=False))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "parallel"),
     [

@@ -216,6 +216,7 @@ def test_counters_of_skipped_steps_come_and_go(saved, tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("devices", [4])
+@pytest.mark.every(3)
 def test_gradients_and_update_are_train(plan, devices):
     """Also where shards are filled up: neither 3 nor 5 divides by 4."""
     found = program(devices) if plan == "stateful" else program(devices, stateful=False, **plan)

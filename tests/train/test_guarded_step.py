@@ -84,6 +84,7 @@ def kept(state):
 @pytest.mark.parametrize(
     ("way", "bad"), list(zip(WAYS, (np.nan, np.inf, np.nan), strict=True)), ids=str
 )
+@pytest.mark.every(3)
 def test_a_bad_batch_moves_nothing_to_the_bit(way, bad):
     found = program(*way, skip_nonfinite=True)
     state, _ = run(found, found.init(), [values(0), values(1)])
@@ -106,6 +107,7 @@ def test_without_skipping_a_bad_batch_spoils_the_state():
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
+@pytest.mark.every(2)
 def test_good_steps_are_those_without_skipping(way):
     plain, guarded = (program(*way, clip_norm=0.5, skip_nonfinite=skip) for skip in (False, True))
     expected, _ = run(plain, plain.init(), [values(i) for i in range(4)])
@@ -135,6 +137,7 @@ SCALE = DynamicLossScaleConfig(type="dynamic", init_scale=2.0**10, growth_steps=
 
 
 @pytest.mark.parametrize("way", [pytest.param(WAYS[0], marks=pytest.mark.full), *WAYS[1:]], ids=str)
+@pytest.mark.every(2)
 def test_a_loss_scale_changes_no_gradient_and_lives_in_the_state(way):
     plain, scaled = program(*way), program(*way, loss_scale=SCALE)
     expected, theirs = run(plain, plain.init(), [values(i) for i in range(4)])
@@ -216,6 +219,7 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
         (LambConfig, "float16"),
     ],
 )
+@pytest.mark.every(2)
 def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     found = program(BOTH, kind=kind, master_weights=dtype, microbatches=2)
     state = found.init()
@@ -256,7 +260,7 @@ ALL = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [full(AdamWConfig), LambConfig])
 def test_everything_at_once_resumes_bit_for_bit(kind, tmp_path):
     found = program(BOTH, microbatches=2, kind=kind, **ALL)

@@ -144,6 +144,7 @@ def test_all_of_the_way_changes_nothing():
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_zero_splits_it_and_changes_nothing(plan):
     """Neither 3 nor 5 divides by 4: zeros fill up the shards."""
     one, found = program(), program(4, **plan)
@@ -230,7 +231,7 @@ def experiment(plan: str) -> Experiment:
     return build(config(mesh=mesh, parallel=parallel, train=train), devices=devices)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_stages_keep_it_in_their_order_and_checkpoints_in_the_model_s(tmp_path):
     """What each plan saves every other one loads to the bit, and goes on as one device does."""
     begun = jax.device_get(experiment("one device").program.init())

@@ -191,6 +191,7 @@ def marks(name, stage):
 @pytest.mark.parametrize(
     ("name", "stage"), [pytest.param(*row, marks=marks(*row)) for row in TABLE]
 )
+@pytest.mark.every(3)
 def test_each_optimizer_of_optax_equals_one_device(name, stage, devices):
     contributed = name in CONTRIBUTED
     found, expected = (table(at, contributed)[name] for at in (stage, None))
@@ -243,6 +244,7 @@ MUON = ImportedOptimizerConfig(
     ],
     ids=lambda value: value if isinstance(value, str) else value.path,
 )
+@pytest.mark.every(2)
 def test_a_rule_for_tensors_sees_whole_layers(optimizer, plan, devices):
     """A layer lies in shards on several devices, some of them filled up with zeros."""
     mesh, stage, reduce = PLANS[plan]

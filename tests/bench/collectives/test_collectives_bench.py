@@ -43,6 +43,7 @@ SECONDS = {"{type: xla}": {4096: 1e-3, 16384: 2e-3}, "gloo": {4096: 2e-2, 16384:
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_a_program_is_read_beside_its_formula(algorithm, sizes, steps):
     found = row("cpu", jax.devices(), algorithm, "all_reduce", sizes)
     assert found.steps == found.formula_steps == steps
@@ -151,6 +152,7 @@ def test_a_reduction_sums_over_all_devices_in_place():
     assert set(run._x.tolist()) == {8.0}
 
 
+@pytest.mark.full
 def test_fusion_is_figured_in_time_and_permutes():
     time, permutes = collectives_time.fusion_figures(jax.devices()[:4], 3, repeats=2)
     assert (permutes.ours, permutes.reference, permutes.holds) == (18, 6, False)

@@ -38,6 +38,7 @@ def test_each_call_is_timed_alone_and_warm_up_is_left_out(monkeypatch):
     assert paired_ratio(mine, other) == 1.0
 
 
+@pytest.mark.full
 def test_garbage_is_not_collected_while_the_clock_runs_and_is_afterwards():
     during: list[bool] = []
     interleave(lambda: during.append(gc.isenabled()), lambda: None, warmup=0, repeats=1)

@@ -166,6 +166,7 @@ def wait_until(condition, seconds: float = 20.0) -> bool:
 
 @live
 @pytest.mark.parametrize("victim", ["parent", "unshare", "init"])
+@pytest.mark.every(3)
 def test_killed_it_leaves_nothing(victim, tmp_path):
     before = outside()
     marker = f"lab-{victim}-{os.getpid()}"
@@ -248,6 +249,7 @@ def transfer(hosts: Lab, size_bytes: int, peer: str) -> Transfer:
 @pytest.mark.parametrize(
     ("peer", "link", "other"), [("h1", "inside", "across"), ("h2", "across", "inside")]
 )
+@pytest.mark.every(2)
 def test_a_transfer_goes_over_the_link_of_its_peer(peer, link, other):
     """By the kernel's own counters: a clock would judge this machine's load as well."""
     size_bytes = 2**20

@@ -31,6 +31,7 @@ CELLS = [
 @pytest.mark.parametrize(
     ("name", "activations"), [("1f1b", "recompute"), ("1f1b, ahead", "stash"), ("gpipe", "stash")]
 )
+@pytest.mark.every(3)
 def test_a_schedule_holds_what_it_promises(monkeypatch, name, activations):
     """The tables of ticks lie in this memory, too, so that activations must not be tiny."""
     monkeypatch.setattr(pipeline_memory, "SIZE", ModelSize(rows=64, features=64, layers=1))

@@ -78,7 +78,7 @@ def test_the_child_prints_what_the_parent_reads(monkeypatch, capsys):
     assert pipeline_pod.measure() == [POD]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_config_has_70_billion_parameters_in_eight_stages():
     document, config = load(pipeline_pod.CONFIG)
     assert math.prod(config.mesh.sizes().values()) == 512

@@ -89,6 +89,7 @@ def our_program(kind):
 
 
 @pytest.mark.parametrize("kind", pipeline_race.PIPELINES)
+@pytest.mark.every(3)
 def test_our_stages_run_the_schedule_and_keep_activations(small, kind):
     ticks = our_program(kind).compute.ticks
     assert ticks.name == {"1f1b": "1f1b-eager"}.get(kind, kind)

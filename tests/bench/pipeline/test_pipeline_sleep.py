@@ -25,6 +25,7 @@ SLEPT = [
 
 
 @pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.every(3)
 def test_a_step_sleeps_its_ticks(name):
     """No less than a time line without ticks: a sleep never ends early, and nor do its waits."""
     found = play(name, 2, unit_seconds=8e-3, repeats=1)
@@ -34,6 +35,7 @@ def test_a_step_sleeps_its_ticks(name):
 
 
 @pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.every(3)
 def test_every_pass_sleeps_once(monkeypatch, name):
     slept = []
     monkeypatch.setattr(pipeline_sleep.time, "sleep", slept.append)

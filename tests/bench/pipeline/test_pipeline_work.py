@@ -55,6 +55,7 @@ def alone():
 
 
 @pytest.mark.parametrize("activations", ["recompute", "stash"])
+@pytest.mark.every(2)
 def test_both_forms_do_what_one_device_does(activations):
     _, ours, scan = forms(activations)
     same(ours(), alone())
@@ -102,6 +103,7 @@ def test_work_outside_of_conditionals_is_not_passed_over():
         ("stash", 3 * P * M, 3 * P * (M + P - 1)),
     ],
 )
+@pytest.mark.every(2)
 def test_work_by_the_passes_that_run(activations, ours, scan):
     assert pipeline_work.counted(P, M, activations) == (ours, scan)
 

@@ -99,12 +99,14 @@ def check(algorithm, sizes, only=None):
 @pytest.mark.parametrize(
     "algorithm", [Xla(), Ring(directions=2), DoubleTree(), Halving()], ids=label
 )
+@pytest.mark.every(3)
 def test_the_whole_table_on_3_devices(algorithm):
     check(algorithm, {"data": 3})
 
 
 @pytest.mark.parametrize("size", [5, 8])
 @pytest.mark.parametrize("algorithm", FLAT, ids=label)
+@pytest.mark.every(3)
 def test_every_operation(algorithm, size):
     check(algorithm, {"data": size}, CORE)
 
@@ -166,6 +168,7 @@ def dtype_cases():
 
 
 @pytest.mark.parametrize("algorithm", [Xla(), Ring(), Tree(), Hierarchical()], ids=label)
+@pytest.mark.every(3)
 def test_dtypes(algorithm):
     """Whole numbers of two devices: exact in every dtype, half of their sum as well."""
     sizes = {"a": 1, "b": 2}
@@ -203,6 +206,7 @@ def special(shape, dtype, seed=0):
 @pytest.mark.parametrize(
     "algorithm", [Xla(), Auto(), Ring(), Tree(), DoubleTree(), Halving()], ids=label
 )
+@pytest.mark.every(3)
 def test_what_only_moves_keeps_every_bit_of_every_dtype(algorithm):
     dtypes = ("float8_e4m3fn", "bfloat16", "float16", "bool", "complex64", "int8", "float32")
     with np.errstate(invalid="ignore"):
@@ -242,6 +246,7 @@ OTHERS = [a for a in (*FLAT, *LEVELS[:2], Auto()) if a not in ONE_OF_A_KIND]
     ],
     ids=label,
 )
+@pytest.mark.every(3)
 def test_special_values_are_combined_by_one_meaning(algorithm):
     levels = isinstance(algorithm, Hierarchical)
     sizes = {"a": 2, "b": 2} if levels else {"a": 3}

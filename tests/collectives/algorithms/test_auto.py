@@ -109,6 +109,7 @@ AUTOS = {
 
 @pytest.mark.parametrize("auto", AUTOS.values(), ids=AUTOS)
 @pytest.mark.parametrize("sizes", [TWO, {"data": 5}], ids=str)
+@pytest.mark.every(3)
 def test_every_operation_equals_xlas(auto, sizes):
     axes, count = tuple(sizes), int(np.prod([*sizes.values()]))
     x = np.random.default_rng(0).normal(size=(count, count * 3)).astype(np.float32)

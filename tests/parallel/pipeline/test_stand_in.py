@@ -48,6 +48,7 @@ def test_python_may_ask_what_it_asks_of_any_object() -> None:
         ("with_norms_of_modules", "the parameters"),
     ],
 )
+@pytest.mark.every(3)
 def test_a_pipeline_refuses_a_penalty_on_parameters_by_name(name: str, what: str) -> None:
     loss = {"type": "import", "path": f"masked_losses:{name}"}
     with pytest.raises(ConfigError, match=rf"the loss reads {what} of its model, but with mesh"):

@@ -45,6 +45,7 @@ def shown(model, mesh, table, policy):
 
 
 @pytest.mark.parametrize(("model", "mesh", "table", "policy"), [shown(*cell) for cell in CELLS])
+@pytest.mark.every(3)
 def test_gradients_and_loss_equal_one_device(model, mesh, table, policy):
     ticks = lower(TABLES[table](mesh["stage"], M), activations=policy)
     step, place = program(model, ticks, on_mesh(mesh))
@@ -71,7 +72,7 @@ def test_evaluation_runs_forward_tasks_alone(placement):
     assert float(sums["rows"]) == M * 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_random_layers_draw_the_same_by_any_policy():
     """Masks are drawn again where a chunk is computed again, others for each microbatch."""
     found = []
@@ -86,6 +87,7 @@ def test_random_layers_draw_the_same_by_any_policy():
     assert far > 0.05 * np.abs(undropped["up"]).max()
 
 
+@pytest.mark.full
 def test_gradients_of_dropped_out_layers_are_those_of_the_loss():
     """Along a direction, by central differences of the sums that the step itself reports."""
     ticks = lower(TABLES["eager"](2, M))

@@ -28,6 +28,7 @@ def step(table, microbatches, policy="recompute"):
 
 
 @pytest.mark.parametrize(("table", "policy"), [("1f1b", "recompute"), ("eager", "stash")])
+@pytest.mark.every(2)
 def test_memory_is_flat_in_the_number_of_microbatches(table, policy):
     few, many = (step(table, m, policy)[1].memory.temp_bytes for m in (8, 32))
     assert many == pytest.approx(few, rel=0.05)
@@ -46,6 +47,7 @@ def test_memory_of_gpipe_grows_with_them():
         ("zb_h1", "stash", 1, 1),
     ],
 )
+@pytest.mark.every(3)
 def test_a_task_computes_what_the_model_does_and_nothing_else_is_computed(
     table, policy, forward, backward
 ):
@@ -106,6 +108,7 @@ def test_what_is_sent():
 
 
 @pytest.mark.parametrize(("table", "waits"), [("1f1b", True), ("eager", False)])
+@pytest.mark.every(2)
 def test_where_tasks_take_turns_nothing_is_sent_before_the_tick_ends(table, waits):
     """Or a stage that goes backward would first wait for its neighbour's forward task."""
     ticks = lower(TABLES[table](STAGES, 8), activations="stash")
@@ -116,7 +119,7 @@ def test_where_tasks_take_turns_nothing_is_sent_before_the_tick_ends(table, wait
     assert (operations.index("collective-permute") == operations.count("conditional")) is waits
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.needs_libtpu
 def test_a_tpu_program_with_tensor_collectives_in_conditionals(tpu_devices):
     ticks = lower(TABLES["eager"](2, 4))

@@ -88,6 +88,7 @@ ENDS = {
         pytest.param((2, 2, 2, 2), "recompute", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_chunks_may_have_different_numbers_of_layers(layers, policy):
     cut = Cut(layers)
     blocks = lambda params, x, visit: cut.scan(layer, params, x, visit.chunk)  # noqa: E731
@@ -171,6 +172,7 @@ def whole(params, shared):
     ],
     ids=lambda given: getattr(given, "name", given),
 )
+@pytest.mark.full
 def test_chunks_may_have_different_shapes(table, policy):
     packed = pack_model(embed, CHUNKS, head, PARAMS, ENDS, next(visits()))
     assert (packed.length, packed.features) == (D * D + 1, 2 * D)

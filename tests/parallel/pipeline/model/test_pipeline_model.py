@@ -92,6 +92,7 @@ def step_of(made):
     )
 
 
+@pytest.mark.full
 def test_a_stage_holds_its_own_layers_and_sends_activations(devices):
     wide = {**GPT, "embed": 256}
     whole, split = (
@@ -112,7 +113,7 @@ def test_a_stage_holds_its_own_layers_and_sends_activations(devices):
     assert others < 1.1 * rest + 4096
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gradients_cross_the_data_axis_once_however_many_microbatches(devices):
     sent = {
         count: step_of(experiment({"data": 2, "stage": 2}, microbatches=count, count=4)).sent_bytes(
@@ -123,7 +124,7 @@ def test_gradients_cross_the_data_axis_once_however_many_microbatches(devices):
     assert sent[8] == pytest.approx(sent[2], rel=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_zero_2_sums_gradients_in_shards_once_a_microbatch(devices):
     wide = {**GPT, "embed": 256}
     one, two = (
@@ -152,7 +153,7 @@ def steps_of(made, count=3):
     return found, state
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_scale_reaches_every_stage_and_changes_no_gradient(zero, devices):
     scale = {"type": "dynamic", "init_scale": 2.0**10, "growth_steps": 2}
@@ -169,6 +170,7 @@ def test_a_loss_scale_reaches_every_stage_and_changes_no_gradient(zero, devices)
     assert float(state.loss_scale.scale) == 2.0**11
 
 
+@pytest.mark.full
 def test_a_loss_scale_that_overflows_anywhere_skips_the_step(devices):
     scale = {"type": "dynamic", "init_scale": 3e38, "max_scale": 3e38, "backoff": 2.0**-60}
     narrow = {"model": {**GPT, "compute_dtype": "bfloat16"}}

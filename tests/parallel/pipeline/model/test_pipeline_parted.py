@@ -40,11 +40,13 @@ def alone():
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_unlike_parts_on_stages_equal_one_device(mesh, pipeline, devices):
     begun, expected = alone()
     same(trained(cnn(mesh, pipeline), begun), expected)
 
 
+@pytest.mark.full
 def test_a_parameter_of_two_chunks_sums_what_both_find(devices):
     cut = {"layers": [2, 2], "schedule": {"type": "gpipe"}}
     one = tied({"data": 1})

@@ -21,6 +21,7 @@ from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
         pytest.param((",0F3", ""), r"mine\.csv: row 1 lacks 0F3", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.every(2)
 def test_a_schedule_file_that_is_not_whole_is_refused(change, message, tmp_path, devices):
     path = tmp_path / "mine.csv"
     write_csv(one_f_one_b(stages=2, microbatches=4), path)

@@ -27,7 +27,7 @@ def layers_of(made):
     return made.program.compute.cut.layers
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "model"),
     [
@@ -49,7 +49,7 @@ def test_uneven_chunks_equal_one_device(mesh, pipeline, model, devices):
     same(trained(experiment(mesh, pipeline, model=model), begun), expected)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_both_passes_of_a_chunk_know_the_same_residuals(devices):
     """Traced twice, jax kept rotary tables that are equal once each, or once together."""
     model = {"layers": 3, "remat": ["full", "none"]}
@@ -60,6 +60,7 @@ def test_both_passes_of_a_chunk_know_the_same_residuals(devices):
         assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
 
 
+@pytest.mark.full
 def test_a_cut_is_explained_and_what_it_stores_is_told(devices):
     made = experiment({"stage": 4})
     assert explain_config(config_of({"stage": 4})) == made.explained
@@ -96,7 +97,7 @@ def test_layers_as_given_are_explained_beside_the_balanced_cut(devices):
     assert (layers_of(uneven), uneven.notices) == ((1, 2, 2, 1), ())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_stages_send_activations_and_gather_what_they_found_for_whole_layers(devices):
     made = experiment({"stage": 4})
     program = made.program

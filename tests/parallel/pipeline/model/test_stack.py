@@ -38,6 +38,7 @@ def mesh_of(**sizes):
 
 @pytest.mark.parametrize("placement", [LOOP, V])
 @pytest.mark.parametrize("layers", [8, 16])
+@pytest.mark.every(3)
 def test_each_stage_holds_the_layers_of_its_chunks(placement, layers):
     mesh = mesh_of(stage=4, data=2)
     whole = np.arange(layers * 6, dtype=np.float32).reshape(layers, 6)
@@ -70,6 +71,7 @@ def test_putting_in_order_takes_a_stage_s_share_and_not_the_stack():
     assert memory.temp_size_in_bytes < 4.1 * share
 
 
+@pytest.mark.full
 def test_a_step_sends_no_layers():
     """What goes from stage to stage is smaller than one layer's smallest matrix."""
     made = experiment({"stage": 2}, CHUNKS, data={**TOKENS, "window": 2})
@@ -83,7 +85,7 @@ def test_a_step_sends_no_layers():
     assert max(moved) == rows * window * width * 4 < layer_matrix
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_state_in_the_model_s_order_is_that_of_one_device():
     made = experiment({"stage": 2}, CHUNKS)
     found, (expected, _) = made.program.init(), alone()
@@ -100,7 +102,7 @@ def test_the_state_in_the_model_s_order_is_that_of_one_device():
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_split_stays_as_it_is():
     made = experiment({"data": 2, "stage": 2, "tensor": 2}, CHUNKS)
     program = made.program
@@ -114,7 +116,7 @@ def test_every_split_stays_as_it_is():
         )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
     whole = experiment({"stage": 2}, CHUNKS, sharding={"rules": {"layers": None}})
     assert whole.program.compute.stack is None
@@ -130,7 +132,7 @@ def with_optimizer(path, pipeline, *, layers=6, **args):
     return build(config.model_copy(update={"optim": optim}), devices=jax.devices()[:stages])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
     program = with_optimizer("optax:adafactor", CHUNKS, min_dim_size_to_factor=8).program
     rng = np.random.default_rng(0)
@@ -141,7 +143,7 @@ def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
     jax.tree.map(np.testing.assert_array_equal, program.home.used(stored), state)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rule_for_matrices_sees_single_layers_on_every_stage():
     """The order in which stages hold layers is not the model's."""
     begun, _ = alone()

@@ -81,6 +81,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.full
 def test_results_are_those_of_one_device(name, devices):
     mesh, parallel, optim = PLANS[name]
     losses, params = trained(experiment(mesh, parallel, **optim))
@@ -98,7 +99,7 @@ def compiled(gather):
     return program, ledger(step, program.layout.mesh)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_step_gathers_a_stage_once_and_tasks_gather_their_layers(devices):
     (program, once), (_, tasks) = compiled("step"), compiled("task")
     params = program.model.params

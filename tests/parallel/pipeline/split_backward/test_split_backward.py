@@ -37,6 +37,7 @@ def case(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp dots"])
+@pytest.mark.every(2)
 def test_both_halves_give_what_the_whole_gives_and_no_work_is_done_twice(name):
     _, backward, args, (grads, dx), forward = case(name)
     halves = split_function(backward, *args)
@@ -72,6 +73,7 @@ def test_parameters_that_are_cast_or_reshaped_are_not_residuals():
     assert {shape.shape for shape in found.shapes} == {(3, 5, 8)}
 
 
+@pytest.mark.full
 def test_a_loop_that_shares_a_weight_between_its_turns_is_split():
     """Its gradient is a sum over the turns: a carry of the second loop alone."""
 
