@@ -85,7 +85,10 @@ class MeshConfig(Config):
     def _check_sizes(self) -> MeshConfig:
         wildcards = [axis for axis in AXES if getattr(self, axis) == -1]
         if len(wildcards) > 1:
-            raise ValueError(f"only one axis may be -1, here {' and '.join(wildcards)} are")
+            raise ValueError(
+                f"only one axis may be -1, but {' and '.join(wildcards)} are: give the sizes of "
+                "the other axes"
+            )
         for axis in AXES:
             size = getattr(self, axis)
             if isinstance(size, int) and (size == 0 or size < -1):

@@ -139,7 +139,8 @@ def restore_as(
     steps = broadcast_json(steps_present(directory))
     if not steps:
         raise CheckpointError(
-            f"{directory} has no checkpoint: no step was saved in this directory yet"
+            f"{directory} has no checkpoint: no step was saved in this directory yet. Name a run "
+            "that has saved a step, or wait for the first save"
         )
     if step is not None and step not in steps:
         raise CheckpointError(

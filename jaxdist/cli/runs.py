@@ -359,12 +359,13 @@ def _inspected(config: Path) -> JsonObject:
     if code:
         raise ConfigError(
             "the report shows no memory and bytes of this step, because compiling the step would "
-            f"run your own code: the config {code[0]}"
+            f"run your own code: the config {code[0]}. For these figures run `jaxdist inspect` "
+            "with the config"
         )
     if count is None:
         raise ConfigError(
             "the mesh of the run's config leaves the size of an axis open (-1), so the number of "
-            "devices is unknown"
+            "devices is unknown: run `jaxdist inspect` with the config and --devices N"
         )
     found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"], None))
     return inspection_json(found)

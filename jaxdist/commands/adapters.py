@@ -133,7 +133,9 @@ def export_adapters(
         settings = write_adapters(out, *given, base=str(_source(run)))
         (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise RunError(
+            f"{out} cannot be written: {error.strerror or error}; name another directory"
+        ) from error
     console.print(f"files  {out}: adapters of {len(adapters)} kernels", soft_wrap=True)
     return {"directory": str(out), "kernels": len(adapters)}
 
@@ -154,7 +156,7 @@ def _rows(model: Any, run: Path) -> Mapping[str, Row]:
     if not isinstance(model, GptConfig):
         raise ConfigError(
             f"model.type {model.type} cannot be converted to PEFT's names: adapters can be written "
-            "only for model.type gpt"
+            "only for model.type gpt. Export the merged model instead (--to hf)"
         )
     file = run / SOURCE / CONFIG
     if file.is_file():
@@ -164,6 +166,7 @@ def _rows(model: Any, run: Path) -> Mapping[str, Row]:
     if not fitting:
         raise ConfigError(
             "no model of Hugging Face's transformers has the options of this model, so its "
-            "adapters cannot be written for PEFT"
+            "adapters cannot be written for PEFT. docs/guides/hugging-face.md lists the options "
+            "that each family has"
         )
     return fitting[0].table({})

@@ -154,7 +154,8 @@ def generate_from_run(
     tokenizer = experiment.dataset.tokenizer
     if tokenizer is None:
         raise RunError(
-            "the model of this run was not trained on text, so the model cannot generate text"
+            "the model of this run was not trained on text, so the model cannot generate text: "
+            "name a run whose data have a tokenizer (data.type text or chat)"
         )
     if "targets" in experiment.program.batch:
         raise RunError(

@@ -76,7 +76,10 @@ def import_model(
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise RunError(
+            f"{folder} cannot be written: {error.strerror or error}; name another directory with "
+            "--out"
+        ) from error
     # A run of the written config begins with the parameters that are imported here.
     values = config_values(source, folder, begin_with=directory.path)
     document, _ = load(values, overrides)

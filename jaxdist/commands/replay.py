@@ -45,7 +45,8 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
         raise RunError(
-            f"{run} is not a run with strategy.type parameter_server: it has no folder order/"
+            f"{run} is not a run with strategy.type parameter_server: it has no folder order/; "
+            "name the directory of such a run"
         )
     for text in foreign_code(read(RunDirectory(run).config).values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)

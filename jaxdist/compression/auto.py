@@ -128,7 +128,10 @@ def resolve(
     best = min(range(len(found)), key=lambda i: found[i].seconds)
     if found[best].prediction is None:
         reasons = "; ".join(one.refused for one in found)
-        raise CompressionError(f"auto: no candidate can encode all gradients: {reasons}")
+        raise CompressionError(
+            f"auto: no candidate can encode all gradients: {reasons}. Add a candidate that can, "
+            "such as {type: cast}"
+        )
     return choice.candidates[best]
 
 

@@ -207,7 +207,8 @@ def narrow(name: str, value: ArrayLike) -> np.ndarray:
         limits = np.iinfo(np.int32)
         if array.size and (array.max() > limits.max or array.min() < limits.min):
             raise DataError(
-                f"data: {name} holds {array.min()} to {array.max()}, which 32 bits cannot hold"
+                f"data: {name} holds {array.min()} to {array.max()}, which 32 bits cannot hold: "
+                "number the values from 0"
             )
         return array.astype(np.int32)
     if array.dtype.kind in "OUSMm":

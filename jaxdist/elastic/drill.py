@@ -146,7 +146,7 @@ def recoveries_of(
       strikes: the failures that were planned, in order.
       struck: the times of the failures that occurred, in seconds since 1970.
       events: the events of the run's journal.
-      found: the use of time in each life of the run.
+      found: the use of time in each attempt of the run.
     """
     recoveries = []
     # The pairs are not `strict`, since the run may end before all failures have occurred.
@@ -223,13 +223,13 @@ def judge_drill(
     every: int,
     silent_seconds: float,
 ) -> Drilled:
-    """Predict the share of kept work from a run's first life and first failure.
+    """Predict the share of kept work from a run's first attempt and first failure.
 
     Return the prediction together with the measured share.
 
     Args:
       recoveries: the recoveries of the run, of which there is at least one.
-      found: the use of time in each life of the run.
+      found: the use of time in each attempt of the run.
       every: the number of steps between two saves.
       silent_seconds: the time, in seconds, after which a stopped process is detected.
     """

@@ -95,7 +95,10 @@ def _print(found: Inspection, plot: Path | None, console: Console) -> None:
     print_times(found, console)
     if plot is not None:
         if found.step_time is None:
-            raise RunError(f"--plot: no time is predicted for {found.device_kind}")
+            raise RunError(
+                f"--plot: no time is predicted for {found.device_kind}: leave out --plot, or "
+                "compile for a TPU with --topology, such as v5e:2x4"
+            )
         console.print(f"drawn in {draw_times(found, plot)}", soft_wrap=True)
 
 

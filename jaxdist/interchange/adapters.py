@@ -60,7 +60,10 @@ def open_adapters(folder: Path) -> Files:
         source.refuse_pickles(folder, TENSORS, "PEFT")
     for name in (SETTINGS, TENSORS):
         if not (folder / name).is_file():
-            raise DataError(f"{folder} does not hold adapters in PEFT's format: it lacks {name}")
+            raise DataError(
+                f"{folder} does not hold adapters in PEFT's format: it lacks {name}. Give a folder "
+                "that PEFT's save_pretrained has written"
+            )
     try:
         settings: Any = read_json(folder / SETTINGS)
     except (OSError, ValueError) as error:
@@ -102,7 +105,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
     if unknown:
         raise ConfigError(
             f"{files.folder} has adapters of another base model: {_some(unknown)} belong to no "
-            "kernel of this model"
+            "kernel of this model. Give the run of the adapters' base model with --base"
         )
     given: Any = files.settings
     lacking = [key for key in ("r", "lora_alpha") if given.get(key) is None]
@@ -156,6 +159,7 @@ def read_adapters(
         raise ConfigError(
             f"{files.folder} has adapters of another base model: {'; '.join(problems[:_LISTED])}"
             + (f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else "")
+            + ". Give the run of the adapters' base model with --base"
         )
     return values
 

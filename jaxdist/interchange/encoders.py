@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.errors import ConfigError
-from jaxdist.interchange.family import Family, Inputs, Row, block, positive
+from jaxdist.interchange.family import OTHER_MODEL, Family, Inputs, Row, block, positive
 from jaxdist.types import JsonObject
 
 CLASSES = 2
@@ -211,13 +211,14 @@ def _resnet(config: Mapping[str, Any]) -> JsonObject:
     if kind not in ("basic", "bottleneck"):
         raise ConfigError(
             f"config.json: layer_type is {kind!r}, but model.type resnet computes 'basic' or "
-            "'bottleneck'"
+            f"'bottleneck'. {OTHER_MODEL}"
         )
     wanted = [width * (4 if kind == "bottleneck" else 1) * 2**i for i in range(len(sizes))]
     if sizes != wanted or len(sizes) != len(config["depths"]):
         raise ConfigError(
             f"config.json: hidden_sizes is {sizes} with depths {config['depths']}, but stages of "
-            f"model.type resnet double the channels, from embedding_size {width}: {wanted}"
+            f"model.type resnet double the channels, from embedding_size {width}: {wanted}. "
+            f"{OTHER_MODEL}"
         )
     return {"bottleneck": kind == "bottleneck"}
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError, DataError, did_you_mean
 from jaxdist.interchange.encoders import ENCODERS
-from jaxdist.interchange.family import Family, Inputs, Row, block
+from jaxdist.interchange.family import OTHER_MODEL, Family, Inputs, Row, block
 from jaxdist.models.bert import BertConfig
 from jaxdist.models.build import ModelConfig, make_model
 from jaxdist.models.functional import Functional, functional
@@ -128,7 +128,7 @@ def _rotary(config: Mapping[str, Any]) -> JsonObject:
     if kind not in _SCALINGS:
         raise ConfigError(
             f"config.json: model.type gpt does not compute rotary positions of type {kind!r}: it "
-            "has default, linear and llama3"
+            f"computes default, linear and llama3. {OTHER_MODEL}"
         )
     lacking = [name for name in _SCALINGS[kind] if name not in rope]
     if lacking:
@@ -164,7 +164,7 @@ def _window(config: Mapping[str, Any]) -> JsonObject:
     if len(kinds) > 1 or (kinds == {"sliding_attention"} and window is None):
         raise ConfigError(
             f"config.json: layer_types has {', '.join(sorted(kinds))}, but all layers of "
-            "model.type gpt attend alike"
+            f"model.type gpt have the same attention. {OTHER_MODEL}"
         )
     if window is None or kinds == {"full_attention"}:
         return {}

@@ -27,6 +27,10 @@ class Row(NamedTuple):
     absent: bool = False
 
 
+OTHER_MODEL = "Import other models with --config and --table, as models of your own"
+"""The remedy in the error about a model whose family jaxdist cannot compute with its options."""
+
+
 class Inputs(NamedTuple):
     """The sizes of a model's inputs and predictions.
 
@@ -140,7 +144,7 @@ class Family:
                 listed = " or ".join(map(repr, allowed))
                 raise ConfigError(
                     f"config.json: {key} is {given[key]!r}, but of the family {self.name} "
-                    f"model.type {self.kind} computes {listed}"
+                    f"model.type {self.kind} computes {listed}. {OTHER_MODEL}"
                 )
         lacking = [key for key in self.keys if key not in given]
         if lacking:

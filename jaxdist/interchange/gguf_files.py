@@ -249,13 +249,18 @@ def read(path: Path) -> Gguf:
             f"{path} is a truncated or malformed GGUF file ({error}); download the file again"
         ) from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}; give a GGUF file that you may read"
+        ) from error
 
 
 def _read(path: Path, file: BinaryIO, size: int) -> Gguf:
     _, version, tensor_count, pairs = struct.unpack("<4sIQQ", file.read(24))
     if version not in (2, 3):
-        raise DataError(f"{path} is GGUF of version {version}; 2 and 3 are read")
+        raise DataError(
+            f"{path} is in version {version} of GGUF, and jaxdist reads the versions 2 and 3: "
+            "convert the model again with a current llama.cpp, or import its safetensors"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
         key = _string(file, size)

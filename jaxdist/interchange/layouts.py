@@ -149,7 +149,8 @@ class WeightLayout:
     def _sizes(self, own: tuple[int, ...]) -> dict[str, int]:
         if len(own) != len(self.own):
             raise ConfigError(
-                f"{self.text!r} has {len(self.own)} dims, but the parameter has shape {own}"
+                f"{self.text!r} names {len(self.own)} dims on the right, but the parameter has "
+                f"shape {own}: name each dim of the parameter once"
             )
         given = [name for dim in self.file for name in dim if name.isdigit() or "=" in name]
         sizes = {name: int(name.partition("=")[2] or name) for name in given}
@@ -157,7 +158,10 @@ class WeightLayout:
             known = math.prod(sizes.get(name, 1) for name in dim)
             free = [name for name in dim if name not in sizes]
             if not known or size % known or len(free) > 1 or (not free and size != known):
-                raise ConfigError(f"{self.text!r} does not divide a parameter of shape {own}")
+                raise ConfigError(
+                    f"{self.text!r} does not divide a parameter of shape {own}: give sizes, such "
+                    "as i=16, whose product divides the size of the dim"
+                )
             sizes.update(dict.fromkeys(free, size // known))
         return sizes
 

@@ -138,7 +138,7 @@ def match(
     leaves, used, problems = [], dict[tuple[str, int | None], str](), list[str]()
     for name, shape in flatten_with_names(params):
         if name not in rows:
-            problems.append(f"{name}{list(shape.shape)}: the table has no row for it")
+            problems.append(f"{name}{list(shape.shape)}: the table has no row for this parameter")
             continue
         row, filled = rows[name], list(shape.shape)
         for i, dim in enumerate(dims.get(name) or ()):
@@ -164,14 +164,17 @@ def match(
         )  # fmt: skip
     known = {name for name, _ in used}
     problems += [
-        f"{name}{list(tensor.shape)}: a tensor that fills no parameter"
+        f"{name}{list(tensor.shape)}: this tensor fills no parameter"
         for name, tensor in tensors.items()
         if name not in known and not name.endswith(tuple(ignored))
     ]
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         listed = "\n  ".join([*problems[:_LISTED], *more])
-        raise ConfigError(f"{where} does not fit the model:\n  {listed}")
+        raise ConfigError(
+            f"{where} does not fit the model:\n  {listed}\n"
+            "Change the options of the model, or the table of names, until both agree"
+        )
     return leaves
 
 
@@ -205,9 +208,9 @@ def _problem(
     if found is None:
         return f"{tensor}{list(wanted)}: no such tensor, for {name}"
     if found.shape != wanted:
-        return f"{tensor}: is {list(found.shape)}, and {name} takes {list(wanted)}"
+        return f"{tensor}: has shape {list(found.shape)}, but {name} takes {list(wanted)}"
     if not _is_float(found.dtype):
-        return f"{tensor}: is {found.dtype}, but {name} takes floating-point numbers"
+        return f"{tensor}: has dtype {found.dtype}, but {name} takes floating-point numbers"
     return None
 
 

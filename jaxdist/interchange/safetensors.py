@@ -52,7 +52,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
                 )
             raw = opened.read(length)
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{file} cannot be read: {error.strerror or error}; give a file that you may read"
+        ) from error
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -53,7 +53,10 @@ class Table(Config):
             if isinstance(how, str):
                 WeightLayout(how)
             elif sorted(how) != list(range(len(how))):
-                raise ValueError(f"{name}: {list(how)} is not an order of the dims from 0")
+                raise ValueError(
+                    f"{name}: {list(how)} is not an order of the dims: list each dim once, counted "
+                    "from 0, such as [1, 0]"
+                )
         return dict(found)
 
 

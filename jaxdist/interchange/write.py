@@ -129,8 +129,8 @@ def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int
     fitting = families_of(model)
     if not fitting:
         raise ConfigError(
-            "no model family of Hugging Face has the options of this model: "
-            "docs/guides/hugging-face.md lists the options of each family"
+            "no model family of Hugging Face has the options of this model, so the model cannot be "
+            "written for transformers. docs/guides/hugging-face.md lists the options of each family"
         )
     made = fitting[0].config(architecture(model)) | fitting[0].written_inputs(inputs)
     ids: JsonObject = {"bos_token_id": None, "eos_token_id": None}
@@ -181,7 +181,9 @@ def write_directory(
             index = {"metadata": {"total_size": total}, "weight_map": placed}
             (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise RunError(
+            f"{out} cannot be written: {error.strerror or error}; name another directory"
+        ) from error
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:

@@ -144,7 +144,9 @@ def write_gguf(
                 file.write(raw.view(np.uint8).data)
                 file.write(b"\0" * (-raw.nbytes % ALIGNMENT))
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise RunError(
+            f"{out} cannot be written: {error.strerror or error}; name another file"
+        ) from error
 
 
 def _text(value: str) -> bytes:

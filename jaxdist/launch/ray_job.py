@@ -105,7 +105,10 @@ def run_generations(settings: JsonObject) -> int:
         how = "its actor was lost" if code is None else f"exit code {code}"
         words = f"generation {generation} ended (process {process}: {how})"
         print(words, flush=True)
-    raise RunError(f"{settings['restarts']} restarts were not enough; the last failure: {words}")
+    raise RunError(
+        f"{settings['restarts']} restarts were not enough; the last failure: {words}. Read the log "
+        "of that process, and allow more restarts only if its machine has failed"
+    )
 
 
 def _generation(settings: JsonObject) -> Lost | None:

@@ -96,7 +96,7 @@ class Slurm(Engine):
         if self.gpus_per_node and self.gpus_per_node % job.processes:
             raise ConfigError(
                 f"gpus_per_node {self.gpus_per_node} cannot be divided evenly among "
-                f"--processes-per-node {job.processes}"
+                f"--processes-per-node {job.processes}: change one of the two numbers"
             )
 
     def render(self, job: Job) -> Rendered:

@@ -97,7 +97,10 @@ def launch(
     done = _run(rendered.command, job.folder)
     found = re.search(one.identity, done, re.MULTILINE)
     if found is None:
-        raise RunError(f"{rendered.command[0]} printed no name of the job: {done.strip()}")
+        raise RunError(
+            f"{rendered.command[0]} printed no name of the job: {done.strip()}. Look for the job "
+            "in the scheduler's own list: the job may run although jaxdist cannot follow it"
+        )
     _write(folder, {**record, "identity": found[1]})
     say(f"job {found[1]}: jaxdist launch status|logs|stop {_shown(folder)}")
     return Launched(one, folder, found[1]), 0
@@ -118,7 +121,10 @@ def _run(command: Sequence[str], folder: Path) -> str:
             command, cwd=folder, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"{command[0]} did not answer within {SUBMIT_SECONDS} s") from None
+        raise RunError(
+            f"{command[0]} did not answer within {SUBMIT_SECONDS} s. Check whether the job is in "
+            "the scheduler's own list before you submit it again"
+        ) from None
     if done.returncode:
         words = (done.stderr or done.stdout).strip()
         raise RunError(f"{command[0]} refused the job (exit code {done.returncode}): {words}")

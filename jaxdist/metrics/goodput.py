@@ -1,8 +1,9 @@
-"""The use of a run's time by activity, from the records of all its lives.
+"""The use of a run's time by activity, from the records of all its attempts.
 
-A life is a process from its start to its last record. Of several processes, only process 0 has
-lives. Each record of time has the content of the account at that time. The time of a killed run is
-therefore known up to its last record.
+An attempt is the work of a process on the run, from the process's start to its last record. A
+process that goes back to a checkpoint begins another attempt. If a run has several processes, only
+process 0 has attempts. Each record of time has the content of the account at that time, so the time
+of a killed run is known up to its last record. In names and files an attempt is called a life.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WORK = (
     Activity.SNAPSHOT,
     Activity.REPLICA_CHECK,
 )
-"""The activities whose time becomes lost work if a later life repeats their steps. The time of a
+"""The activities whose time becomes lost work if a later attempt repeats their steps. The time of a
 start, for example, does not.
 """
 
@@ -39,7 +40,7 @@ def account_values(account: Account, life: int) -> dict[str, float]:
     """Return a record of an account's current content.
 
     Args:
-      life: the number of this life of the run, counted from 1.
+      life: the number of this attempt of the run, counted from 1.
     """
     spent = account.spent()
     wall = sum(spent.values())
@@ -52,22 +53,22 @@ def account_values(account: Account, life: int) -> dict[str, float]:
 
 
 def next_life(records: Iterable[Record]) -> int:
-    """Return the number of the life that follows the lives in these records, from 1."""
+    """Return the number of the attempt that follows the attempts in these records, from 1."""
     return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
 
 
 @dataclass(frozen=True)
 class Life:
-    """A life of a run, which is a process from its start to its last record.
+    """An attempt of a run: the work of a process from its start to its last record.
 
     Attributes:
-      number: the number of the life, counted from 1.
-      began: the start of the life, in seconds since 1970.
-      first_step: the number of steps that were taken before the life.
-      last_step: the step of the life's last record.
-      kept_step: the last step of the life that no later life repeated, or a step before
-        `first_step` if later lives repeated all steps and more.
-      seconds: the seconds of the life by activity; their sum is the wall time.
+      number: the number of the attempt, counted from 1.
+      began: the start of the attempt, in seconds since 1970.
+      first_step: the number of steps that were taken before the attempt.
+      last_step: the step of the attempt's last record.
+      kept_step: the last step of the attempt that no later attempt repeated, or a step before
+        `first_step` if later attempts repeated all steps and more.
+      seconds: the seconds of the attempt by activity; their sum is the wall time.
     """
 
     number: int
@@ -79,12 +80,12 @@ class Life:
 
     @property
     def wall_seconds(self) -> float:
-        """The seconds from the process's start to the life's last record."""
+        """The seconds from the process's start to the attempt's last record."""
         return sum(self.seconds.values())
 
     @property
     def ended(self) -> float:
-        """The time of the life's last record, in seconds since 1970."""
+        """The time of the attempt's last record, in seconds since 1970."""
         return self.began + self.wall_seconds
 
 
@@ -93,19 +94,19 @@ class Goodput:
     """The use of a whole run's time by activity.
 
     Attributes:
-      lives: the lives of the run in order; there is at least one.
+      lives: the attempts of the run in order; there is at least one.
     """
 
     lives: tuple[Life, ...]
 
     @property
     def gaps_seconds(self) -> tuple[float, ...]:
-        """The seconds from the last record of each life to the start of the next life."""
+        """The seconds from the last record of each attempt to the start of the next attempt."""
         return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
 
     @property
     def seconds(self) -> dict[Activity, float]:
-        """The seconds of the whole run by activity; the gaps between lives count as idle."""
+        """The seconds of the whole run by activity; the gaps between attempts count as idle."""
         found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Activity}
         found[Activity.IDLE] += sum(self.gaps_seconds)
         return found
@@ -163,10 +164,10 @@ class Goodput:
 
 
 def joined_lives(records: Iterable[Record]) -> Goodput | None:
-    """Return the use of time in all lives of a run, or None if no record has times.
+    """Return the use of time in all attempts of a run, or None if no record has times.
 
-    If a later life resumed from a step, all work of a life after this step is lost work: the steps,
-    and what was done between them.
+    If a later attempt resumed from a step, the earlier work after this step is lost work: the
+    steps, and everything that was done between the steps.
 
     Args:
       records: the records of the run's metrics, in order.
@@ -185,7 +186,7 @@ def _life(records: Sequence[Record], kept_step: int) -> Life:
     last = records[-1]
     seconds = _seconds(last)
     kept = [record for record in records if record["step"] <= kept_step]
-    # A life keeps no work if a later life resumed from a step before the first step of the life.
+    # An attempt keeps no work if a later attempt resumed from a step before its first step.
     until = _seconds(kept[-1]) if kept else dict.fromkeys(Activity, 0.0)
     if last["step"] > kept_step:
         seconds[Activity.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
@@ -230,12 +231,12 @@ def goodput_table(found: Goodput) -> str:
 
     >>> seconds = {k: 0.0 for k in Activity} | {Activity.STEP: 8.0, Activity.IDLE: 2.0}
     >>> print(goodput_table(Goodput((Life(1, 0.0, 0, 9, 9, seconds),))))
-    time   10.0 s in 1 life; goodput 80.0%
+    time   10.0 s in 1 attempt; goodput 80.0%
            step                      8.0 s   80.0%
            idle                      2.0 s   20.0%
     """
     wall, count = found.wall_seconds, len(found.lives)
-    lives = "1 life" if count == 1 else f"{count} lives"
+    lives = "1 attempt" if count == 1 else f"{count} attempts"
     lost = f", {found.lost_steps} steps repeated" if found.lost_steps else ""
     head = f"time   {wall:,.1f} s in {lives}{lost}; goodput {found.goodput:.1%}"
     rows = [

@@ -279,7 +279,8 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
         if steps < 1:
             raise ConfigError(
                 f"phases: phase {number} has {phase.examples_fraction:g} of {total_examples} "
-                f"examples, less than one batch of {phase.batch_size}"
+                f"examples, less than one batch of {phase.batch_size}: make the phase longer, or "
+                "its batch smaller"
             )
     ends = list(accumulate(counts))
     stages = tuple(

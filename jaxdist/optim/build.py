@@ -131,7 +131,7 @@ class ImportedOptimizerConfig(OptimizerConfig):
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
                 f"optim.path {self.path} returned {type(made).__name__}, "
-                "not an optax.GradientTransformation"
+                "but must return an optax.GradientTransformation"
             )
         made = taking_extra(made)
         _check_finite(made, self.path)

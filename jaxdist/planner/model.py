@@ -233,7 +233,9 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     with at_setting(document, "data"):
         dataset = config.data.build()
         if dataset.vocab_size is None:
-            raise ConfigError("a language model is planned only for data with tokens")
+            raise ConfigError(
+                "a language model is planned only for data with tokens: set data.type text or chat"
+            )
         # An example has one token more than the window, for targets shifted by one position.
         window = dataset.train[0]["tokens"].shape[0] - 1
     with at_setting(document, "optim", "type"):

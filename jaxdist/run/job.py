@@ -45,15 +45,15 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass
 class RunLife:
-    """A life of a run: from its preparation until its files are closed.
+    """An attempt of a run: from its preparation until its files are closed.
 
     Attributes:
-      account: the account of the time that this life takes.
+      account: the account of the time that this attempt takes.
       energy: the tally of energy, or a text that says why there is no tally.
       kept: the metadata that is saved with each state.
       heldout: the means of the last evaluation.
       timed: the hook that records time and energy in process 0, or None in other processes.
-      seconds: the wall time of this life without its preparation, in seconds.
+      seconds: the wall time of this attempt without its preparation, in seconds.
     """
 
     experiment: Experiment
@@ -91,12 +91,12 @@ class RunJob:
 
     Attributes:
       resume: whether the run continues from its newest checkpoint.
-      begun: the value of `time.perf_counter_ns` from which the account of time of the first life
+      begun: the value of `time.perf_counter_ns` from which the account of time of the first attempt
         counts; None counts from the first preparation.
-      profiled: the steps to trace in the first life of this process; None traces nothing.
+      profiled: the steps to trace in the first attempt of this process; None traces nothing.
       devices: the devices for strategies that do not choose devices themselves; None uses all
         devices.
-      lives: the ended lives of the run in this process; each call of `prepared` adds a life.
+      lives: the ended attempts of the run in this process; each call of `prepared` adds an attempt.
     """
 
     document: Document
@@ -232,7 +232,7 @@ class RunJob:
 
         Args:
           metadata: the metadata that was saved with the state, with the batch sizes of earlier
-            lives.
+            attempts.
         """
         train = self.config.train
         sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
@@ -257,7 +257,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time that counts from `begun` in the first life, later from now."""
+        """Return an account of time, which counts from `begun` in the first attempt, or from now."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)

@@ -46,7 +46,7 @@ class Trained:
     """A run that has ended, as this process sees it.
 
     Attributes:
-      experiment: the experiment of the last life of the run.
+      experiment: the experiment of the last attempt of the run.
       state: the last state that this process has.
     """
 

@@ -231,7 +231,8 @@ class _RpcSession:
                     f"the certificates of {wire.address} and of this process do not match: {why}"
                 ) from error
             raise WireError(
-                f"no server answers at {wire.address} within {CONNECT_SECONDS:g} s"
+                f"no server answers at {wire.address} within {CONNECT_SECONDS:g} s: check that the "
+                "server runs, and that no firewall blocks its port"
             ) from error
         self._memory = shared.make(wire.shared_bytes)
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)

@@ -135,11 +135,15 @@ def read_token(path: Path) -> str:
     try:
         token = _private(path).decode(errors="replace").strip()
     except OSError as error:
-        raise RunError(f"token file {path} cannot be read: {error.strerror}") from error
+        raise RunError(
+            f"token file {path} cannot be read: {error.strerror}; set strategy.processes.token to "
+            "a file that this user may read"
+        ) from error
     if len(token) < TOKEN_LEAST or not token.isascii() or not token.isprintable():
         raise RunError(
             f"token file {path} has {len(token)} characters, but a token needs at least "
-            f"{TOKEN_LEAST} printable characters"
+            f"{TOKEN_LEAST} printable characters: write such a token, for example with "
+            "`openssl rand -hex 32`"
         )
     return token
 

@@ -159,7 +159,10 @@ def test_broken_records_are_left_out_only_on_request(tmp_path: Path) -> None:
             "text",
             r"'label' of record 3 of .*\(neither JPEG.*name those to read in data\.columns",
         ),
-        ("columns", r"record 0 of .*, train has no column picture; it has image, label, tokens"),
+        (
+            "columns",
+            r"record 0 of .*, train has no column picture; choose from image, label, tokens",
+        ),
         ("large", r"'tokens' of record 3 of .* holds 0 to 1099511627776, which 32 bits"),
         ("example", r"record 0 of .*, train is not a tf\.train\.Example"),
         ("damaged", r"the ArrayRecord files of train cannot be read: "),

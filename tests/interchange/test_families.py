@@ -110,7 +110,7 @@ REFUSED = [
             "sliding_window": 8,
             "max_window_layers": 1,
         },
-        r"all layers of model.type gpt attend alike",
+        r"all layers of model.type gpt have the same attention",
     ),
 ]
 

@@ -173,7 +173,10 @@ def test_damaged_files_are_one_message_each(tmp_path):
         (raw[:-64], r"is truncated: '.*' ends at byte [\d,]+ of [\d,]+"),
         (raw[:60], r"is a truncated or malformed GGUF file"),
         (raw[:24] + b"\xff" * 8 + raw[32:], r"is a truncated or malformed GGUF file"),
-        (raw[:4] + struct.pack("<I", 1) + raw[8:], r"is GGUF of version 1; 2 and 3 are read"),
+        (
+            raw[:4] + struct.pack("<I", 1) + raw[8:],
+            r"is in version 1 of GGUF, and jaxdist reads the versions 2 and 3",
+        ),
         (raw[:at] + struct.pack("<I", 19) + raw[at + 4 :], r"the unknown quantization number 19"),
     ]
     for damaged, words in cases:

@@ -206,9 +206,9 @@ BAD = {
     "header no json": r"its header is not JSON",
     "index": r"names b.safetensors, which .* does not have",
     "missing": r"up_proj.weight\[48, 32\]: no such tensor, for blocks/mlp/up",
-    "unused": r"model.extra.weight\[3\]: a tensor that fills no parameter",
-    "shape": r"model.norm.weight: is \[31\], and norm/scale takes \[32\]",
-    "dtype": r"model.norm.weight: is int32, but norm/scale takes floating-point numbers",
+    "unused": r"model.extra.weight\[3\]: this tensor fills no parameter",
+    "shape": r"model.norm.weight: has shape \[31\], but norm/scale takes \[32\]",
+    "dtype": r"model.norm.weight: has dtype int32, but norm/scale takes floating-point numbers",
 }
 
 

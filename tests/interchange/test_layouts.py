@@ -63,7 +63,9 @@ def test_text_that_is_no_layout_is_refused(text):
 def test_parameters_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="must give a size as a number"):
         WeightLayout("i=a")
-    with pytest.raises(ConfigError, match=r"has 2 dims, but the parameter has shape \(4,\)"):
+    with pytest.raises(
+        ConfigError, match=r"names 2 dims on the right, but the parameter has shape \(4,\)"
+    ):
         WeightLayout("H d").file_shape((4,))
     with pytest.raises(ConfigError, match=r"does not divide a parameter of shape \(5,\)"):
         WeightLayout("(h 2) -> (2 h)").file_shape((5,))

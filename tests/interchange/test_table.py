@@ -81,9 +81,9 @@ BAD = [
     (without("rename", "params/head/kernel"), r"params.head.kernel\[3, 6\]: no such tensor, for"),
     (
         without("transpose", "params/head/kernel"),
-        r"head.weight: is \[3, 6\], .* takes \[6, 3\]",
+        r"head.weight: has shape \[3, 6\], .* takes \[6, 3\]",
     ),
-    ({**TABLE, "ignore": []}, r"bn.num_batches_tracked\[\]: a tensor that fills no parameter"),
+    ({**TABLE, "ignore": []}, r"bn.num_batches_tracked\[\]: this tensor fills no parameter"),
     ({**TABLE, "ignore": ["x*"]}, r"'x\*' matches no tensor; choose from"),
     (
         {**TABLE, "rename": {**TABLE["rename"], "params/tail": "x"}},
@@ -113,6 +113,6 @@ def test_a_table_that_does_not_fit_is_one_message(table, words, tmp_path, device
 def test_tensors_without_a_fraction_are_refused(tmp_path, devices):
     held = {**tensors(), "head.weight": np.zeros((3, 6), np.int32)}
     with pytest.raises(
-        JaxdistError, match=r"head.weight: is int32, but .* takes floating-point numbers"
+        JaxdistError, match=r"head.weight: has dtype int32, but .* takes floating-point numbers"
     ):
         imported(tmp_path, held=held)

@@ -78,7 +78,7 @@ def test_what_had_to_be_done_again_is_lost_work():
     assert found.gaps_seconds == (30, 20)
     assert found.goodput == pytest.approx(12 / 88)
     assert "88.0 s" in goodput_table(found)
-    assert "3 lives, 5 steps repeated; goodput 13.6%" in goodput_table(found)
+    assert "3 attempts, 5 steps repeated; goodput 13.6%" in goodput_table(found)
 
 
 def test_a_save_that_was_not_committed_keeps_nothing():

@@ -60,7 +60,7 @@ def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) ->
     assert first["seconds"]["step"] > 0
     done = jaxdist.train("--resume")
     assert done.code == 0, done
-    assert "2 lives" in done.out
+    assert "2 attempts" in done.out
     found = reported(jaxdist)
     before, after = found["lives"]
     assert before["kept_step"] == after["first_step"] > 0

@@ -113,7 +113,10 @@ def npz(path: Path) -> tuple[Labelled, Labelled | None]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"data.directory: {path} cannot be read as npz: {error}") from error
+        raise DataError(
+            f"data.directory: {path} cannot be read as npz: {error}; name an archive that "
+            "numpy.savez wrote"
+        ) from error
     train, heldout = (_npz_split(arrays, split, path) for split in _SPLITS)
     if train is None:
         raise DataError(
@@ -132,7 +135,10 @@ def _npz_split(arrays: Mapping[str, np.ndarray], split: str, path: Path) -> Labe
             found[field] = arrays[name]
     if len(found) == 1:
         lacks = "labels" if "image" in found else "images"
-        raise DataError(f"data.directory: {path} has no {lacks} for the split {split}")
+        raise DataError(
+            f"data.directory: {path} has no {lacks} for the split {split}: add the array of the "
+            f"{lacks} to the archive"
+        )
     if not found:
         return None
     image, label = found["image"], found["label"]

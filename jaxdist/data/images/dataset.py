@@ -134,7 +134,10 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
     splits = [train] if heldout is None else [train, heldout]
     shapes = {split.image.shape[1:] for split in splits}
     if len(shapes) > 1:
-        raise DataError(f"data: {name}: training and held-out images differ in shape: {shapes}")
+        raise DataError(
+            f"data: {name}: training and held-out images differ in shape: {shapes}; crop or pad "
+            "all images to the same shape"
+        )
     if min(len(split.label) for split in splits) == 0:
         raise DataError(f"data: {name}: a split has no images")
     classes = 1 + int(train.label.max())

@@ -305,7 +305,9 @@ def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
                     labels[stem] = content.read().decode().strip() if content else ""
             end = tar.offset
     except (tarfile.TarError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data: {path} is not a tar that can be read: {error}") from error
+        raise DataError(
+            f"data: {path} is not a tar that can be read: {error}; fetch the file again"
+        ) from error
     # Python's tarfile ends silently at a header that is cut off; a whole tar ends with zeros.
     if ImagePlace(str(path), end, tarfile.BLOCKSIZE).read() != bytes(tarfile.BLOCKSIZE):
         raise DataError(

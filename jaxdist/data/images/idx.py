@@ -47,7 +47,8 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
     start = 4 + 4 * dims
     if len(content) < start:
         raise DataError(
-            f"data: {name} is truncated: {len(content)} bytes, its header alone takes {start}"
+            f"data: {name} is truncated: {len(content)} bytes, its header alone takes {start}; "
+            "fetch the file again"
         )
     shape = struct.unpack_from(f">{dims}I", content, 4)
     size = math.prod(shape)
@@ -55,7 +56,7 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
         problem = "is truncated" if len(content) - start < size else "is too long"
         raise DataError(
             f"data: {name} {problem}: it holds {len(content) - start} values, its header says "
-            f"{' x '.join(map(str, shape))} = {size}"
+            f"{' x '.join(map(str, shape))} = {size}; fetch the file again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

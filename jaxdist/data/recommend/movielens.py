@@ -70,7 +70,7 @@ class MovieLensConfig(Config):
     def _check(self) -> MovieLensConfig:
         if self.fold >= self.folds:
             raise ValueError(
-                f"fold {self.fold} does not exist: the {self.folds} folds are numbered from 0"
+                f"fold {self.fold} does not exist: use a number from 0 to {self.folds - 1}"
             )
         if self.spare > self.folds - 2:
             raise ValueError(

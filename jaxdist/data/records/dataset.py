@@ -64,7 +64,7 @@ class RecordsConfig(Config):
         if train is None:
             raise DataError(
                 f"data.directory: {folder} has no split train of {self.format} (it has: "
-                f"{', '.join(found) or 'none'})"
+                f"{', '.join(found) or 'none'}): name the folder with the training split"
             )
         heldout = next((found[name] for name in HELDOUT if name in found), None)
         broken: list[str] = []
@@ -100,7 +100,10 @@ class RecordsConfig(Config):
             else:
                 kept.append(index)
         if not kept:
-            raise DataError(f"data: all {len(reader)} records of {reader.name} are broken")
+            raise DataError(
+                f"data: all {len(reader)} records of {reader.name} are broken: fetch the files "
+                "again"
+            )
         return replace(records, kept=np.array(kept))
 
 
@@ -182,7 +185,7 @@ class Records:
         columns = self.columns or {column: column for column in row}
         if absent := [column for column in columns.values() if column not in row]:
             raise DataError(
-                f"data.columns: {name} has no column {', '.join(absent)}; it has "
+                f"data.columns: {name} has no column {', '.join(absent)}; choose from "
                 f"{', '.join(sorted(row))}"
             )
         return {key: self._value(row[column], column, name) for key, column in columns.items()}

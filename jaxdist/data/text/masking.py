@@ -36,7 +36,10 @@ class MaskingConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> MaskingConfig:
         if self.masked + self.random > 1:
-            raise ValueError(f"masked {self.masked} and random {self.random} add up to more than 1")
+            raise ValueError(
+                f"masked {self.masked} and random {self.random} add up to more than 1: lower one "
+                "of the two fractions"
+            )
         if self.masked + self.random == 0:
             raise ValueError(
                 "masked 0 and random 0 hide nothing, and the model would read what it must "

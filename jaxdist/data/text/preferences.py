@@ -126,7 +126,7 @@ def _pair(line: bytes, where: str) -> Pair:
             what = "no message before its answer" if len(messages) < 2 else "no answer at its end"
             raise DataError(
                 f"{where}: {kind} has {what}: a pair is a prompt, and two messages of the role "
-                f"{ANSWERS} that follow the prompt"
+                f"{ANSWERS} that follow the prompt. Correct the pair, or leave it out"
             )
     if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
         alike = pair.chosen == pair.rejected
@@ -149,7 +149,8 @@ def _messages(given: Any, role: str, where: str) -> list[Message]:
         for one in messages
     ):
         raise DataError(
-            f"{where} is neither a text nor a list of {{role, content}}, or a text in it is empty"
+            f"{where} is neither a text nor a list of {{role, content}}, or a text in it is empty: "
+            "correct the row, or leave it out"
         )
     return messages
 

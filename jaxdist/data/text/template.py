@@ -79,7 +79,8 @@ class ChatTemplate:
         # Expressions in a template raise the errors that Python raises for them.
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(
-                f"the tokenizer's chat template rejects the conversation: {error}"
+                f"the tokenizer's chat template rejects the conversation: {error}. Correct the "
+                "conversation, or the template in the tokenizer's folder"
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> list[TextPiece]:

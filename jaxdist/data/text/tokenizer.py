@@ -205,7 +205,8 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
     """
     if vocab_size < 256:
         raise DataError(
-            f"vocab_size {vocab_size} is too small: the single bytes alone are 256 tokens"
+            f"vocab_size {vocab_size} is too small: the single bytes alone are 256 tokens; "
+            "use a larger number, such as 8192"
         )
     if vocab_size > MAX_VOCAB:  # The library would crash the process when it runs out of memory.
         raise DataError(

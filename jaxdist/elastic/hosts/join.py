@@ -91,5 +91,6 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         time.sleep(LOOK_SECONDS)
     raise RunError(
         f"no host is the leader at {members.rendezvous.address}, and this host could not take it "
-        f"over within {wait.seconds:g} s"
+        f"over within {wait.seconds:g} s. Check that this host and the others can reach and write "
+        "the rendezvous"
     )

@@ -117,7 +117,8 @@ class BatchRule:
             whole = "a multiple of" if DATA in self.mesh else "the"
             raise RunError(
                 f"{devices} devices are not {whole} {self.others} devices that the axes other than "
-                f"data of the mesh {_shown(self.mesh)} need; these axes cannot shrink"
+                f"data of the mesh {_shown(self.mesh)} need; these axes cannot shrink. Add hosts, "
+                "or use smaller sizes of these axes"
             )
         return devices // self.others
 

@@ -1,1 +1,1 @@
-"""The energy of a run: meters behind a common contract, and joules, kWh and carbon of its lives."""
+"""The energy of a run: meters with a common contract, and joules, kWh and carbon of attempts."""

@@ -35,7 +35,9 @@ class EnergyConfig(Config):
     @model_validator(mode="after")
     def _check_watts(self) -> EnergyConfig:
         if self.idle_watts is not None and (self.watts is None or self.idle_watts > self.watts):
-            raise ValueError("idle_watts works only with watts, and must not exceed watts")
+            raise ValueError(
+                "idle_watts works only with watts, and must not exceed watts: set both, in watts"
+            )
         return self
 
     @property

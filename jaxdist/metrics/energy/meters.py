@@ -49,7 +49,10 @@ class Rapl:
     def __init__(self, root: Path = POWERCAP) -> None:
         zones = [zone for zone in sorted(root.glob("*-rapl:*")) if _counts(zone)]
         if not zones:
-            raise RunError(f"{root} has no RAPL energy counter")
+            raise RunError(
+                f"{root} has no RAPL energy counter that this user may read: set energy.meter to "
+                "model, or to none"
+            )
         self._zones = zones
         self._ranges = [_number(zone / "max_energy_range_uj") for zone in zones]
         self._last = [_number(zone / "energy_uj") for zone in zones]
@@ -90,9 +93,11 @@ class Nvml:
             self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
             self._begun = self._counted()
         except pynvml.NVMLError as error:
-            raise RunError(f"NVML cannot count energy here: {error}") from error
+            raise RunError(
+                f"NVML cannot count energy here: {error}; set energy.meter to model, or to none"
+            ) from error
         if not self._gpus:
-            raise RunError("NVML finds no GPU")
+            raise RunError("NVML finds no GPU: set energy.meter to rapl, model or none")
         self.name = f"NVML ({len(self._gpus)} GPUs)" if len(self._gpus) > 1 else "NVML (1 GPU)"
 
     def joules(self) -> float:

@@ -1,4 +1,4 @@
-"""The energy of a run: records of each life, which contain the energy of the life so far."""
+"""The energy of a run: records of each attempt, which contain the energy of the attempt so far."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ the unit."""
 
 @dataclass
 class Tally:
-    """The energy of a life of a run, which is a process from its start to its last record.
+    """The energy of an attempt of a run: the work of a process from its start to its last record.
 
     Attributes:
       unit: the unit of the data, a member of `UNITS`.
       units_per_step: the number of units in a step, over all devices, which may change later.
-      units: the number of units in the life's steps so far.
+      units: the number of units in the attempt's steps so far.
     """
 
     meter: Meter
@@ -52,7 +52,7 @@ class Tally:
         """Return a record of the energy until now.
 
         Args:
-          life: the number of the life of the run.
+          life: the number of the attempt of the run.
         """
         joules, seconds = self.meter.joules(), self.clock() - self._begun
         return {
@@ -68,7 +68,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a whole run: the sums over its lives, including repeated steps.
+    """The energy of a whole run: the sums over its attempts, including repeated steps.
 
     Attributes:
       joules: the energy that the devices have drawn.
@@ -104,9 +104,9 @@ class Energy:
 
 
 def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """Return the energy of a run from the records of its lives, or None if no record has energy."""
+    """Return the energy of a run from its attempts' records, or None if no record has energy."""
     ours = (record for record in records if record["split"] == SPLIT)
-    # A record has the energy of its life so far, so that only the last record of each life counts.
+    # A record has the energy of its attempt so far, so only the last record of each attempt counts.
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]
     if not last:
         return None

@@ -67,7 +67,10 @@ class OrderLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
-            raise RunError(f"order log {path} cannot be written: {error.strerror}") from error
+            raise RunError(
+                f"order log {path} cannot be written: {error.strerror}; make room on the disk, or "
+                "allow this user to write there"
+            ) from error
 
     def add(self, taken: ProtocolCall) -> None:
         """Append a call."""
@@ -90,14 +93,17 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
     try:
         lines = read_regular(path).decode("utf-8", "replace").split("\n")
     except OSError as error:
-        raise RunError(f"order log {path} cannot be read: {error.strerror}") from error
+        raise RunError(
+            f"order log {path} cannot be read: {error.strerror}; restore the file from a copy"
+        ) from error
     # The text after the last line break is empty, or a line that a crash cut off.
     for number, line in enumerate(lines[:-1], 1):
         try:
             yield _taken(parse_json(line))
         except (ValueError, TypeError) as error:
             raise RunError(
-                f"order log {path}, line {number}: {line[:60]!r} is not an entry"
+                f"order log {path}, line {number}: {line[:60]!r} is not an entry; restore the file "
+                "from a copy"
             ) from error
 
 

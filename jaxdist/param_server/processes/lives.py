@@ -54,7 +54,7 @@ def life_of(run: Path, servers: int) -> RecordedLife:
     if not clocks or not any(first < max(clocks) for first in begun):
         raise RunError(
             f"{run}: the servers of the run have not yet saved a state with which a replay could "
-            "be compared"
+            "be compared; wait for the first checkpoint"
         )
     last = max(clocks)
     first = max(first for first in begun if first < last)

@@ -81,7 +81,8 @@ def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> 
     if manifest.leaves != describe_arrays(wanted):
         raise CheckpointError(
             f"{path} was saved for other ranges of parameters, or for another optimizer than the "
-            "configured one"
+            "configured optimizer. Configure the model, placement and optimizer with which the run "
+            "was started"
         )
     leaves: list[np.ndarray] = []
     for number, leaf in enumerate(jax.tree.leaves(wanted)):

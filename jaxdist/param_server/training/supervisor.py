@@ -205,7 +205,10 @@ class Supervisor:
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()
         if not late:
-            raise RunError(f"waited {seconds:g} s for {what}, and no worker is late")
+            raise RunError(
+                f"waited {seconds:g} s for {what}, and no worker is late: read the logs of the "
+                "servers, or raise strategy.processes.deadline_seconds"
+            )
         names = ", ".join(map(str, late))
         self.prepared.note(
             f"waited {seconds:g} s for {what}: {names} is ended, since no worker makes progress"

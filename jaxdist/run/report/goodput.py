@@ -26,10 +26,10 @@ _IDLE = re.compile(r"worker_\d+_idle_share")
 def report_goodput(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
     """Print how a run used its time, write it to `json_file` if given, and return it.
 
-    The run may still be in progress. All lives of a resumed run are added up. Steps after the
-    checkpoint from which the next life continued count as lost work, and the time from the last
-    record of a life to the next start counts as idle. In a run of several processes, only the time
-    of process 0 is reported.
+    The run may still be in progress. All attempts of a resumed run are added up. Steps after the
+    checkpoint from which the next attempt continued count as lost work, and the time from the last
+    record of an attempt to the next start counts as idle. If the run has several processes, the
+    report covers only process 0.
 
     Raises:
       RunError: there is no run in the directory, or it has no records of time.

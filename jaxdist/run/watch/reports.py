@@ -38,7 +38,7 @@ class GoodputHook(LoopHook):
     save.
 
     Attributes:
-      life: the number of this life of the run, counted from 1.
+      life: the number of this attempt of the run, counted from 1.
       step: the last step that was taken.
       tally: the tally of energy, or None if energy is not measured.
       seconds_between: the upper limit of the pause between a record and the next record at a log

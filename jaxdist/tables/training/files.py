@@ -134,7 +134,10 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
             wrong = [name for name, value in about.items() if found.get(name) != value]
             if wrong:
                 told = ", ".join(f"{at} {found.get(at)} there, {about[at]} here" for at in wrong)
-                raise CheckpointError(f"{path} contains other tables than the config: {told}")
+                raise CheckpointError(
+                    f"{path} contains other tables than the config: {told}. Configure the tables "
+                    "with which the run was started"
+                )
             chain.append(path)
             base = found.get("base")
         for path in reversed(chain):

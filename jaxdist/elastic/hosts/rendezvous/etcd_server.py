@@ -173,7 +173,8 @@ def members(url: str) -> list[str]:
         if scheme != "etcds" and host != "localhost" and not is_loopback(host):
             raise ConfigError(
                 f"the rendezvous {url} is on another machine and lacks TLS (etcds://); anyone who "
-                "can connect to the rendezvous could take over the run"
+                "can connect to the rendezvous could take over the run. Use an address that begins "
+                "with etcds://"
             )
     return found
 
