@@ -1,6 +1,6 @@
 """The check that a schedule can run, and the microbatches whose activations a schedule keeps.
 
-The error message of the check names the task, its stage and its place, which is the index of the
+The error message of the check names the task, its stage and its position, which is the index of the
 task in the stage's row.
 """
 
@@ -82,7 +82,7 @@ def _check_row(schedule: Schedule, stage: int) -> None:
     for place, task in enumerate(schedule.rows[stage]):
         if task is None:
             continue
-        where = f"schedule {schedule.name}: stage {stage}, place {place}: {task}"
+        where = f"schedule {schedule.name}: stage {stage}, position {place}: {task}"
         if not (0 <= task.chunk < schedule.chunks and 0 <= task.microbatch < schedule.microbatches):
             raise ConfigError(
                 f"{where} is unknown: chunks are 0 to {schedule.chunks - 1}, microbatches 0 to "
@@ -94,8 +94,8 @@ def _check_row(schedule: Schedule, stage: int) -> None:
         for other in _same_work(task):
             if other in found:
                 raise ConfigError(
-                    f"{where} repeats {other} of place {found[other]}: each microbatch passes each "
-                    "chunk once forward (F), and once backward (B, or I and W)"
+                    f"{where} repeats {other} of position {found[other]}: each microbatch passes "
+                    "each chunk once forward (F), and once backward (B, or I and W)"
                 )
         found[task] = place
 
@@ -157,12 +157,12 @@ def _check_order(schedule: Schedule) -> None:
     later, home = _find(schedule, missing)
     if home == stage:
         reason = (
-            f"comes after it, at place {places(schedule.rows[stage])[later]}: swap the two tasks"
+            f"comes after it, at position {places(schedule.rows[stage])[later]}: swap the two tasks"
         )
     else:
         reason = f"is never run: {_chain(schedule, walk.blocked, circle)}"
     raise ConfigError(
-        f"schedule {schedule.name}: stage {stage}, place {place}: {task} needs {later}, which "
+        f"schedule {schedule.name}: stage {stage}, position {place}: {task} needs {later}, which "
         f"{reason}"
     )
 
@@ -199,8 +199,8 @@ def _chain(
         place, missing = blocked[stage]
         task, home = _find(schedule, missing)
         links.append(
-            f"stage {stage} waits at place {place} ({schedule.rows[stage][place]}) for {task}, "
-            f"at place {places(schedule.rows[home])[task]} of stage {home}"
+            f"stage {stage} waits at position {place} ({schedule.rows[stage][place]}) for {task}, "
+            f"at position {places(schedule.rows[home])[task]} of stage {home}"
         )
     return "; ".join(links)
 
@@ -258,7 +258,7 @@ def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
             if lost:
                 stage = schedule.placement[chunk]
                 raise ConfigError(
-                    f"schedule {schedule.name}: stage {stage}, place "
+                    f"schedule {schedule.name}: stage {stage}, position "
                     f"{places(schedule.rows[stage])[task]}: {task} overwrites slot "
                     f"{task.microbatch % size} of {size}, where microbatch {lost[0]} of chunk "
                     f"{chunk} is still needed: the chunk needs {ring_sizes(schedule)[chunk]} slots"

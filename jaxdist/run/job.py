@@ -257,7 +257,7 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time, which counts from `begun` in the first attempt, or from now."""
+        """Return an account of time, which begins at `begun` in the first attempt, or now."""
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)

@@ -270,9 +270,9 @@ def test_check_says_the_slots(tmp_path):
 def test_the_first_violation(console, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(VIOLATION)
-    with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
+    with pytest.raises(ConfigError, match=r"mine.csv: stage 1, position 0: 1B0 needs 1F0, which"):
         pipelines.check_csv(path, console=console)
-    with pytest.raises(ConfigError, match=r"mine.csv: stage 1, place 0: 1B0 needs 1F0, which"):
+    with pytest.raises(ConfigError, match=r"mine.csv: stage 1, position 0: 1B0 needs 1F0, which"):
         pipelines.show_schedule(str(path), console=console)
 
 
@@ -294,7 +294,7 @@ sys.exit(code)
     [
         (["show", "zb_v", *SIZES, "--svg", "a.svg", "--trace", "a.json"], 0, "zb_v: 4 stages"),
         (["compare", *SIZES], 0, "4 stages, 8 microbatches"),
-        (["check", "mine.csv"], 2, "error: schedule mine.csv: stage 1, place 0: 1B0 needs 1F0"),
+        (["check", "mine.csv"], 2, "error: schedule mine.csv: stage 1, position 0: 1B0 needs 1F0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -42,23 +42,32 @@ BROKEN = {
     "nothing": ({"microbatches": 0}, r"mine: 2 stages, 2 chunks, 0 microbatches"),
     "chunk off the stages": ({"placement": (0, 2)}, r"chunk 1 is on stage 2, .* 0 to 1"),
     "idle stage": ({"placement": (0, 0)}, r"stage 1 of 2 holds no chunk"),
-    "unknown chunk": (["0F0 0B0", "1F0 1B0 2F0"], r"stage 1, place 2: 2F0 is unknown: .* 0 to 1"),
-    "unknown microbatch": (["0F0 0B0 0F3", "1F0 1B0"], r"stage 0, place 2: 0F3 is unknown"),
-    "wrong stage": (["0F0 1F0 0B0", "1B0"], r"stage 0, place 1: 1F0 belongs on stage 1"),
-    "twice": (["0F0 0B0 . 0B0", "1F0 1B0"], r"stage 0, place 3: 0B0 repeats 0B0 of place 1"),
-    "whole and half": (["0F0 0B0 0W0", "1F0 1B0"], r"stage 0, place 2: 0W0 repeats 0B0 of place 1"),
-    "half and whole": (["0F0 0I0 0B0", "1F0 1B0"], r"stage 0, place 2: 0B0 repeats 0I0 of place 1"),
+    "unknown chunk": (
+        ["0F0 0B0", "1F0 1B0 2F0"],
+        r"stage 1, position 2: 2F0 is unknown: .* 0 to 1",
+    ),
+    "unknown microbatch": (["0F0 0B0 0F3", "1F0 1B0"], r"stage 0, position 2: 0F3 is unknown"),
+    "wrong stage": (["0F0 1F0 0B0", "1B0"], r"stage 0, position 1: 1F0 belongs on stage 1"),
+    "twice": (["0F0 0B0 . 0B0", "1F0 1B0"], r"stage 0, position 3: 0B0 repeats 0B0 of position 1"),
+    "whole and half": (
+        ["0F0 0B0 0W0", "1F0 1B0"],
+        r"stage 0, position 2: 0W0 repeats 0B0 of position 1",
+    ),
+    "half and whole": (
+        ["0F0 0I0 0B0", "1F0 1B0"],
+        r"stage 0, position 2: 0B0 repeats 0I0 of position 1",
+    ),
     "no forward": (["0B0", "1F0 1B0"], r"task 0F0 is missing: stage 0 .* microbatch 0 of 1"),
     "no backward": (["0F0", "1F0 1B0"], r"task 0B0 \(or 0I0 and 0W0\) is missing: stage 0"),
     "no weight half": (["0F0 0I0", "1F0 1B0"], r"task 0W0 is missing: stage 0"),
     "no input half": (["0F0 0W0", "1F0 1B0"], r"task 0I0 is missing: stage 0"),
     "own order": (
         ["0F0 0B0", "1B0 1F0"],
-        r"stage 1, place 0: 1B0 needs 1F0, which comes after it, at place 1",
+        r"stage 1, position 0: 1B0 needs 1F0, which comes after it, at position 1",
     ),
     "weight before input": (
         ["0F0 0W0 0I0", "1F0 1B0"],
-        r"stage 0, place 1: 0W0 needs 0I0, which comes after it, at place 2",
+        r"stage 0, position 1: 0W0 needs 0I0, which comes after it, at position 2",
     ),
 }
 
@@ -75,9 +84,9 @@ def test_first_violation_is_named(case):
 def test_deadlock_names_the_circle():
     wrong = schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", microbatches=2)
     message = (
-        r"stage 0, place 1: 0B0 needs 1B0, which is never run: "
-        r"stage 0 waits at place 1 \(0B0\) for 1B0, at place 2 of stage 1; "
-        r"stage 1 waits at place 0 \(1F1\) for 0F1, at place 2 of stage 0$"
+        r"stage 0, position 1: 0B0 needs 1B0, which is never run: "
+        r"stage 0 waits at position 1 \(0B0\) for 1B0, at position 2 of stage 1; "
+        r"stage 1 waits at position 0 \(1F1\) for 0F1, at position 2 of stage 0$"
     )
     with pytest.raises(ConfigError, match=message):
         check_schedule(wrong)
@@ -106,7 +115,7 @@ def test_ring_buffers(build):
             continue
         short = [n - (c == chunk) for c, n in enumerate(sizes)]
         message = (
-            rf"stage {chunk}, place \d+: {chunk}F\d overwrites slot \d of \d, where microbatch "
+            rf"stage {chunk}, position \d+: {chunk}F\d overwrites slot \d of \d, where microbatch "
         )
         with pytest.raises(ConfigError, match=message):
             check_schedule(made, slots=short)
@@ -115,7 +124,7 @@ def test_ring_buffers(build):
 def test_slots_of_a_violation():
     with pytest.raises(
         ConfigError,
-        match=r"stage 0, place 3: 0F3 overwrites slot 0 of 3, where microbatch 0 of chunk 0 is "
+        match=r"stage 0, position 3: 0F3 overwrites slot 0 of 3, where microbatch 0 of chunk 0 is "
         r"still needed: the chunk needs 4 slots",
     ):
         check_schedule(gpipe(2, 4), slots=3)

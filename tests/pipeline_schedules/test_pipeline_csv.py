@@ -82,7 +82,7 @@ WRONG = {
     ),
     "deadlock": (
         text((2, 2, "1B0"), (2, 3, "1F0")),
-        r"stage 1, place 1: 1B0 needs 1F0, which comes after it, at place 2: swap the two tasks",
+        r"stage 1, position 1: 1B0 needs 1F0, which comes after it, at position 2: swap the two",
     ),
     "empty": ("\n\n", r"the file has no tasks: write one row per stage"),
     "idle row": (text() + ",,\n", r"stage 2 of 3 holds no chunk"),
