@@ -163,7 +163,8 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
     if len(data) > most:
         also = "" if most == MAX_BYTES else ", together with the files before it"
         raise ConfigError(
-            f"{place}{name} is larger than {MAX_BYTES} bytes{also}, the most that a config may have"
+            f"{place}{name} is larger than {MAX_BYTES} bytes{also}, the most that a config may "
+            "have; write a smaller file"
         )
     return data
 

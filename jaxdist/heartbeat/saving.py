@@ -70,17 +70,17 @@ class Interval:
         """Return a description of the interval, as one line.
 
         >>> print(choose_interval(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
-        a checkpoint each 597 steps (59.7 s): it takes 500 ms, taken for granted a failure each 1 h
+        a checkpoint every 597 steps (59.7 s) that takes 500 ms; assumed: a failure every 1 h
         """
         failures = self.failures
         plural = "" if failures.seen == 1 else "s"
-        of = f"{failures.seen} failure{plural} seen," if failures.seen else "taken for granted"
+        of = f"{failures.seen} failure{plural} seen," if failures.seen else "assumed:"
         each = (
             f"{failures.mttf / 3600:.3g} h" if failures.mttf >= 3600 else f"{failures.mttf:.3g} s"
         )
         return (
-            f"{what} each {self.steps:,} steps ({self.work:.3g} s): it takes "
-            f"{1e3 * self.cost:.3g} ms, {of} a failure each {each}"
+            f"{what} every {self.steps:,} steps ({self.work:.3g} s) that takes "
+            f"{1e3 * self.cost:.3g} ms; {of} a failure every {each}"
         )
 
 

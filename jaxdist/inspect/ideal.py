@@ -74,14 +74,16 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
         notes.append(f"parameters and their gradients are {', '.join(sorted(stored))}")
     if parallel.compression is not None:
         notes.append(
-            f"parallel.compression.type {parallel.compression.type} sends messages in their place"
+            f"parallel.compression.type {parallel.compression.type} sends encoded messages instead "
+            "of gradients"
         )
     exchange = program.exchange
     if isinstance(exchange, Strict):
         if exchange.local.blocks > 1:
             notes.append(
                 f"each device sends the sums of its {exchange.order.shards} logical shards in "
-                f"{exchange.local.blocks} pieces; a power of two has one piece"
+                f"{exchange.local.blocks} chunks; with a power of two shards there is a single "
+                "chunk"
             )
         return tuple(notes)
     if stage == 3:

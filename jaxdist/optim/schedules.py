@@ -32,10 +32,13 @@ class ScheduleConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:
         if self.type == "constant" and self.end_fraction:
-            raise ValueError("end_fraction has no effect with type: constant")
+            raise ValueError(
+                "end_fraction has no effect with type: constant; leave end_fraction out, or choose "
+                "a type that decays"
+            )
         if self.type != "poly" and self.power is not None:
             raise ValueError(
-                f"power has no effect with type: {self.type}; only type poly uses power"
+                f"power has no effect with type: {self.type}; leave power out, or set type: poly"
             )
         return self
 

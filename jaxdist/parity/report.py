@@ -167,8 +167,9 @@ COMMAND = "jaxdist parity --json docs/parity.json"
 PAGE = "python -m jaxdist.parity.report docs/parity.json > docs/parity.md"
 
 EXTENTS = {
-    "all": "everything without stages and with a whole sequence; of pipelines each schedule, mesh, "
-    "activations and ZeRO stage up to 2; of the rest every two settings",
+    "all": "all combinations without stages and with a whole sequence; for pipelines each "
+    "schedule, "
+    "mesh, activations and ZeRO stage up to 2; for the rest every two settings",
     "every two settings": "every two settings",
 }
 """The description of each set of combinations, by the name of the set in the report."""
@@ -191,12 +192,14 @@ def parity_page(report: Mapping[str, Json]) -> str:
         "",
         f"{report['subject']}: {equal} of {len(results)} combinations equal one device over "
         f"{report['steps']} steps, float32, 8 fake CPU devices (jax {versions['jax']}, Python "
-        f"{versions['python']}). Of what [the table of validity](validity.md) allows: "
+        f"{versions['python']}). The comparison covers a part of what "
+        "[the table of validity](validity.md) allows: "
         f"{EXTENTS[report['cells']]}{f'; {left} more were not run' if left else ''}.",
         "",
         "Each number is the largest relative difference of the gradients that the optimizer",
-        "receives, over all combinations that were run with the settings of its row and column;",
-        "how many is in brackets. `-` does not combine; empty was not run.",
+        "receives, over all combinations that were run with the settings of its row and column.",
+        "The number of these combinations is in brackets. `-` marks settings that cannot be",
+        "combined, and an empty cell marks settings that were not run together.",
         "",
         *_reductions(results),
         "",
@@ -269,9 +272,10 @@ def _limits(results: Sequence[ParityResult]) -> list[str]:
     """Return the lines of the page about the limits, with the largest differences found."""
     judged = [result for result in results if result.differences and result.limit]
     lines = [
-        "What differs is the order in which floats are summed. The limits are k times",
-        "2 sqrt(n) 2**-24 for a batch of n tokens and k ways of cutting its sums, ten times that",
-        "for the update (`limit_of` in `jaxdist/parity/trace.py` says why):",
+        "The plans differ in the order in which floats are summed. The limit of losses and",
+        "gradients is k times 2 sqrt(n) 2**-24, where n is the number of tokens in a batch, and k",
+        "the number of kinds of sums that a plan adds in another order. The limit of the update is",
+        "ten times as large (`limit_of` in `jaxdist/parity/trace.py` gives the reason):",
         "",
     ]
     rows = []
@@ -285,7 +289,7 @@ def _limits(results: Sequence[ParityResult]) -> list[str]:
         ]
         bounds = [f"{value:.0e}" for value in asdict(limit).values()]
         rows.append([", ".join(cuts), *bounds, ", ".join(worst)])
-    header = ("sums that are cut otherwise", "limit of loss", "gradient", "update", "largest found")
+    header = ("sums in another order", "limit of loss", "gradient", "update", "largest found")
     return lines + columns.markdown(header, rows)
 
 

@@ -35,9 +35,9 @@ ANALYTIC_ONLY = (
 )
 
 ROUGH = (
-    "The ranking is rough, and covers only the data axis: formulas know the layers of gpt, but "
-    "for other models only what tracing a step shows. For TPUs, --memory and --compile ask the "
-    "compiler."
+    "The ranking is rough, and covers only the data axis: the formulas describe the layers of gpt, "
+    "but of other models they use only what the trace of a step shows. For TPUs, --memory and "
+    "--compile ask the compiler."
 )
 
 

@@ -125,8 +125,8 @@ def slurm(environ: Environ) -> Sighting | None:
         missing += f"{read['SLURM_JOB_ID']}, but srun has not started this process"
         return Sighting("Slurm", read=read, missing=missing)
     if (components := _number(environ.get("SLURM_HET_SIZE")) or 1) > 1:
-        missing = f"the job has {components} components (SLURM_HET_SIZE), and srun's variables are "
-        missing += "those of one of them"
+        missing = f"the job has {components} components (SLURM_HET_SIZE), and srun sets its "
+        missing += "variables for a single component"
         return Sighting("Slurm", read=_read(environ, *read, "SLURM_HET_SIZE"), missing=missing)
     host = first_node(read["SLURM_STEP_NODELIST"])
     job, step = int(read["SLURM_JOB_ID"]), _number(read.get("SLURM_STEP_ID")) or 0

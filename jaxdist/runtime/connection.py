@@ -130,7 +130,10 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
     except RunError:
         raise
     except (ValueError, RuntimeError) as error:
-        raise RunError(f"cannot join the other processes: {error}") from error
+        raise RunError(
+            f"cannot join the other processes: {error}. Read the messages of all processes, then "
+            "start all of them again"
+        ) from error
     if share["own"]:
         local, found = jax.local_device_count(), jax.device_count()
         backend, who = jax.default_backend(), _who(index, count)

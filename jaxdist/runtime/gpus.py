@@ -263,7 +263,8 @@ def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
     if max(one.chosen) >= len(one.gpus):
         raise RunError(
             f"process {index} on {one.machine}: {CHOICE}={','.join(map(str, one.chosen))}, but the "
-            f"process sees {len(one.gpus)} GPUs, which are numbered from 0"
+            f"process sees {len(one.gpus)} GPUs, which are numbered from 0: write "
+            "smaller numbers"
         )
     return one.chosen
 

@@ -83,7 +83,12 @@ def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int |
 
 def _checked(address: str, number: str, position: str) -> Processes:
     if not (number.isdigit() and position.isdigit() and int(position) < int(number)):
-        raise RunError(f"process id {position} of {number} processes: need 0 <= id < processes")
+        raise RunError(
+            f"process id {position} of {number} processes: give each process a different id, from "
+            "0 to the number of processes - 1"
+        )
     if not address.rpartition(":")[2].isdigit():
-        raise RunError(f"coordinator {address!r} is not HOST:PORT")
+        raise RunError(
+            f"coordinator {address!r} is not HOST:PORT: give the address of process 0 with a port"
+        )
     return Processes(address, int(number), int(position))

@@ -27,7 +27,10 @@ class ReplicaCheckConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> ReplicaCheckConfig:
         if self.on_difference == "stop" and self.max_restores != _RESTORES:
-            raise ValueError("max_restores has no effect with on_difference: stop")
+            raise ValueError(
+                "max_restores has no effect with on_difference: stop; leave max_restores out, or "
+                "set on_difference: restore"
+            )
         return self
 
     @property

@@ -131,7 +131,7 @@ SECTIONS: Mapping[str, Feature] = {
     "optim: muon": Feature(lambda f: f.optim.type == "muon", _optim),
     "an optimizer that evaluates other parameters": Feature(
         lambda f: f.optim.averages,
-        lambda f: "an optimizer that has other parameters evaluated than it trains",
+        lambda f: "an optimizer that evaluates other parameters than it trains",
     ),
     "an optimizer with momentum": Feature(
         lambda f: f.optim.momentum > 0,

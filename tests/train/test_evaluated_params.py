@@ -141,7 +141,7 @@ def test_parts_of_a_state_must_hold_what_is_evaluated():
 
 
 def test_servers_refuse_what_workers_do_not_evaluate():
-    with pytest.raises(ConfigError, match="has other parameters evaluated than it trains"):
+    with pytest.raises(ConfigError, match="evaluates other parameters than it trains"):
         experiment(**optim(**FREE), strategy={"type": "parameter_server", "workers": 2})
 
 

@@ -48,7 +48,10 @@ class Decoupled(Consistency):
     @model_validator(mode="after")
     def _fits(self) -> Decoupled:
         if self.at_least > 1 and self.grace_seconds is None:
-            raise ValueError(f"at_least {self.at_least} has no effect without grace_seconds")
+            raise ValueError(
+                f"at_least {self.at_least} has no effect without grace_seconds: set grace_seconds, "
+                "or leave at_least out"
+            )
         if self.quorum is not None and self.at_least > self.quorum:
             raise ValueError(
                 f"at_least {self.at_least} exceeds quorum {self.quorum}, at which changes are "

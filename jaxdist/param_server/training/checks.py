@@ -74,7 +74,10 @@ def _notices(cluster: Cluster, given: RunSettings) -> Iterator[str]:
             f"worker takes {more} steps instead of {given.total_steps} (train.steps)"
         )
     if cluster.codec is None and not cluster.error_feedback:
-        yield "strategy.error_feedback has no effect without strategy.codec"
+        yield (
+            "strategy.error_feedback has no effect without strategy.codec: leave error_feedback "
+            "out, or set codec"
+        )
 
 
 def peak(optimizer: Optimizer, total_steps: int) -> float:

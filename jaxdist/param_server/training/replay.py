@@ -61,7 +61,8 @@ class Replay:
         if sharded.cluster.racks:
             raise RunError(
                 "with racks, servers log the messages of racks but not the actions of each "
-                "worker: such a run cannot be replayed"
+                "worker: such a run cannot be replayed. Train with aggregation type direct to "
+                "replay the run later"
             )
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]

@@ -184,7 +184,7 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
     if max(given.seconds) <= max(best.seconds) * (1 + ROUNDING):
         return given, "as given"
     shown = ", ".join(map(str, best.counts))
-    return given, f"as given; balanced they would be {shown}, the slowest {max(best.seconds):.4g}"
+    return given, f"as given; balanced counts are {shown}, the slowest {max(best.seconds):.4g}"
 
 
 def _check_counts(

@@ -88,7 +88,7 @@ def test_a_heavy_head_makes_the_last_chunk_shorter(devices):
 
 def test_layers_as_given_are_explained_beside_the_balanced_cut(devices):
     first = experiment({"stage": 2}, {"layers": [5, 1]}).explained[0]
-    assert "6 layers in 2 chunks, as given; balanced they would be 3, 3, the slowest 5" in first
+    assert "6 layers in 2 chunks, as given; balanced counts are 3, 3, the slowest 5" in first
     (even,) = experiment({"stage": 2}).explained
     assert even == "pipeline 1f1b: 6 layers in 2 chunks, 3 in each"
     interleaved = {"schedule": {"type": "interleaved", "chunks": 2}}
