@@ -241,7 +241,7 @@ def test_what_is_sent_is_a_reduction_of_as_many_gradients_as_it_says(
     bound = gradient_bound(found)
     assert bound is not None
     assert (sum(by_kind.values()) <= 1.02 * bound[1]) == (blocks == 1)
-    shown = [note for note in bound_notes(found) if f"{blocks} pieces" in note]
+    shown = [note for note in bound_notes(found) if f"{blocks} chunks" in note]
     assert bool(shown) == (blocks > 1)
 
 
