@@ -131,8 +131,8 @@ SHARED = {
 TABLES = {
     "train__batch_ramp": "{}", "train__phases": "[]", "train__check_replicas": "{}",
     "train__microbatches": "2", "elastic__batch": "rescale", "model__freeze": "[]",
-    "model__lora": "{}", "optim__clip_norm": "1.0", "optim__skip_spikes": "{}",
-    "optim__max_grad_norm": "1.0", "optim__loss_scale": "{}",
+    "model__lora": "{}", "checkpoint__local": "{}", "optim__clip_norm": "1.0",
+    "optim__skip_spikes": "{}", "optim__max_grad_norm": "1.0", "optim__loss_scale": "{}",
 }  # fmt: skip
 EVERY += [
     with_messages(ADAMW, error_feedback={"type": "momentum"}),

@@ -25,7 +25,7 @@ from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowSgd
-from jaxdist.tables.training.program import about_tables
+from jaxdist.tables.training.files import about_tables
 from jaxdist.tables.training.servers import Wires, start_team
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid

@@ -26,6 +26,7 @@ OFF: Mapping[str, object] = {
     "train.batch_ramp": None,
     "train.phases": None,
     "train.check_replicas": None,
+    "checkpoint.local": None,
     "elastic.batch": "same",
     "optim.rates": {},
     "optim.scale_from": None,

@@ -19,6 +19,7 @@ from jaxdist.errors import CheckpointError
 from jaxdist.run.directory import directory_identity
 from jaxdist.run.files import RunFiles
 from jaxdist.train.state import TrainState
+from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import Json
 
 Say = Callable[[str], None]
@@ -102,7 +103,9 @@ def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
     config, tiers = files.config.checkpoint, []
     store = stack.enter_context(files.store(lambda text: say(f"[bold red]checkpoint:[/] {text}")))
     memory = files.agent.memory
-    if memory is not None and config.memory_every is not None:
+    # A snapshot has no tables, so a run with tables on servers could not continue from one.
+    tables = isinstance(files.config.strategy, Hybrid)
+    if memory is not None and config.memory_every is not None and not tables:
         tiers.append(Tier("in memory", _snapshots(memory, say, stack), config.memory_every))
     if config.local is not None:
         folder = claim(config.local.directory, directory_identity(files.directory))

@@ -60,6 +60,11 @@ HYBRIDS: tuple[ValidityRow, ...] = (
         "it",
         "leave the setting out",
     ),
+    _refused(
+        "checkpoint.local",
+        "snapshots hold the state of this machine's devices, but not the tables on servers",
+        "leave the setting out, and set a smaller checkpoint.every",
+    ),
     *(
         _refused(
             path,

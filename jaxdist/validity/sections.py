@@ -85,6 +85,7 @@ _PATHS = (
     "model.lora",
     "model.experts",
     "train.check_replicas",
+    "checkpoint.local",
     "optim.clip_norm",
     "optim.rates",
     "optim.skip_spikes",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document, validate
 from jaxdist.errors import CheckpointError, ConfigError, RunError
@@ -23,6 +25,7 @@ from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.run.tiers import open_tiers
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.messages import pack, payload_spec, spec_of_reply, step_bytes
 from jaxdist.tables.optimizer import (
@@ -33,9 +36,16 @@ from jaxdist.tables.optimizer import (
 )
 from jaxdist.tables.server import TableServer, TableShard
 from jaxdist.tables.store import RowStore, summed
-from jaxdist.tables.training.files import TableWriter, prune_tables, read_tables, write_tables
+from jaxdist.tables.training.files import (
+    TableWriter,
+    prune_tables,
+    read_tables,
+    tables_problem,
+    write_tables,
+)
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.train.evaluate import evaluate
+from jaxdist.train.strategy.config import Hybrid, Synchronous
 from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES
 from jaxdist.wire.local import LocalWire
@@ -357,8 +367,10 @@ def test_tables_on_disk_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     rows, values = np.arange(4, dtype=np.uint32), np.ones((4, 5), np.float32)
     for step in (10, 20, 30, 40):
         write_tables(tmp_path, 0, step, {"seed": 1, "servers": 1}, rows, values)
-    with pytest.raises(CheckpointError, match="seed 1 there, 2 here"):
+    with pytest.raises(CheckpointError, match="seed 1 there, 2 here; resume"):
         list(read_tables(tmp_path, 10, {"seed": 2}))
+    assert "seed 1 there, 2 here" in str(tables_problem(tmp_path, 10, {"seed": 2}))
+    assert tables_problem(tmp_path, 10, {"seed": 1}) is tables_problem(tmp_path, 50, {}) is None
     with pytest.raises(CheckpointError, match=r"(is|are) damaged"):
         list(read_tables(tmp_path, 50, {}))
     file = next(tmp_path.glob("tables/server_0/step_*20/arrays/000001.bin"))
@@ -368,6 +380,16 @@ def test_tables_on_disk_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     prune_tables(tmp_path, [10])
     found = sorted(path.name for path in (tmp_path / "tables/server_0").iterdir())
     assert found == ["step_00000010", "step_00000030", "step_00000040"]
+
+
+def test_a_run_with_tables_on_servers_has_no_snapshots_in_memory(tmp_path: Path) -> None:
+    """They lack the tables, so that the run could not go on from them."""
+    agent = SimpleNamespace(memory=tmp_path)
+    for strategy, count in ((Synchronous(), 1), (Hybrid(), 0)):
+        config = SimpleNamespace(checkpoint=CheckpointConfig(), strategy=strategy)
+        files: Any = SimpleNamespace(agent=agent, config=config, store=lambda say: nullcontext())
+        with ExitStack() as stack:
+            assert len(open_tiers(files, print, stack).snapshots) == count
 
 
 def test_tables_that_cannot_be_written_are_told(tmp_path: Path) -> None:
@@ -515,6 +537,7 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
         ({"strategy": {**_HYBRID, "optimizer": {"type": "lamb"}}}, "lazy_adam"),
         ({"strategy": {**_HYBRID, "servers": 1, "replicas": 2}}, "replicas 2 of 1 servers"),
         ({"strategy": {**_HYBRID, "replicas": 2, "processes": {"port": 4000}}}, "further ports"),
+        ({"checkpoint": {"local": {"directory": "ssd"}}}, "snapshots hold .* not the tables"),
         ({"sharding": {"rules": {"rows": "data"}}}, "no parameter has this dim"),
     ],
 )  # fmt: skip

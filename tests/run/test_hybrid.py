@@ -74,7 +74,12 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     for file in sorted(newest.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     newest.rmdir()
-    again = jaxdist.here("train", "config.yaml", "--resume", "run.directory=run", _strategy(3))
+    config = (run / "config.yaml").read_bytes()
+    resume = ("train", "config.yaml", "--resume", "run.directory=run", _strategy(3))
+    other = jaxdist.here(*resume, "model.row_scale=0.3")
+    assert "form.scale 0.1 there, 0.3 here; resume with the configuration" in other.message
+    assert (run / "config.yaml").read_bytes() == config, "a refused resume leaves the run as it was"
+    again = jaxdist.here(*resume)
     assert again.code == 0, again.err
     assert f"resume from step {STEPS // 2}" in again.out
     assert _records(run, "heldout")[-1]["loss"] == pytest.approx(heldout["loss"], rel=1e-5)

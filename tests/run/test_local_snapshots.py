@@ -56,3 +56,10 @@ def test_one_that_is_damaged_is_passed_over_loudly(jaxdist: Jaxdist, crashed):
     assert "resume from step 16 of 24" in said
     found = checkpoint(jaxdist.run, 24)
     assert {name: array.tobytes() for name, array in found.items()} == whole
+    shutil.rmtree(jaxdist.run / "checkpoints")
+    config = (jaxdist.run / "config.yaml").read_bytes()
+    other = jaxdist.here(*ARGS, "--resume", "model.hidden=[9]")
+    assert (
+        "snapshots up to step 20, which do not fit the changed model: model.hidden" in other.message
+    )
+    assert (jaxdist.run / "config.yaml").read_bytes() == config

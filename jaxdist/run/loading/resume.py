@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
+
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
+from jaxdist.checkpoint.snapshots import whole_steps
+from jaxdist.config import read, resolved_yaml
+from jaxdist.errors import CheckpointError
 from jaxdist.experiment import Experiment
 from jaxdist.run.checkpoints import restore
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.loading.begin import begin_with
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.memory import check_state_fits
+from jaxdist.run.report.changes import changes
 from jaxdist.run.tiers import Tiers
+from jaxdist.tables.training.files import about_tables, tables_problem
 from jaxdist.train.state import TrainState
+from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import Json
 
 Beginning = tuple[TrainState, Mapping[str, Json]]
@@ -61,11 +69,51 @@ def _newest(
     # Process 0 decides, because restoring is collective, and other hosts may see new files of a
     # shared disk later.
     if not broadcast_json(bool(steps_present(tiers.store.directory))):
+        _check_snapshots(experiment, directory, tiers)
         return None
     saved = restore(tiers.store, program, say=say)
     check_order(directory, saved.step)
+    _check_tables(experiment, directory, saved.step)
     say(f"resume from step {saved.step} of {total}")
     return saved.state, saved.metadata
+
+
+def _check_snapshots(experiment: Experiment, directory: RunDirectory, tiers: Tiers) -> None:
+    """Check that no changed model is the reason why snapshots cannot be loaded.
+
+    Raises:
+      CheckpointError: there are snapshots, and the run began with another model.
+    """
+    steps = [step for tier in tiers.snapshots for step in whole_steps(tier.snapshots.folder)]
+    told = ""
+    if steps and jax.process_index() == 0:
+        lines = changes(read(directory.config).values, resolved_yaml(experiment.config))
+        told = ", ".join(line for line in lines if line.startswith("model."))
+    told = broadcast_json(told)
+    if told:
+        raise CheckpointError(
+            f"the run in {directory.path} has snapshots up to step {max(steps)}, which do not fit "
+            f"the changed model: {told}; resume with the run's first model, or start a run in "
+            "a new directory"
+        )
+
+
+def _check_tables(experiment: Experiment, directory: RunDirectory, step: int) -> None:
+    """Check the tables of a run on servers before any file of the run is replaced.
+
+    Raises:
+      CheckpointError: the tables of the step have another form than those of the config.
+    """
+    strategy = experiment.config.strategy
+    if experiment.rows is None or not isinstance(strategy, Hybrid):
+        return
+    problem = None
+    if jax.process_index() == 0:
+        about = about_tables(experiment.rows, strategy.optimizer)
+        problem = tables_problem(directory.path, step, about)
+    problem = broadcast_json(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def _first(experiment: Experiment, say: Callable[[str], None]) -> Beginning:

@@ -13,6 +13,7 @@ RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,11 @@ import numpy as np
 from jaxdist.checkpoint import layout as names
 from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
 from jaxdist.checkpoint.structure import describe_arrays
+from jaxdist.config.document import flat
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
+from jaxdist.tables.batch import TableRows
+from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.types import JsonObject
 
 FOLDER = "tables"
@@ -35,6 +39,7 @@ MOST_LINKS = 16
 KEPT = 2
 """The number of newest steps that are never deleted, since their checkpoints may not be on disk
 yet."""
+_LISTED = 3
 
 
 def _directory(run: Path, server: int) -> Path:
@@ -107,6 +112,44 @@ class TableWriter:
         self._base = {**own, "step": step}
 
 
+def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
+    """Return a description of the rows of a run, which the files of the rows must match."""
+    settings = optimizer.model_dump(mode="json")
+    form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
+    state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
+    return {"form": form, "seed": rows.seed, "optimizer": state}
+
+
+def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None:
+    """Return how the tables in a file differ from those of the config, or None if they do not."""
+    there, here = (flat(one) for one in (found, about))
+    wrong = [
+        f"{at} {there.get(at)} there, {here.get(at)} here"
+        for at in {**here, **there}
+        if at.split(".")[0] in about and there.get(at) != here.get(at)
+    ]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+    return (
+        f"{path} contains other tables than the config: {', '.join(wrong[:_LISTED])}{more}; resume "
+        "with the configuration with which the run was started, or start a run in a new directory"
+    )
+
+
+def tables_problem(run: Path, step: int, about: JsonObject) -> str | None:
+    """Return how the tables of a step differ from those of the config, or None if they do not.
+
+    Missing and damaged tables are not a difference: `read_tables` reports them.
+    """
+    path = names.step_directory(_directory(run, 0), step)
+    try:
+        found = _metadata(path)
+    except (OSError, ValueError, TypeError):
+        return None
+    return _differences(path, found, about)
+
+
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield row numbers and values from each server that saved a step, even if it no longer runs.
 
@@ -131,13 +174,9 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
                     f"the tables of step {step} in {path} are damaged: {error}; resume from a step "
                     "whose tables are complete (jaxdist train with a copy of the run)"
                 ) from error
-            wrong = [name for name, value in about.items() if found.get(name) != value]
-            if wrong:
-                told = ", ".join(f"{at} {found.get(at)} there, {about[at]} here" for at in wrong)
-                raise CheckpointError(
-                    f"{path} contains other tables than the config: {told}. Configure the tables "
-                    "with which the run was started"
-                )
+            problem = _differences(path, found, about)
+            if problem is not None:
+                raise CheckpointError(problem)
             chain.append(path)
             base = found.get("base")
         for path in reversed(chain):

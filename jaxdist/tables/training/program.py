@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from jaxdist.tables.batch import TableRows, Touched
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.tables.store import RowStore
-from jaxdist.tables.training.files import read_tables
+from jaxdist.tables.training.files import about_tables, read_tables
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.types import JsonObject
 
 TableBatch = Mapping[str, jax.Array]
 _Begun = tuple[Touched, Mapping[int, np.ndarray]]
@@ -118,14 +116,6 @@ class TableProgram:
         more = client.sent_bytes + client.received_bytes - before
         counts.update(ids=touched.looked_up, unique_ids=len(touched.rows), bytes=more)
         return state, values
-
-
-def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
-    """Return a description of the rows of a run, which the files of the rows must match."""
-    settings = optimizer.model_dump(mode="json")
-    form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
-    state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
-    return {"form": form, "seed": rows.seed, "optimizer": state}
 
 
 def saved_rows(run: Path, step: int, rows: TableRows, optimizer: RowOptimizer) -> RowStore:

@@ -24,8 +24,8 @@ from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.messages import payload_spec, spec_of_reply
-from jaxdist.tables.training.files import prune_tables
-from jaxdist.tables.training.program import LookAheadLoader, TableProgram, about_tables
+from jaxdist.tables.training.files import about_tables, prune_tables
+from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
