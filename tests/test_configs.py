@@ -52,7 +52,6 @@ def test_header_says_how_to_run_it(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
-@pytest.mark.every(3)
 def test_resolves_and_round_trips(path, tmp_path):
     _, config = load(path)
     again = tmp_path / "again.yaml"

@@ -219,7 +219,6 @@ LINES = sorted({(ids(page), line) for page in PAGES for line in commands(page)})
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
-@pytest.mark.every(3)
 def test_commands_are_those_of_the_command_line(page, line):
     if "COMMAND" in line:
         return

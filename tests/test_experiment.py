@@ -90,7 +90,6 @@ NEXT_TOKEN, CLASSIFICATION = {"type": "next_token"}, {"type": "classification"}
         (MLP, examples(label=(1,)), CLASSIFICATION, "needs image [any shape] and label [] in"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_a_loss_that_does_not_fit_is_refused(
     model: Any, data: Any, loss: Any, message: str
 ) -> None:
@@ -132,7 +131,6 @@ ONEBIT = {**ADAMW, "type": "onebit_adam", "freeze_step": 3}
          "layers/0/kernel float32[64, 16]: rank 40 exceeds the largest rank of a"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_an_optimizer_that_does_not_go_with_messages_is_refused(
     optim: Any, compression: Any, setting: str, message: str
 ) -> None:
@@ -174,7 +172,6 @@ def test_auto_says_what_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb"])
-@pytest.mark.every(2)
 def test_onebit_optimizers_train_in_every_form_of_state(kind: str) -> None:
     optim = {**ONEBIT, "type": kind, "bf16_moments": kind == "onebit_adam"}
     messages = {**MOMENTUM, "warmup_steps": 3}

@@ -113,7 +113,6 @@ QUOTED = [
 
 
 @pytest.mark.parametrize("quoted", QUOTED, ids=lambda text: text.replace("...", " ").strip()[:30])
-@pytest.mark.every(3)
 def test_a_quoted_message_is_one_that_the_code_prints(quoted: str, texts: list[str]) -> None:
     assert printed(quoted, texts)
 

@@ -311,7 +311,6 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
          r"axis data\.dcn with parallel\.reduce\.type hierarchical: .*type: ring"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_what_is_refused(mesh, rules, parallel, message, devices):
     with pytest.raises(ConfigError, match=message):
         plan(mesh, rules=rules, **parallel)

@@ -53,7 +53,6 @@ def test_what_patterns_take(patterns: list[str], expected: list[int]) -> None:
     ],
     ids=str,
 )
-@pytest.mark.every(3)
 def test_patterns_that_take_nothing_name_what_there_is(
     patterns: list[str], parts: list[str]
 ) -> None:

@@ -246,7 +246,6 @@ def test_gradient_of_a_replicated_input(algorithm):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("algorithm", [Xla(), Ring(), Tree(), Halving()], ids=label)
-@pytest.mark.every(3)
 def test_partly_manual(algorithm, check_vma):
     """Axis `data` by hand, axis `tensor` by XLA."""
     mesh = mesh_of({"data": 4, "tensor": 2})

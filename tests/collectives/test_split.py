@@ -150,7 +150,6 @@ def test_outside_of_shard_map_it_says_so(function):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-@pytest.mark.every(3)
 def test_bad_input_is_told(given, said):
     def gather(x):
         found = {"shards": [x, x], "dims": [0, 0], "lengths": None, "algorithm": Ring(), **given}

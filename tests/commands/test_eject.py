@@ -239,7 +239,6 @@ def test_what_it_cannot_write_is_refused_at_once() -> None:
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_what_does_not_go_together_is_refused(
     path: Path, overrides: list[str], message: str
 ) -> None:

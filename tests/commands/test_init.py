@@ -47,7 +47,6 @@ def test_all_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", shipped())
-@pytest.mark.every(3)
 def test_one_comes_with_what_it_includes(name: str, tmp_path: Path) -> None:
     names, out = written(name, tmp_path)
     assert f"{name}.yaml" in names

@@ -127,7 +127,6 @@ def test_a_file_that_cannot_be_written(console, tmp_path):
         ("no/such", [], r"no/such: the file cannot be read"),
     ],
 )
-@pytest.mark.every(3)
 def test_what_show_refuses(console, schedule, settings, message):
     with pytest.raises(ConfigError, match=message):
         pipelines.show_schedule(schedule, settings, stages=4, microbatches=6, console=console)

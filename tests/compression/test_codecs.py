@@ -305,7 +305,6 @@ def test_bytes_over_float32(codec, most):
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_settings_out_of_range_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -341,7 +340,6 @@ def test_settings_out_of_range_are_refused(make, message):
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_arrays_that_a_codec_cannot_encode_are_refused(codec, shape, dtype, message):
     with pytest.raises(CompressionError, match=message):
         Sender(codec).init(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))

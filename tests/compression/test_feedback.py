@@ -98,7 +98,6 @@ def test_fewer_devices_go_on_with_the_same_momentum(devices):
 
 
 @pytest.mark.parametrize("codec", [Sign(block=BLOCK), TopK()], ids=lambda codec: codec.type)
-@pytest.mark.every(2)
 def test_while_all_is_sent_gradients_are_exact(devices, codec):
     given = [drawn(seed) for seed in range(4)]
     found = [x for x, _, _ in rounds(given, warm_up(codec, 3), MOMENTUM)]

@@ -255,7 +255,6 @@ def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
         (b"a" * (MAX_BYTES + 1), f"x.yaml is larger than {MAX_BYTES} bytes"),
     ],
 )
-@pytest.mark.every(3)
 def test_bad_text_is_refused_with_its_line(folder: Path, text: bytes, message: str):
     write("x.yaml", text)
     refused(message)

@@ -89,7 +89,6 @@ def test_the_last_override_wins(file: str):
         ("\udcff=1", "override '\\udcff=1': the key is not printable text"),
     ],
 )
-@pytest.mark.every(3)
 def test_a_bad_override_is_refused(file: str, override: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(file, [override])

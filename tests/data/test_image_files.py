@@ -175,7 +175,6 @@ def test_broken_files_are_named_and_left_out_only_on_request(tmp_path: Path) -> 
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str) -> None:
     source = change.split()[0] if change.split()[0] in ("npz",) else "folder"
     path = tmp_path
@@ -242,7 +241,6 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, change: str, message: str
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_settings_without_an_effect_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImagesConfig(**settings)

@@ -151,7 +151,6 @@ def test_colour_images(tmp_path: Path) -> None:
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_contradictory_folders(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     for name, array in files.items():
         (tmp_path / name).write_bytes(_idx(np.asarray(array)))

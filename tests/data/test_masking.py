@@ -88,7 +88,6 @@ def test_a_tokenizer_without_a_mask_gets_one_more_token() -> None:
         ({"masked": 0, "random": 0}, "masked 0 and random 0 hide nothing"),
     ],
 )
-@pytest.mark.every(3)
 def test_rates_that_hide_nothing_or_all_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         MaskingConfig(**settings)

@@ -173,7 +173,6 @@ def test_broken_records_are_left_out_only_on_request(tmp_path: Path) -> None:
         ("all", r"all 4 records of .*, test are broken"),
     ],
 )
-@pytest.mark.every(3)
 def test_bad_records_are_told_with_their_place(tmp_path: Path, change: str, message: str) -> None:
     changes = {
         "size": {"image": encoded(PIXELS[3, :4])},

@@ -119,7 +119,6 @@ def test_hosts_that_no_mesh_has_a_place_for_wait():
         ({"data": {"dcn": 2, "ici": 2}}, 2, "set mesh.data to a single number"),
     ],
 )
-@pytest.mark.every(3)
 def test_what_cannot_shrink_is_refused(mesh, count, words):
     with pytest.raises(RunError, match=words):
         make_plan(hosts(count), BatchRule(mesh, 64), count)

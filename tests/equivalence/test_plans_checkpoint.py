@@ -92,7 +92,6 @@ def pair(writer, reader):
 @pytest.mark.parametrize(
     ("writer", "reader"), [pair(*both) for both in itertools.product(PLANS, PLANS)]
 )
-@pytest.mark.every(3)
 def test_what_one_plan_saved_another_loads(writer, reader, saved):
     program = experiment(reader).program
     state = restored(saved[writer], program)

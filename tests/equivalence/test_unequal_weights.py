@@ -115,7 +115,6 @@ def test_a_scalar_is_right_where_nothing_cuts_the_batch() -> None:
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_a_scalar_is_refused_where_a_batch_is_cut(
     mesh: dict[str, int], microbatches: int, parallel: Any, cut: str
 ) -> None:

@@ -191,7 +191,6 @@ def test_settings_without_effect_are_reported():
          r"each key head is on the device of its queries"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_bad_input_is_refused(mesh, changes, message):
     with pytest.raises(ConfigError, match=message):
         experiment(mesh, **changes)

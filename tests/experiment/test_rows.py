@@ -180,7 +180,6 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Chosen", RING, None),
     ],
 )
-@pytest.mark.every(3)
 def test_what_would_compute_other_numbers_on_each_device_is_refused(model, parallel, loss, devices):
     with pytest.raises(
         ConfigError, match=r"computes across the examples of a batch \(\w+"
@@ -206,13 +205,11 @@ def test_what_would_compute_other_numbers_on_each_device_is_refused(model, paral
         ("OwnNorm", None),
     ],
 )
-@pytest.mark.every(3)
 def test_what_computes_the_same_numbers_is_not(model, parallel, devices):
     assert not any("ties" in notice for notice in built(model, parallel).notices)
 
 
 @pytest.mark.parametrize(("model", "said"), [("Flax", 1), ("linen_net", 1), ("Rowwise", 0)])
-@pytest.mark.every(3)
 def test_statistics_of_a_microbatch_are_told(model, said, devices):
     notices = built(model, microbatches=2).notices
     found = [notice for notice in notices if "microbatches 2: the model computes across" in notice]

@@ -116,7 +116,6 @@ def test_remat_shows_in_the_flops(tmp_path: Path) -> None:
         ("train.batch_size=128", "different", "What changed"),
     ],
 )
-@pytest.mark.every(3)
 def test_what_a_setting_changes(
     tmp_path: Path, digits: Path, change: str, verdict: str, words: str
 ) -> None:

@@ -159,7 +159,6 @@ EACH = "each of train.microbatches 2 sends its own gradients"
          "bfloat16", [WIDE, BOTH, EACH]),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_the_bound_says_what_it_assumes_and_leaves_out(
     changes: dict[str, Any], dtype: str, left_out: list[str]
 ) -> None:

@@ -103,7 +103,6 @@ BAD = [
 
 
 @pytest.mark.parametrize(("table", "words"), BAD)
-@pytest.mark.every(3)
 def test_a_table_that_does_not_fit_is_one_message(table, words, tmp_path, devices):
     with pytest.raises(JaxdistError, match=words):
         imported(tmp_path, table)

@@ -286,7 +286,6 @@ def test_kubernetes_takes_the_job_of_a_set(settings):
         ("tpu-vm", [], {}, "one process on every host of the slice"),
     ],
 )
-@pytest.mark.every(3)
 def test_what_an_engine_cannot_run(name, settings, changes, message):
     with pytest.raises(ConfigError, match=message):
         rendered(name, *settings, **changes)

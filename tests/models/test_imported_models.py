@@ -100,7 +100,6 @@ def test_a_stack_that_is_left_whole_still_counts_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "stage": 2}])
-@pytest.mark.every(2)
 def test_no_dims_are_needed_where_no_axis_splits_parameters(mesh: Any) -> None:
     """What is left out is as `"*": whole`: stacks count their layers."""
     program = experiment("Vmapped", mesh, sharding={}).program

@@ -100,7 +100,6 @@ def test_shared_attention_equals_one_device(size, swapped, rotates, order, lengt
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("rule", [Near(None, 0), Near(5, 0), Near(5, 5)])
-@pytest.mark.every(3)
 def test_a_block_of_the_mask_is_summed_up_correctly(order, rule):
     """One element stands for a block whose elements are equal."""
     mask = NearMask(rule, positions_of(order, 16, 2))
@@ -171,7 +170,6 @@ def needs(**changes):
         (2, {"fused": True}, "ulysses"),
     ],
 )
-@pytest.mark.every(3)
 def test_auto_takes_the_fewest_bytes(size, changes, way):
     splits = splits_of("auto", AXES, size)
     found, why = best_split(splits, needs(**changes)) or pytest.fail("none fits")

@@ -126,7 +126,6 @@ def test_a_rule_for_elements_keeps_its_program(name):
 
 
 @pytest.mark.parametrize("name", SINGLE)
-@pytest.mark.every(3)
 def test_a_rule_for_tensors_is_mapped_over_layers(name):
     transform = by_layer(taking_extra(SINGLE[name]), ["norm", "up"])
     counts = {len(equations(transform, layers).jaxpr.eqns) for layers in (2, 7)}

@@ -217,7 +217,6 @@ def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
 
 
 @pytest.mark.parametrize(("remat", "said"), [("dots", "dots"), (["full", "none"], "full, none")])
-@pytest.mark.every(2)
 def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
     with pytest.raises(ConfigError, match=rf"remat is {said}: set model\.remat: full, or para"):
         compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})

@@ -271,7 +271,6 @@ def test_learning_rates_are_of_steps_however_many_updates_they_take():
 
 
 @pytest.mark.parametrize("codec", [None, {"type": "sign"}], ids=["plain", "sign"])
-@pytest.mark.every(2)
 def test_what_a_value_bound_looks_at_are_changes_and_not_their_bytes(codec):
     """Encoded bytes are up to 255, whatever they stand for."""
     model = {"type": "async", "reads": "ahead", "value_bound": 1.0}

@@ -147,7 +147,6 @@ def count(clients, servers, number, clocks):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("reads", READS)
-@pytest.mark.every(3)
 def test_a_worker_reads_each_of_its_changes_once(reads, seed):
     """Through a network that loses, doubles and reorders, with sessions that break."""
     model = SSP(bound=2, reads=reads, gradient_weight="whole")

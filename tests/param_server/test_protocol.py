@@ -213,7 +213,6 @@ def masked(client, clock):
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=5, deadline=None)
 @given(seed=SEEDS, speeds=SPEEDS)
-@pytest.mark.every(3)
 def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, speeds):
     """Their payloads hold NaN: what they say of the parameters is never used."""
     found = team(MODELS[name], seed, speeds=speeds, tokens=masked).run()

@@ -199,7 +199,6 @@ def test_a_push_without_keys_is_refused(team):
 
 
 @pytest.mark.parametrize(("stage", "raw"), [(0, b"x"), (4, b""), (1, bytes(8 + 147))])
-@pytest.mark.every(3)
 def test_bytes_that_are_no_message_are_refused(stage, raw):
     with pytest.raises(SecureError, match=f"stage {stage} has no message of {len(raw)} bytes"):
         of_bytes(stage, raw)

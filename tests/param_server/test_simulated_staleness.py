@@ -76,7 +76,6 @@ MODELS = {
 @pytest.mark.parametrize("racks", [False, True])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31), slow=st.sampled_from([1.0, 2.5]))
-@pytest.mark.every(3)
 def test_staleness_is_that_of_what_was_computed_from(name, racks, seed, slow):
     """New parameters that come while a worker computes make its gradient no fresher."""
     aggregation = Racks(size=2) if racks else Direct()

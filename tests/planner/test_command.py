@@ -139,7 +139,6 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
         ),
     ],
 )
-@pytest.mark.every(3)
 def test_bad_input_is_one_message(jaxdist: Jaxdist, arguments: list[str], part: str) -> None:
     jaxdist.config(CONFIG)
     refused = jaxdist.here("plan", "config.yaml", *arguments)

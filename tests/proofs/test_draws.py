@@ -42,7 +42,6 @@ def loss(stale: str, batch: dict[str, np.ndarray], step: int, seed: int) -> floa
         ("seed, step, microbatch and device", []),
     ],
 )
-@pytest.mark.every(3)
 def test_random_numbers_that_repeat_are_named(stale, found):
     def of(*given):
         return loss(stale, *given)

@@ -85,7 +85,6 @@ def test_a_right_trainer_of_experts_is_proved():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.every(3)
 def test_a_fault_in_a_trainer_of_experts_is_reported_at_its_leaves(fault):
     leaves, axes, said = FAULTS[fault]
     found = trained(fault)

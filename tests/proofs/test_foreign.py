@@ -39,7 +39,6 @@ QUICK = (FSDP_FAULTS[0], FSDP_FAULTS[3])
         for one in PLANTED
     ],
 )
-@pytest.mark.every(2)
 def test_planted_faults_are_found(trainer, fault):
     proof = proof_of_trainer(trainer, fault)
     assert proof.verdict == "wrong", str(proof)

@@ -31,7 +31,6 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-@pytest.mark.every(3)
 def test_types_name_the_line(name):
     wrong, _, *arguments = steps_of(BUGS[name], MESH)
     found = check_types(jax.make_jaxpr(wrong)(*arguments), ["state/w", "outputs/value"]).findings
@@ -42,7 +41,6 @@ def test_types_name_the_line(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in NUMBERS_ALONE else pytest.mark.full) for n in BUGS]
 )
-@pytest.mark.every(3)
 def test_numbers_differ_from_one_device(name):
     proof = proof_of(BUGS[name])
     assert proof.verdict == "wrong"

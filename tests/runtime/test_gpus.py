@@ -67,7 +67,6 @@ def node(*visible: str, **changes: Any) -> Seen:
         ([node("a", "b", chosen=(0,)), node("a", "b", chosen=(0,))], "would both own the GPU"),
     ],
 )
-@pytest.mark.every(3)
 def test_gpus_that_would_be_idle_or_shared_are_refused(seen: list[Seen], message: str) -> None:
     with pytest.raises(RunError, match=message):
         divide_gpus(seen)

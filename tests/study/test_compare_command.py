@@ -121,7 +121,6 @@ def test_an_interrupted_study_goes_on(
         (["--variant", "x=optim.b1=0", "strategy={type: lookahead}"], "tiny.yaml: strategy.type"),
     ],
 )
-@pytest.mark.every(3)
 def test_mistakes_are_told_before_anything_runs(
     config: Path, trained: list[VariantTrial], args: list[str], message: str
 ) -> None:

@@ -138,7 +138,6 @@ def test_bad_optimizers(names: list[str], message: str) -> None:
         ("64,128,64", "--batches names 64 2 times"),
     ],
 )
-@pytest.mark.every(3)
 def test_bad_batches(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_batches(text)

@@ -79,7 +79,6 @@ SCALE = DynamicLossScaleConfig(type="dynamic", growth_steps=2)
         full({"data": 2}, {"zero": 3}, {"master_weights": "bfloat16", "loss_scale": SCALE}),
     ],
 )
-@pytest.mark.every(3)
 def test_the_step_is_skipped_and_counted(
     mesh: dict[str, int], options: dict[str, Any], optim: dict[str, Any]
 ) -> None:

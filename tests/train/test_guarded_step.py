@@ -219,7 +219,6 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
         (LambConfig, "float16"),
     ],
 )
-@pytest.mark.every(2)
 def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     found = program(BOTH, kind=kind, master_weights=dtype, microbatches=2)
     state = found.init()

@@ -144,7 +144,6 @@ def test_all_of_the_way_changes_nothing():
     ],
     ids=str,
 )
-@pytest.mark.every(3)
 def test_zero_splits_it_and_changes_nothing(plan):
     """Neither 3 nor 5 divides by 4: zeros fill up the shards."""
     one, found = program(), program(4, **plan)

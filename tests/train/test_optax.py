@@ -191,7 +191,6 @@ def marks(name, stage):
 @pytest.mark.parametrize(
     ("name", "stage"), [pytest.param(*row, marks=marks(*row)) for row in TABLE]
 )
-@pytest.mark.every(3)
 def test_each_optimizer_of_optax_equals_one_device(name, stage, devices):
     contributed = name in CONTRIBUTED
     found, expected = (table(at, contributed)[name] for at in (stage, None))

@@ -115,7 +115,6 @@ RAMP = {"start_batch_size": 2, "increment": 2, "ramp_examples": 16}
         ({}, 1, True, r"rescale with parallel\.deterministic\.type strict: .* the same batch size"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
 def test_what_does_not_go_with_it_is_refused(given, scale, strict, words):
     rule = {"scale_from": {"batch_size": 4, "learning_rate": 0.1}} if scale else {}
     values = {

@@ -149,7 +149,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("optim", "train", "message"), REFUSED)
-@pytest.mark.every(3)
 def test_what_does_not_go_together_is_refused_with_its_values(optim, train, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         build(config(optim, **train))

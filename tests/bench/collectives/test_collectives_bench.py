@@ -43,7 +43,6 @@ SECONDS = {"{type: xla}": {4096: 1e-3, 16384: 2e-3}, "gloo": {4096: 2e-2, 16384:
     ],
     ids=str,
 )
-@pytest.mark.every(3)
 def test_a_program_is_read_beside_its_formula(algorithm, sizes, steps):
     found = row("cpu", jax.devices(), algorithm, "all_reduce", sizes)
     assert found.steps == found.formula_steps == steps

@@ -99,7 +99,6 @@ def check(algorithm, sizes, only=None):
 @pytest.mark.parametrize(
     "algorithm", [Xla(), Ring(directions=2), DoubleTree(), Halving()], ids=label
 )
-@pytest.mark.every(3)
 def test_the_whole_table_on_3_devices(algorithm):
     check(algorithm, {"data": 3})
 

@@ -108,7 +108,6 @@ def test_what_is_sent():
 
 
 @pytest.mark.parametrize(("table", "waits"), [("1f1b", True), ("eager", False)])
-@pytest.mark.every(2)
 def test_where_tasks_take_turns_nothing_is_sent_before_the_tick_ends(table, waits):
     """Or a stage that goes backward would first wait for its neighbour's forward task."""
     ticks = lower(TABLES[table](STAGES, 8), activations="stash")

@@ -38,7 +38,6 @@ def mesh_of(**sizes):
 
 @pytest.mark.parametrize("placement", [LOOP, V])
 @pytest.mark.parametrize("layers", [8, 16])
-@pytest.mark.every(3)
 def test_each_stage_holds_the_layers_of_its_chunks(placement, layers):
     mesh = mesh_of(stage=4, data=2)
     whole = np.arange(layers * 6, dtype=np.float32).reshape(layers, 6)
