@@ -51,10 +51,11 @@ class VariantResult:
     def changes(self) -> list[float]:
         """The relative change of each seed's loss from the baseline; 0.01 means 1% more.
 
-        All changes are NaN if any run of the variant or the baseline diverged.
+        All changes are NaN if any run of the variant or the baseline diverged, or if a loss of the
+        baseline is 0.
         """
         pairs = zip(self.outcomes, self.base, strict=True)
-        if self.diverged or any(outcome.diverged for outcome in self.base):
+        if self.diverged or any(o.diverged or not o.metrics["loss"] for o in self.base):
             return [math.nan] * len(self.outcomes)
         return [one.metrics["loss"] / other.metrics["loss"] - 1 for one, other in pairs]
 

@@ -91,3 +91,9 @@ def test_the_picture_shows_every_change(tmp_path: Path) -> None:
     paths = plot_comparison(ROWS, tmp_path / "new", name="found", title="t")
     assert [path.name for path in paths] == ["found.png", "found.svg"]
     assert all(path.stat().st_size > 5000 for path in paths)
+
+
+def test_a_baseline_that_fits_its_data_perfectly_has_no_relative_change() -> None:
+    perfect = row("x", 1.0, 0.5, base=outcomes("plain", 0.0))
+    assert (perfect.verdict, perfect.as_json()["change"]) == ("no baseline", None)
+    assert "no baseline" in comparison_table([perfect])
