@@ -78,7 +78,7 @@ def _lines(rows: Sequence[SimulatedVariant], targets: Targets) -> Iterator[str]:
         reports = row.reports
         loss, seconds = statistics.fmean(row.losses), row.seconds_to(targets)
         spread = statistics.stdev(row.losses) if len(row.losses) > 1 else 0.0
-        change = "" if row is first else f"{loss / base_loss - 1:+.1%}"
+        change = f"{loss / base_loss - 1:+.1%}" if row is not first and base_loss else ""
         speed = f"{base / seconds:.2f}x" if base and seconds else ""
         stale = statistics.fmean(report.mean_staleness for report in reports)
         most = max(max(report.staleness, default=0) for report in reports)
