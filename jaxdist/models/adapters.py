@@ -1,7 +1,8 @@
 """Adapters for models that are not flax NNX: linen modules, equinox modules and plain functions.
 
-Each adapter returns a function of `nnx.Rngs` for `jaxdist.functional` and `model: {type: import}`.
-The name of each parameter is its path in the model, so that `sharding.params` can name its dims.
+Each adapter returns a function from `nnx.Rngs` to the model. `jaxdist.functional` and the config's
+`model: {type: import}` accept such a function. The name of each parameter is its path in the model,
+so that `sharding.params` can name its dims.
 
     def make(rngs, hidden):                       # model: {type: import, path: "mymodels:make"}
         return from_linen(MyModel(hidden), jnp.zeros((1, 8, 8, 1)))(rngs)
@@ -113,8 +114,8 @@ def from_linen(module: Any, *example: Any) -> Make:
 
     The collection "params" becomes the parameters, and all other collections become buffers.
 
-    If the module's `__call__` has an argument `train`, `training` or `deterministic`, it receives
-    whether the model is training.
+    If the module's `__call__` has an argument `train`, `training` or `deterministic`, each call
+    sets that argument by whether the model is in training mode.
 
     Args:
       module: the linen module.
@@ -154,7 +155,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
     The equinox module computes a single example; the model maps it over the rows of a batch.
 
-    The module's inexact arrays are the parameters; everything else in it is constant.
+    The parameters are the inexact arrays of the equinox module. All its other fields are constant.
 
     Args:
       build: a function from a random key to the equinox module.
@@ -175,9 +176,9 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
 @contextmanager
 def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let linen's batch norms average over these mesh axes inside the context.
+    """Let linen's batch norms average their statistics over mesh axes inside the context.
 
-    A batch norm that already names axes keeps these.
+    A batch norm that already names axes keeps its axes.
     """
     if not axes:
         yield

@@ -65,7 +65,7 @@ def _backward(
     count = _count(layers)
 
     def pulled(at: jax.Array | int, params: Params, x: jax.Array, found: PyTree) -> PyTree:
-        """Run the backward pass of layer `at`; add the cotangents of its arguments to `found`."""
+        """Run the backward pass of layer `at`; return `found` with its cotangents added."""
         filled, more, cotangent = found
         of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
         (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)
@@ -79,8 +79,8 @@ def _backward(
 
     found = (_zeros(layers), _zeros(operands), cotangent)
     params = fetch(_layer(layers, count - 1))
-    # The last layer is outside of the loop: the forward pass did not stack its input. The first
-    # layer is outside of it too, since no layer is left to fetch while the first computes.
+    # The last layer is outside of the loop, because the forward pass did not stack its input. The
+    # first layer is outside of the loop too, since no layer is left to fetch while it computes.
     if count > 1:
         before = fetch(_layer(layers, count - 2))
         found = pulled(count - 1, params, last, found)
@@ -112,7 +112,7 @@ def _differentiable(leaf: jax.Array) -> bool:
 
 
 def _zeros(tree: TreeT) -> TreeT:
-    """Return cotangents of zero; for integers and random keys they have jax's dtype float0."""
+    """Return cotangents of zero, which have jax's dtype float0 for integers and random keys."""
     return jax.tree.map(
         lambda leaf: (
             jnp.zeros_like(leaf)

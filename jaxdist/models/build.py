@@ -181,7 +181,8 @@ def choose_loss(
       shapes: the shape of each field of an example of the data, by the field's name.
 
     Raises:
-      ConfigError: the loss does not fit the model or the data; a user's model has no loss.
+      ConfigError: the loss does not fit the model or the data; no loss is given, and the model is
+        the user's.
     """
     own = default_loss(config)
     found = given or own

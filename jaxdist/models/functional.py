@@ -1,7 +1,8 @@
 """An NNX module as pure functions of plain nested dictionaries.
 
-The step is jitted over plain dictionaries of arrays: jax flattens them in C++, checkpoints store
-them, and they have stable '/'-joined names. The module object exists only while the step is traced.
+The step is jitted over plain dictionaries of arrays: jax flattens these dictionaries in C++,
+checkpoints store them, and each array has a stable '/'-joined name. The module object exists only
+while the step is traced.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Functional:
     settle: Settle | None = None
 
     def settled(self, buffers: NestedDict, sums: Sums) -> NestedDict:
-        """Return the buffers after a step, whose routers' biases have moved if the model has any.
+        """Return the buffers after a step, in which any biases of routers have moved.
 
         Args:
           buffers: the buffers after the forward passes of the step.
@@ -108,7 +109,7 @@ class Functional:
         return self.divided(self.params)[0]
 
     def divided(self, params: NestedDict) -> tuple[NestedDict, NestedDict]:
-        """Divide a tree with the names of `params` into the trained and the frozen part."""
+        """Return the trained part and the frozen part of a tree that has the names of `params`."""
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
@@ -220,7 +221,7 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """Return the model with further stacks in `stacked`: those that a forward pass scans over.
+        """Return the model, in whose `stacked` are also the stacks that a forward pass scans over.
 
         A module is such a stack if scans cut all its parameters into the same number of slices. The
         forward pass, `forward(module, *given)`, is only traced, and not run.
@@ -259,8 +260,8 @@ class Functional:
 def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
     """Let the batch norms of a module average their statistics over mesh axes.
 
-    Only batch norms of flax NNX and of jaxdist's adapters do. `jaxdist.experiment.rows` detects and
-    refuses other kinds.
+    Only batch norms of flax NNX and of jaxdist's adapters can average over axes.
+    `jaxdist.experiment.rows` detects and refuses other kinds.
     """
     for _, node in nnx.iter_modules(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
@@ -296,7 +297,7 @@ def _values(state: PyTree, paths: Sequence[KeyPath]) -> NestedDict:
 
 
 def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """Split a module into pure functions; only shapes are computed.
+    """Return a module as pure functions; of its parameters, only the shapes are computed.
 
     Args:
       make: a function that builds the module from `nnx.Rngs`. It is traced here, and called again

@@ -376,7 +376,8 @@ class Block(nnx.Module):
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
         x_BLD = named(x_BLD, "block_input")
-        # Scopes appear in the compiled program, and so in `inspect`'s most expensive operations.
+        # Scopes appear in the compiled program, and therefore in the most expensive operations of
+        # `inspect`.
         with jax.named_scope("attention"):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
@@ -463,7 +464,7 @@ class Gpt(RoutedStack):
 
         Args:
           at_BL: the index of each token's learned position; None takes `positions_BL`, or 0..L-1 if
-            that is None too.
+            `positions_BL` is None too.
         """
         del segments_BL
         with jax.named_scope("embed"):
@@ -483,10 +484,10 @@ class Gpt(RoutedStack):
         segments_BL: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None, ...]:
-        """Return the documents and the positions for the blocks.
+        """Return the documents and the positions, which are the further arguments of the blocks.
 
-        The documents are None unless they are isolated; the positions are None if tokens are in the
-        order of the text.
+        The documents are None unless the model isolates documents. The positions are None if tokens
+        are in the order of the text.
         """
         del tokens_BL
         return segments_BL if self.config.isolate_documents else None, positions_BL

@@ -1,6 +1,6 @@
 """The interface by which a model describes the layout of its activations without knowing the mesh.
 
-Dims: B batch, L sequence, l a device's part of the sequence.
+Dims: B batch, L sequence, l the part of the sequence on a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SequenceRing(Protocol):
         ...
 
     def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the parts of all devices; x `[B, l, ...]` is this device's part."""
+        """Return the parts of all devices, given this device's part x `[B, l, ...]`."""
         ...
 
     def products(
@@ -82,8 +82,8 @@ class Hint(Protocol):
     ) -> Callable[..., jax.Array]:
         """Return a function that each device applies to its shards only, without collectives.
 
-        This serves operations that XLA cannot partition. The result has the layout of the first
-        array.
+        The function may use operations that XLA cannot partition. The result has the layout of the
+        first array.
 
         Args:
           function: a function from the shards of arrays to a shard of the result.
@@ -108,7 +108,8 @@ class Hint(Protocol):
             each, and the kernels of the device's experts. The function counts these experts from 0,
             and skips every number that is too large.
           kernels: the pairs of dims and a kernel with these dims; the first dim counts experts.
-          capacity: the most tokens of a sequence that an expert takes, or None without a limit.
+          capacity: the largest number of tokens of a sequence that an expert processes, or None
+            without a limit.
         """
         ...
 

@@ -31,7 +31,7 @@ _LECUN = nnx.initializers.lecun_normal()
 
 
 class Deferred(ABC):
-    """A placeholder for a parameter that is gathered or computed where it is used; a pytree.
+    """A placeholder, as a pytree, for a parameter that is gathered or computed where it is used.
 
     With ZeRO 3, for example, a placeholder holds a device's shard, and each layer gathers its
     parameters. The gradient with respect to a `Deferred` is a `Deferred` of the same class.
@@ -44,7 +44,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """Return the array of the gradient; called on a placeholder in a tree of gradients."""
+        """Return the gradient's array, if the placeholder is in a tree of gradients."""
 
     @property
     def ahead(self) -> bool:
@@ -61,7 +61,7 @@ class Deferred(ABC):
 
 
 def whole(tree: PyTree) -> Params:
-    """Replace each `Deferred` by its parameter; those of the same class are gathered together."""
+    """Replace each `Deferred` by its parameter; placeholders of one class are gathered together."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
@@ -169,7 +169,7 @@ class Linear(nnx.Module):
 
 
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
-    """Return a parameter's logical dims, or None if it has none.
+    """Return a parameter's logical dims, or None if the parameter names no dims.
 
     The dims are its metadata `dims`, or else the sharding metadata of flax.
     """
@@ -255,7 +255,8 @@ def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, 
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
-    # Values are unknown while the block is traced, but state that was set is another object.
+    # Values are unknown while the block is traced, but a variable that was set holds another
+    # object.
     changed = [
         name
         for name, leaves in _kept(block).items()

@@ -43,8 +43,8 @@ the batch is not computed in parts; see `check_adds_up`.
 def weighted(batch: Batch) -> Batch:
     """Return a batch with a field `weight`: 1 for each example (float32 `[B]`) if it has none.
 
-    Since the compiler then knows the weights, their sum is a constant, and the mean's gradient need
-    not wait for the weights of other devices.
+    Since the compiler then knows the weights, their sum is a constant, and the gradient of the mean
+    does not wait for the weights of other devices.
     """
     if "weight" in batch:
         return batch
@@ -254,7 +254,7 @@ def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
 
 
 def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
-    """Return the input of a model's head, and its auxiliary losses, or None without routers."""
+    """Return the head's input, and the auxiliary losses, which are None without routers."""
     given, _ = _shifted(batch)
     measured = getattr(module, "measured", None)
     if measured is not None:
@@ -296,7 +296,7 @@ class InOrder:
     split: SequenceSplit
 
     def __call__(self, module: Model, batch: Batch) -> Sums:
-        """Compute the loss of a batch in the order of the text, or from `arranged`."""
+        """Compute the loss of a batch that is in the text's order, or is from `arranged`."""
         moved = self.arranged(batch)
         order = jnp.asarray(self._order(moved["tokens"].shape[1]))[None]
         return self.loss(module, {**moved, "order": order})
@@ -322,7 +322,7 @@ class InOrder:
 
 
 def arranged(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
-    """Return a batch that a loss need not permute, so that a pipeline's tasks do not permute it."""
+    """Return a batch in the order of its loss, so that no task of a pipeline permutes it."""
     return dict(loss.arranged(batch) if isinstance(loss, InOrder) else batch)
 
 

@@ -35,7 +35,7 @@ class OpaqueMean(Mean):
 
 
 class RootMean(NamedTuple):
-    """A sum and its weight, for a metric that is the root of their mean; only for evaluation."""
+    """A sum and its weight, for a metric that is the root of sum / weight, in evaluation only."""
 
     total: jax.Array
     weight: jax.Array
@@ -70,10 +70,10 @@ class Ranking(NamedTuple):
 
 
 def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
-    """Return the share of pairs (label 1, label 0) whose scores are in order; ties count half.
+    """Return the share of pairs (label 1, label 0) in which label 1 has the higher score.
 
-    The weight of a pair is the product of the two weights. The result is NaN if there is no pair
-    with weight.
+    A tie counts half. The weight of a pair is the product of the weights of its examples. The
+    result is NaN if all pairs have weight 0, or if there are no pairs.
 
     >>> auc(np.array([1.0, 2.0, 2.0]), np.array([0, 1, 0]), np.ones(3))
     0.75

@@ -40,8 +40,8 @@ ActivationName = Literal[
 """The names of activations of a transformer's block, in the order in which they are computed.
 
 block_input: the input of the block, which is kept on the device unless it is offloaded.
-query, key, value: the inputs of attention, so query and key after their rotation (as in MaxText and
-AXLearn); key and value have `kv_heads` heads.
+query, key, value: the inputs of attention; query and key are already rotated (as in MaxText and
+AXLearn), and key and value have `kv_heads` heads.
 attention: the result of attention, before the output projection.
 attention_out: the result of the output projection, which is added to the residual stream.
 mlp_gate, mlp_up: the two products of SwiGLU, before the nonlinearity.
@@ -57,15 +57,15 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
 """The activations that each preset keeps on the device.
 
 The first three are `minimal`, `save_dot_except_mlp` and `save_qkv_proj` of MaxText. `minimal` keeps
-the result of each matmul with parameters whose result a gradient needs, but nothing inside
-attention. `save_attention` keeps only the result of attention.
+the results of those matmuls with parameters that a gradient needs, but nothing inside attention.
+`save_attention` keeps only the result of attention.
 """
 
 
 class NamedKeeps(dict[str, Keep]):
-    """A mapping from names to memories that is hashable, because models hold it and are hashed.
+    """A mapping from names to memories that is hashable, because models are hashed with it.
 
-    It must not be changed.
+    The mapping must not be changed.
     """
 
     # `dict` sets `__hash__` to None, which makes a mapping unhashable.
@@ -120,8 +120,8 @@ def recomputed(block: BlockFn, remat: Remat, *, prevent_cse: bool) -> BlockFn:
     """Wrap a block so that its backward pass recomputes what the policy `remat` does not keep.
 
     Args:
-      prevent_cse: whether to keep XLA from undoing the policy by common subexpression elimination,
-        which is necessary outside of loops.
+      prevent_cse: whether to stop common subexpression elimination in XLA, which would undo the
+        policy for a block outside of a loop.
     """
     if remat == "none":
         return block
@@ -134,7 +134,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
         assert isinstance(remat, str)
         return _POLICIES[remat]
     saved, offloaded = ([n for n, k in keeps.items() if k == kind] for kind in ("save", "offload"))
-    # The block's input is always kept; a policy that saves its name would keep a second copy.
+    # The block's input is always kept, so a policy that saves its name would keep a second copy.
     saved = [name for name in saved if name != "block_input"]
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved)
@@ -206,7 +206,7 @@ def check_names(
 ) -> None:
     """Refuse a policy with names that a block does not define.
 
-    A block need not define every name of a preset, but must define at least one. For example, a
+    A block need not define every name of a preset, but at least one of these names. For example, a
     block without a gate has no `mlp_gate`. The block is traced only if the policy has names.
 
     Args:

@@ -27,8 +27,8 @@ def padded_size(size: int, multiple: int) -> int:
 def filled_up(*drawn: int) -> Initializer:
     """Return an initializer that draws normal weights of shape `drawn`, and pads them with zeros.
 
-    The result has the shape that the initializer is called with. The drawn weights do not depend on
-    the padding.
+    The size of the padding follows from the shape that the initializer is called with. The drawn
+    weights do not depend on the padding.
     """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -42,13 +42,14 @@ def filled_up(*drawn: int) -> Initializer:
 def hide_padding(logits_BLV: jax.Array, size: int) -> jax.Array:
     """Return logits in which the padding of a vocabulary of `size` tokens has probability 0.
 
-    Their softmax is that of a slice without the padding, but a mask needs no communication.
+    The softmax of the result equals the softmax without padding. A mask needs no communication,
+    unlike a slice of a split vocabulary.
     """
     if logits_BLV.shape[-1] == size:
         return logits_BLV
-    # The mask is added, because for a select XLA would keep a loop-invariant mask, as large as the
-    # logits, in memory. The gradient of the padding is still 0, since its probability is 0. The
-    # added values are finite, since a difference of infinities is NaN.
+    # The mask is added. For a select, XLA would keep a loop-invariant mask, as large as the logits,
+    # in memory. The gradient of the padding is still 0, since its probability is 0. The added
+    # values are finite, since a difference of infinities is NaN.
     least = float(jnp.finfo(logits_BLV.dtype).min) / 2
     bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < size, 0.0, least)
     return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)

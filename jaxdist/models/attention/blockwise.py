@@ -151,7 +151,7 @@ class Blocks:
     def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
         """Cut an array into blocks, `[N, B, K, G S, d]`.
 
-        The G queries at a position that share a key are rows of one matrix.
+        At each position, the G queries that share a key are rows of one matrix.
         """
         B, _, H, d = x_BLHd.shape
         x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
@@ -171,8 +171,8 @@ class Blocks:
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-"""The values for the backward pass: q, k, v, segments, the result, and the logarithm of each
-query's sum of weights."""
+"""The values for the backward pass: q, k, v, segments, the result, and for each query the logarithm
+of its sum of weights."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

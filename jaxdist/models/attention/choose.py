@@ -40,8 +40,9 @@ programs without loops or custom kernels compile faster.
 def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
     """Return the name of the kernel for a request: `name`, or for `auto` the best kernel that fits.
 
-    `auto` takes cudnn or splash where it runs, blockwise for other long sequences, else plain. If
-    the platform is unknown, a kernel that is written for one platform becomes plain.
+    `auto` selects cudnn or splash if the devices and the request allow either of them, otherwise
+    blockwise for long sequences, and otherwise plain. If the platform is unknown, the result is
+    plain instead of a kernel for a single platform.
 
     Raises:
       ConfigError: the named kernel does not support the request.
@@ -81,7 +82,9 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
 def piecewise_kernel(
     name: KernelName, ask: AttentionRequest, split: SequenceSplit
 ) -> Callable[..., jax.Array] | None:
-    """Return the kernel that computes a piece's attention to gathered keys, or None.
+    """Return the kernel that computes a group's attention to gathered keys, or None.
+
+    Only splash has such a kernel, and only for sequences whose length its tiles divide.
 
     Args:
       name: the name of the kernel, or auto.
@@ -114,7 +117,7 @@ class Attend:
 
     @property
     def at(self) -> None:
-        """None, because the sequences of a call begin at position 0 (for rotary positions)."""
+        """None, because the rotary positions of a call are counted from 0."""
 
     @property
     def reordered(self) -> Attend:

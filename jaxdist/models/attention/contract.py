@@ -15,7 +15,7 @@ from jaxdist.models.hints import Hint
 KEPT = "attention"
 """The name (for `checkpoint_name`) of the values that kernels keep for the backward pass.
 
-A remat policy that saves this name does not run the kernel a second time.
+If a remat policy saves this name, the backward pass does not run the kernel a second time.
 """
 
 

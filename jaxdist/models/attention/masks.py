@@ -1,6 +1,6 @@
 """The masks of splash attention, which are cheap to build for long sequences.
 
-jax's own masks compute every element: for 131,072 positions, that takes minutes of a processor.
+The masks of jax compute every element, which takes minutes for 131,072 positions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Near:
 
     Attributes:
       behind: the number of earlier positions that a query sees, or None for all of them.
-      ahead: the number of later positions, or None for all of them.
+      ahead: the number of later positions that a query sees, or None for all of them.
     """
 
     behind: int | None
     ahead: int | None
 
     def __call__(self, queries: Any, keys: Any) -> Any:
-        """Return which keys the queries see, from the positions of both."""
+        """Return whether each query sees each key, given the positions of queries and of keys."""
         distance = queries - keys
         if self.behind is None:
             return distance >= -(self.ahead or 0)
@@ -34,9 +34,7 @@ class Near:
         return (distance <= self.behind) & (distance >= -self.ahead)
 
     def whole_block(self, least: int, most: int) -> bool | None:
-        """Return whether all pairs of a block are visible, or all are hidden (False).
-
-        None means that the block may have both.
+        """Return True if all pairs of a block are visible, False if all are hidden, and else None.
 
         Args:
           least, most: the smallest and the largest distance from a key to a query.

@@ -5,7 +5,7 @@ the heads (Ulysses). Between groups, keys and values are gathered, or rotate rou
 attention). The running softmax is in float32. Blocks in which causality or the window hides every
 key are skipped.
 
-Dims: B batch, L sequence, l a device's piece of it, H heads, K kv_heads, d head_dim.
+Dims: B batch, L sequence, l a device's piece of the sequence, H heads, K kv_heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Keys = tuple[jax.Array, jax.Array, jax.Array | None]
 Whole = Callable[..., jax.Array]
 """A function from (q, k, v, segments) of whole sequences to the attended values."""
 DOCUMENTS = 5
-"""The number of the document numbers among the operands that are marked by `enters`. The backward
-pass marks 5 other operands."""
+"""The number by which `enters` marks the document numbers. The numbers 0 to 4 mark the other
+operands of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Groups:
         return lax.axis_index(self.split.axes) // self.split.swapped
 
     def moved(self, tree: Any, by: int) -> Any:
-        """Send arrays to the group `by` positions later in the ring; return what arrives here."""
+        """Send arrays `by` groups onward in the ring, and return the arrays that arrive."""
         C, step = self.split.size, by * self.split.swapped
         pairs = [(n, (n + step) % C) for n in range(C)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.split.axes, pairs), tree)
@@ -73,7 +73,7 @@ class Groups:
     def whole(self, segments_Bl: jax.Array | None) -> jax.Array | None:
         """Gather the document numbers of all devices of the group along the sequence.
 
-        None stays None.
+        If `segments_Bl` is None, the result is None.
         """
         if segments_Bl is None or self.split.swapped == 1:
             return segments_Bl
@@ -86,12 +86,12 @@ class Groups:
         return lax.all_gather(x, self.split.axes, axis_index_groups=peers, axis=axis, tiled=tiled)
 
     def scattered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
-        """Sum an array over all groups, and return this group's part, as `gathered` joins them."""
+        """Sum an array over all groups, and return this group's part of the sum."""
         given: dict[str, Any] = {"scatter_dimension": axis, "tiled": tiled}
         return lax.psum_scatter(x, self.split.axes, axis_index_groups=self._peers(), **given)
 
     def _peers(self) -> list[list[int]] | None:
-        """Return the devices that have the same number in each group."""
+        """Return lists of devices with equal numbers in their groups; None means a single list."""
         U = self.split.swapped
         return None if U == 1 else [[*range(n, self.split.size, U)] for n in range(U)]
 
@@ -122,8 +122,9 @@ def attend_shared(
       kernel: the kernel for whole sequences. It is used only if there is a single group, whose
         devices then have whole sequences of some heads.
       most: the largest number of positions in a block.
-      pieces: a kernel as `Splash.pieces` for queries of a piece and gathered keys, or None. Without
-        it, or if keys rotate, attention is computed block by block.
+      pieces: a function with the arguments of `Splash.pieces`, for the queries of a piece and
+        gathered keys, or None. If `pieces` is None, or if keys rotate, attention is computed block
+        by block.
     """
     groups = Groups(split)
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
@@ -132,7 +133,8 @@ def attend_shared(
         out: Any = kernel(*given, segments_Bl)
     elif pieces is not None and not split.rotates:
         local = partial(_to_gathered, groups, partial(pieces, window=window, causal=causal))
-        # Keys are gathered again for the backward pass, so that no device keeps those of others.
+        # Keys are gathered again for the backward pass, so that no device keeps the keys of other
+        # devices.
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)
         out = jax.checkpoint(local, policy=policy)(*given, segments_Bl)
     else:
@@ -208,7 +210,7 @@ class _Rotating:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """The keys of all groups, gathered at the start, `[R, N, ...]`."""
+    """The keys of all R groups, `[R, N, ...]`, which are gathered at the start."""
 
     groups: Groups
     keys: Keys
@@ -271,7 +273,7 @@ def _forward(
 
 
 def _own_documents(pieces: Pieces, groups: Groups, segments_Bl: jax.Array | None) -> Any:
-    """Return the document numbers of this group's blocks, which enter as the operands do."""
+    """Cut this group's document numbers into blocks, marked by `enters`; None stays None."""
     if segments_Bl is None:
         return None
     return pieces.cut_segments(enters(segments_Bl, groups.split.axes, DOCUMENTS))
@@ -289,7 +291,7 @@ def _visited(
 ) -> Any:
     """Fold `see` over the pairs of blocks that this group visits after t hops.
 
-    `see` maps (carry, pair) to the next carry; the result is the last carry.
+    `see` maps (carry, pair) to the next carry. The result is the last carry.
     """
     for visit in pieces.visits(t, groups.own()):
 
@@ -313,8 +315,8 @@ def _backward(
     q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in entered)
     own = _own_documents(pieces, groups, segments_Bl)
     queries = Queries.of_result(q, out, dout, log_total)
-    # Without the barrier, XLA would keep the keys that the forward pass received, which are those
-    # of a whole sequence.
+    # Without the barrier, XLA would keep the keys of a whole sequence, which the forward pass
+    # received.
     k, v = lax.optimization_barrier((k, v))
     source, home = _source(groups, (k, v, own)), _Home(groups, (k, v))
     dq = jnp.zeros(q.shape, jnp.float32)

@@ -14,8 +14,8 @@ import numpy as np
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see.
 
-The score is finite, so that a row that has not yet seen a key is not NaN. All weights of such a row
-are 1 until its first visible key multiplies the sums by exp(HIDDEN - top) = 0.
+The score is finite, so that a row that has not yet seen a key is not NaN. In such a row all weights
+are 1, until the first visible key multiplies the sums by exp(HIDDEN - top) = 0.
 """
 
 Grads = tuple[jax.Array, jax.Array, jax.Array]
@@ -85,13 +85,14 @@ class Queries(NamedTuple):
           out: the results.
           dout: the gradients of the results.
         """
-        # The gradient of a softmax needs the sum over all keys of weights times `dweights`. That
-        # sum is the product of the result and its gradient, which takes no other pass over keys.
+        # The gradient of a softmax needs the sum over all keys of weights times `dweights`. This
+        # sum equals the product of the result and its gradient, so that no second pass over the
+        # keys is needed.
         delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
         return cls(q, dout, log_total, delta)
 
     def grads(self, i: jax.Array, scores: jax.Array, k: jax.Array, v: jax.Array) -> Grads:
-        """Return the gradients with respect to block i's queries and to a block of keys and values.
+        """Return the gradients of block i's queries, and of a block of keys and values.
 
         Args:
           scores: the scores of these queries with these keys.

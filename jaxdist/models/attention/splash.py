@@ -127,7 +127,8 @@ class Splash:
     ) -> Callable[..., Any]:
         """Return a function from (q, k, v, segments) of one example to the result `[H, l, d]`.
 
-        The function takes scaled queries `[H, l, d]`, and keys and values `[K, L, d]`.
+        The function expects queries `[H, l, d]` that are already scaled, and keys and values `[K,
+        L, d]`.
 
         Args:
           q_BlHd: the queries of a group.
@@ -142,7 +143,8 @@ class Splash:
         from jaxdist.models.attention.masks import Near, NearMask
 
         length, heads, narrow = len(positions), q_BlHd.shape[2], q_BlHd.dtype.itemsize == 2
-        # A block inside a chunk of consecutive positions computes least beyond the diagonal.
+        # If each block has consecutive positions of a single chunk, the fewest hidden scores are
+        # computed.
         chunks = 1 if groups == 1 else 2 * groups if length % (2 * groups * LANES) == 0 else groups
         forward, keys, queries = (
             splash_block(name, self.family, length, window=window, narrow=narrow, chunks=chunks)
@@ -172,7 +174,7 @@ class Splash:
 
 
 def _part(x: jax.Array, group: jax.Array | int, groups: int) -> jax.Array:
-    """Return a group's part of an array of the mask, which lists rows of blocks or positions."""
+    """Return a group's part of an array of the mask, whose rows count blocks or positions."""
     axis = min(1, x.ndim - 1)
     size = x.shape[axis] // groups
     return lax.dynamic_slice_in_dim(x, group * size, size, axis)
@@ -185,7 +187,7 @@ def _each(
     v_BLKd: jax.Array,
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Compute each example of a batch, from queries that are scaled."""
+    """Apply the kernel to each example of a batch, whose queries are already scaled."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     given: list[Any] = [x.swapaxes(1, 2) for x in (q_BlHd, k_BLKd, v_BLKd)]

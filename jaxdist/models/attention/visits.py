@@ -89,7 +89,7 @@ class Pieces:
         return self.groups if self.order == "striped" else 1
 
     def hops(self) -> list[int]:
-        """Return the numbers of hops after which some group sees a key; the first is 0."""
+        """Return the numbers of hops after which some group sees a key, beginning with 0."""
         return [
             t for t in range(self.groups) if self.visits(t, jnp.int32(self.groups - 1)) or not t
         ]
@@ -109,7 +109,7 @@ class Pieces:
         return [*near, *(() if self.causal or t == 0 else self._seen(ahead, group < t))]
 
     def _seen(self, offset: int, live: jax.Array | None) -> Iterator[BlockPairs]:
-        """Yield the visible pairs, if keys are `offset` positions before the queries."""
+        """Yield the visible pairs of blocks for keys that are `offset` positions before queries."""
         i, j = self._pairs(lambda i, j: self._sees(offset + (i - j) * self.size))
         if i.size:
             yield BlockPairs(
@@ -140,7 +140,7 @@ class Pieces:
         return [BlockPairs(jnp.asarray(i), jnp.asarray(j), distance)]
 
     def _zigzag(self, t: int, group: jax.Array) -> list[BlockPairs]:
-        """Return the visits of a group in zigzag order, of the same number for every group.
+        """Return the visits of a group in zigzag order; every group has the same number of visits.
 
         Group g has the chunks g and 2R - 1 - g of the sequence.
         """
@@ -177,7 +177,7 @@ class Pieces:
         Args:
           q: the queries, `[B, K, G S, d]`.
           k: the keys, `[B, K, S, d]`.
-          visit: the single pair of these blocks.
+          visit: the pair of these two blocks, with a scalar in each field.
           segments: the document numbers of the queries and of the keys, `[B, S]` each, or None.
         """
         scores = einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
@@ -198,7 +198,7 @@ class Pieces:
     def cut(self, x_BlHd: Array, kv_heads: int) -> Array:
         """Cut a piece into blocks, `[N, B, K, G S, d]`.
 
-        The G queries at a position that share a key are rows of one matrix.
+        At each position, the G queries that share a key are rows of one matrix.
         """
         B, _, H, d = x_BlHd.shape
         x = self._padded(x_BlHd).reshape(B, -1, self.size, kv_heads, H // kv_heads, d)

@@ -80,9 +80,9 @@ class ExpertsConfig(Config):
         return 0.0 if self.bias_rate else BALANCE
 
     def capacity(self, length: int) -> int | None:
-        """Return the most tokens that an expert takes from a sequence of `length` tokens.
+        """Return the largest number of tokens of a sequence that an expert processes.
 
-        None means that there is no limit.
+        The sequence has `length` tokens. The result is None if there is no limit.
 
         >>> ExpertsConfig(count=4, top_k=2, capacity_factor=1.25).capacity(10)
         7

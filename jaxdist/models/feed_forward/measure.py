@@ -16,7 +16,7 @@ from jaxdist.models.mean import Mean, Sums, divisor
 from jaxdist.types import Buffers
 
 LOAD = "expert_load"
-"""The name, among the sums of a loss, of the load of each expert: a `Mean` of shape `[N, E]`."""
+"""The name of the experts' loads among the sums of a loss; the loads are a `Mean` `[N, E]`."""
 Settle = Callable[[Buffers, Sums], Buffers]
 """A function from (buffers after a step's passes, sums of its batch) to the next step's buffers."""
 
@@ -50,7 +50,7 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
 
 
 def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
-    """Return the buffers after the routers' biases have moved by the load of a whole batch.
+    """Return the buffers, in which routers' biases have moved by the load of a whole batch.
 
     The biases are the only buffers of the model.
     """

@@ -35,7 +35,7 @@ class Experts:
     """The experts that a device has, as a function of tokens and of the experts of each token.
 
     Attributes:
-      kind: the kind of MLP that each expert is.
+      kind: the type of MLP of each expert.
       product: the method to multiply rows by the kernels of their experts.
     """
 
@@ -48,8 +48,8 @@ class Experts:
         """Return the weighted sum of the results of each token's experts, `[T, D]`.
 
         Args:
-          ids_Tk: the number of each token's experts. A number of E or more means no expert of
-            this device: another device has the expert, or the copy was dropped.
+          ids_Tk: the number of each token's experts. A number of E or more means that another
+            device has the expert, or that the copy was dropped.
           weights_Tk: the weight of each result.
           kernels: the kernels gate (if any) and up, `[E, D, F]`, and down, `[E, F, D]`.
         """
@@ -140,7 +140,7 @@ class Mixture(nnx.Module):
 
         Args:
           weight_BL: the weight of each token in the loss and in the statistics.
-          statistics: the statistics of the earlier layers, to which this layer's are added.
+          statistics: the statistics of the earlier layers, to which this layer adds its statistics.
           positions_1L: the position of each token in its sequence, or None for 0..L-1.
         """
         shared_BLD = self.shared(x_BLD) if self.experts.shared else None

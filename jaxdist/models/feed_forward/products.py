@@ -1,8 +1,9 @@
 """Products of rows with the kernels of their experts.
 
-The rows are sorted by expert, and expert e has `counts_E[e]` of them. Rows after the last expert's
-rows give zeros. Dims: R rows, E experts, D features in, F features out, n blocks of m
-rows.
+The rows are sorted by expert, and `counts_E[e]` is the number of rows of expert e. The product of a
+row after the last expert's rows is zero.
+
+Dims: R rows, E experts, D features in, F features out, n blocks of m rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Product(Protocol):
           x_RD: the rows.
           w_EDF: the kernels.
           counts_E: the number of rows of each expert, a multiple of `block`.
-          block: the result of the method `block`; R is a multiple of it.
+          block: the result of the method `block`, which divides R.
         """
         ...
 

@@ -37,8 +37,8 @@ class Statistics(NamedTuple):
 
     Attributes:
       sums: a column for each name in `SUMS`, `[B, S]`, added up over layers.
-      load: the weight of the copies that each expert has, divided by k, `[N, B, E]`; the last layer
-        comes last.
+      load: the weight of the copies that each expert has, divided by k, `[N, B, E]`; the layers are
+        in order.
     """
 
     sums: jax.Array
@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
     def add(self, sums_BS: jax.Array, load_BE: jax.Array) -> Statistics:
-        """Return the statistics with those of a further layer."""
+        """Return the statistics, to which the sums and the loads of a further layer are added."""
         load_NBE = jnp.concatenate([self.load[1:], load_BE[None]])
         return Statistics(self.sums + sums_BS, load_NBE)
 
@@ -107,7 +107,7 @@ def route(
 
 
 def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
-    """Return for each token the sum of x over the earlier positions of its sequence.
+    """Return, for each token, the sum of x over the earlier positions of the token's sequence.
 
     >>> _sum_before(jnp.array([[[1], [2], [4]]]), jnp.array([[2, 0, 1]])).ravel().tolist()
     [6, 0, 2]

@@ -48,7 +48,7 @@ class RoutedStack(Stacked):
         return scan_blocks(self.blocks, begun, *more, remat=self.remat, unroll=self.unroll)
 
     def measured(self, weight_BL: jax.Array, *inputs: Any) -> tuple[jax.Array, Auxiliary | None]:
-        """Return the input of the head, and the auxiliary losses, or None if there are no experts.
+        """Return the input of the head, and the auxiliary losses, which are None without experts.
 
         Args:
           weight_BL: the weight of each token in the loss and in the auxiliary losses.

@@ -44,7 +44,7 @@ class MlpSettings(Protocol):
 
 
 def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """Add a bias to y, broadcast from the last dims; return y if the bias is None."""
+    """Add a bias to the last dims of y; return y if the bias is None."""
     if bias is None:
         return y
     return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)

@@ -51,8 +51,8 @@ class Conv(nnx.Module):
         self.kernel = param(rngs, init, (window, window, channels_in, channels_out), dims)
         zeros = nnx.initializers.zeros
         self.bias = param(rngs, zeros, (channels_out,), ("channels_out",)) if bias else None
-        # The padding is explicit, because "SAME" puts the zeros of a stride of 2 at the end alone,
-        # where weights that were trained by other frameworks expect them on both sides.
+        # The padding is explicit: for a stride of 2, "SAME" would pad only at the end, but weights
+        # that were trained by other frameworks expect zeros on both sides.
         self.padding = ((window // 2, window // 2),) * 2
         self.strides = (stride, stride)
 
@@ -71,7 +71,7 @@ class Conv(nnx.Module):
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """Return the maximum of each 2x2 pixels; an odd last row or column is dropped."""
+    """Return the maximum of each square of 2x2 pixels; an odd last row or column is dropped."""
     B, height, width, C = x.shape
     even = x[:, : height // 2 * 2, : width // 2 * 2]
     return even.reshape(B, height // 2, 2, width // 2, 2, C).max(axis=(2, 4))

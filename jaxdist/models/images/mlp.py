@@ -32,7 +32,8 @@ class MlpConfig(PartConfig):
 class Mlp(nnx.Module):
     """Dense layers with ReLU between them.
 
-    For tensor parallelism layers alternate: one splits its outputs, and the next its inputs.
+    For tensor parallelism, layers alternate: a layer that splits its outputs is followed by a layer
+    that splits its inputs.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from jaxdist.models.tuning.part import PartConfig
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 _EXPANSION = 4
-"""The ratio of a bottleneck block's output channels to the channels of its 3x3 convolution."""
+"""The number of a bottleneck block's output channels per channel of its 3x3 convolution."""
 
 
 class ResnetConfig(PartConfig):
@@ -68,7 +68,7 @@ class ResnetConfig(PartConfig):
 
     @property
     def expansion(self) -> int:
-        """The ratio of a block's output channels to the channels of its 3x3 convolutions."""
+        """The number of a block's output channels per channel of its 3x3 convolutions."""
         bottleneck = self.depth == 50 if self.bottleneck is None else self.bottleneck
         return _EXPANSION if bottleneck else 1
 
@@ -94,7 +94,7 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
         )
     else:
         # If the mean is large compared with the deviation, the fast variance, E[x^2] - E[x]^2,
-        # loses digits in which many devices and a single device must agree.
+        # loses digits, and many devices would no longer agree with a single device.
         norm = nnx.BatchNorm(
             channels,
             momentum=0.9,
@@ -194,11 +194,12 @@ class Resnet(nnx.Module):
         return _max_pool(x) if self.pooled else x
 
     def _head(self, x: jax.Array) -> jax.Array:
-        # The mean of many pixels is taken in float32: bfloat16 would lose most of them.
+        # The mean is taken in float32, because a sum of many pixels in bfloat16 rounds most of them
+        # away.
         return self.output(x.astype(jnp.float32).mean((1, 2)))
 
 
 def _max_pool(x: jax.Array) -> jax.Array:
-    """Return the maximum of each 3x3 pixels, with stride 2; padding counts as -inf."""
+    """Return the maximum of each 3x3 window of pixels, with stride 2; padding counts as -inf."""
     sides = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), sides)

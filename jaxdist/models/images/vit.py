@@ -76,7 +76,7 @@ class VitConfig(PartConfig):
         """Return the `GptConfig` from which the blocks are built.
 
         Args:
-          tokens: the number of patches, with the class token if the model has it.
+          tokens: the number of patches, plus 1 if the model has a class token.
         """
         return GptConfig.model_construct(
             type="gpt",
@@ -175,7 +175,7 @@ class Vit(Stacked):
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(self, image: jax.Array) -> tuple[None]:
-        """Return (None,): the blocks have no document numbers, because an image is one document."""
+        """Return (None,): blocks get no document numbers, because an image is a single document."""
         del image
         return (None,)
 
@@ -185,5 +185,6 @@ class Vit(Stacked):
             x_BLD = self.norm(self.hint(x_BLD, *WITHIN, was=RESIDUAL))
             if self.config.class_token:
                 return self.output(x_BLD[:, 0].astype(jnp.float32))
-            # The mean of many patches is taken in float32: bfloat16 would lose most of them.
+            # The mean is taken in float32, because a sum of many pixels in bfloat16 rounds most of
+            # them away.
             return self.output(x_BLD.astype(jnp.float32).mean(1))

@@ -103,7 +103,8 @@ class Dlrm(nnx.Module):
 class DenseTower(nnx.Module):
     """Linear layers with ReLU between them.
 
-    For tensor parallelism layers alternate: one splits its outputs, and the next its inputs.
+    For tensor parallelism, layers alternate: a layer that splits its outputs is followed by a layer
+    that splits its inputs.
     """
 
     def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, hint: Hint):

@@ -1,7 +1,7 @@
 """The lookup of a batch's rows in a table on one device, in a split table, or in pulled rows.
 
-Dims: B batch, F fields, D width. On each of N devices: b examples, n = b F ids, r rows of the
-table, and c ids that the device may request from each other device.
+Dims: B batch, F fields, D width. Each of N devices has b examples, n = b F ids, and r rows of the
+table. It may request c ids from every other device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ HEADROOM = 2
 
 
 def capacity(ids: int, devices: int) -> int:
-    """Return the most ids that a device may request from another device without the slow path.
+    """Return the number of ids up to which a device may request ids from another device.
+
+    A larger request takes the slow path of `look_up`.
 
     Args:
       ids: the number of ids on a device.
@@ -45,8 +47,8 @@ def look_up(table_RD: jax.Array, rows_BF: jax.Array, hint: Hint) -> jax.Array:
     If all axes that split the rows also split the batch, each device requests each of its distinct
     ids from the device that holds the row. An all-to-all sends the ids, and a second all-to-all
     returns the rows; gradients are sent back in the same manner. If a device would request more
-    than `capacity` ids from another, all devices take a slower path without that limit. In all
-    other cases XLA places the communication.
+    than `capacity` ids from another device, all devices use a slower method without a limit. In all
+    other cases XLA decides on the communication.
 
     Args:
       rows_BF: the index of each row in the table.
@@ -103,9 +105,10 @@ def _fetched(
 
     Args:
       unique: the ids, `[n]`.
-      starts: for each device, the index in `unique` of its first id, and at last the number of ids.
+      starts: for each device, the index in `unique` of its first id; the last element is the number
+        of ids.
       table_rD: the rows of this device.
-      room: the most ids that are requested from each device.
+      room: the largest number of ids that are requested from each device.
     """
     own, devices = table_rD.shape[0], starts.size - 1
     slots = starts[:-1, None] + jnp.arange(room, dtype=starts.dtype)[None, :]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 MULTIPLE = 256
-"""The number of which the total number of rows is a multiple, so that rows divide over most
-meshes. The rows of the padding have no id."""
+"""The number by which the total number of rows is divisible, so that rows divide over most meshes.
+The rows of the padding have no id."""
 MOST_ROWS = 2**31 - MULTIPLE
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
@@ -60,7 +60,7 @@ class RowForm:
         columns = xp.arange(self.width, dtype=xp.uint32) * xp.asarray(_GOLDEN, xp.uint32)
         keys = _scattered(rows.astype(xp.uint32) ^ xp.asarray(seed, xp.uint32), xp)
         bits = _scattered(keys[:, None] + columns[None, :], xp)
-        # 24 bits fit a float32 exactly, and so does their double minus one.
+        # A float32 holds 24 bits exactly, and also twice such a number minus one.
         unit = (bits >> 8).astype(xp.float32) * xp.asarray(2.0**-23, xp.float32) - 1
         found = unit * xp.asarray(self.scale, xp.float32)
         live = np.arange(self.width) < self.width - self.zeros

@@ -94,7 +94,7 @@ class Adapter:
 def adapter_of(
     config: LoraConfig, name: str, shape: tuple[int, ...], dims: Dims, *, stacked: bool
 ) -> Adapter | None:
-    """Return the adapter of a parameter, or None for a bias or a scale, which is not a kernel.
+    """Return the adapter of a parameter, or None if it is not a kernel but a bias or a scale.
 
     Args:
       name: the name of the parameter.
@@ -113,7 +113,7 @@ def input_dims(shape: Sequence[int], dims: Dims) -> int:
 
     If the first dim is "embed", it is the only input. Otherwise, if the last dim is "embed", it is
     the only output. All other kernels are divided where the sizes of inputs and outputs have the
-    smallest ratio; if several positions tie, the inputs have the most dims.
+    smallest ratio; if several divisions have this ratio, the division with the most inputs is used.
 
     >>> input_dims((64, 2, 64), ("embed", "heads", "head_dim"))
     1
