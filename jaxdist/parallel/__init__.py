@@ -1,1 +1,1 @@
-"""The distribution of a train step over a mesh, with or without jaxdist's own communication."""
+"""The distribution of a train step over a mesh, with collectives from jaxdist or from XLA."""

@@ -83,10 +83,10 @@ class XlaConfig(Config):
 
 
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:
-    """Return the options that a config sets, after the compiler of these devices accepts them.
+    """Return the options that a config sets, and check that the devices' compiler accepts them.
 
     The check compiles a tiny program with the options. If the compiler refuses the `default`
-    preset, the preset's options are left out. Without options nothing is compiled.
+    preset, the result lacks the preset's options. Without options nothing is compiled.
 
     Raises:
       ConfigError: the preset is for other devices, or the compiler of these devices refuses an
@@ -109,7 +109,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
 
 
 def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]:
-    """Return the options that a preset sets on a device, or no options if it is not a TPU."""
+    """Return the options that a preset sets on a device, or {} if the device is not a TPU."""
     if device.platform != PLATFORM:
         return {}
     known = find_device(device.device_kind)
@@ -122,7 +122,9 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
 
 
 def merged_options(options: Options, more: Options) -> dict[str, OptionValue] | None:
-    """Merge two sets of options, or return None if both are empty, as `jax.jit` expects.
+    """Merge two sets of options, or return None if both are empty.
+
+    The result is an argument of `jax.jit`, which expects None instead of an empty set.
 
     An option in `more` replaces the same option in `options`, but two lists of passes are joined.
 
@@ -148,7 +150,7 @@ def options_refusal(options: Options, device: Device) -> str | None:
 
 
 def _told(options: Options, device: Device) -> str | None:
-    """Describe the first option that the compiler refuses without the other options.
+    """Compile with each option alone, and describe the first option that the compiler refuses.
 
     Returns:
       A sentence with the compiler's error, or None if the compiler accepts each option alone.

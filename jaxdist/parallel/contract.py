@@ -23,8 +23,8 @@ class Gradients(NamedTuple):
     """The results of the forward and backward passes over a batch.
 
     Attributes:
-      grads: the gradients of the total loss or of the mean loss, as the method that returns them
-        documents; a tree like the trained parameters.
+      grads: the gradients, a tree like the trained parameters. A method that returns `Gradients`
+        documents whether these are gradients of the total loss or of the mean loss.
       sums: the totals and weights of the loss and its metrics.
       buffers: the model's buffers after the pass.
     """
@@ -158,7 +158,7 @@ class Exchange(Protocol):
         ...
 
     def init(self, params: Params) -> PyTree:
-        """Return the state before the first step."""
+        """Return the exchange's state before the first step."""
         ...
 
     def state_shardings(self, state: PyTree) -> PyTree:
@@ -199,8 +199,8 @@ class Exchange(Protocol):
         Args:
           function: the function, which is called with the trees of `given` and then with `rest`.
             The n trees that it returns have the structures and shardings of the last n trees.
-          given: each tree with the owners of its leaves. A leaf is sharded like the share of the
-            parameter that owns it.
+          given: each tree with the owners of its leaves. A leaf has the sharding that
+            `placements.shares` has for the owner of the leaf.
           rest: further arguments, which are equal on all devices.
 
         Returns:

@@ -31,8 +31,8 @@ def by_layers(
 ) -> Layers:
     """Call `function` on stacks of layers in chunks, and once on all other leaves together.
 
-    Stacks with the same number of layers are passed together. If all their layers fit in one chunk,
-    these stacks are passed together with the other leaves.
+    Stacks with the same number of layers are passed together. If all layers of these stacks fit in
+    one chunk, the stacks are passed together with the leaves that are not stacks.
 
     Args:
       function: the function to call on leaves, or on a chunk of layers of leaves.
@@ -80,10 +80,11 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
 
 
 def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
-    """Return the number of layers of a chunk, which has at most `chunk_bytes` in all stacks.
+    """Return the number of layers in each chunk of several stacks.
 
-    The result is the largest divisor of the number of layers that fits, or 1 if not even a single
-    layer fits.
+    The number divides the number of layers of the stacks, which have equally many layers. It is the
+    largest divisor for which the layers of a chunk have at most `chunk_bytes` over all stacks. If
+    even a single layer is larger, the number is 1.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)

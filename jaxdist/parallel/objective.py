@@ -69,8 +69,8 @@ class Objective:
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
         """Return the further arguments of the loss, a tuple with the base model or ().
 
-        The base model is the model without its adapters. It is an argument if the loss takes it as
-        a reference (`takes_base`) and the model has adapters.
+        The base model is the model without its adapters. The tuple has the base model if the model
+        has adapters and the loss takes the base model as a reference (`takes_base`).
         """
         if not (self.model.adapters and getattr(self.loss, "takes_base", False)):
             return ()

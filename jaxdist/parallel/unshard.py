@@ -33,8 +33,8 @@ from jaxdist.types import Params, PyTree
 class ShardedParameter(Deferred):
     """A parameter of which each device holds a shard (stage 3).
 
-    Parameters that are used together are gathered by one all-gather. In the backward pass their
-    gradients are summed by one reduce-scatter.
+    Parameters that are used together are gathered by one all-gather. In the backward pass the
+    gradients of these parameters are summed by one reduce-scatter.
 
     Attributes:
       shard: this device's shard.

@@ -1,9 +1,9 @@
 """ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): the split of the training state over replicas.
 
 Without ZeRO all data-parallel replicas hold equal optimizer states, gradients and parameters. Stage
-1 splits the optimizer state over the replicas, stage 2 also the gradients, and stage 3 also the
-parameters. This module chooses the split dim of each tensor from the shapes. The rest of the
-framework only sees partition specs.
+1 splits the optimizer state over the replicas. Stage 2 splits the gradients too, and stage 3 the
+gradients and the parameters. This module chooses the split dim of each tensor from the shapes. The
+rest of the framework only sees partition specs.
 
 If the number of devices divides no dim of a tensor, a dim is padded with zeros. XLA requires even
 shards of the arguments and results of a compiled program, but not of intermediate values. State is
@@ -59,7 +59,7 @@ class ZeroConfig(Config):
     """The dtype in which stage 3 gathers parameters; null keeps the dtype of the parameters."""
     prefetch: bool = False
     """Whether stage 3 gathers the parameters of a layer while the previous layer computes. A device
-    then holds the parameters of one layer more."""
+    then holds the parameters of one more layer."""
     gather_codec: GatherCodec | None = None
     """The codec of the messages in which stage 3 gathers parameters. Each device keeps its exact
     shard; null sends parameters uncompressed."""
@@ -87,17 +87,17 @@ class ZeroSplit:
       mesh: the mesh.
       stage: the stage of ZeRO, from 1 to 3.
       axes: the mesh axes over which the state is split, slowest first.
-      dims: by name of each parameter, the split dim, or None if the parameter is not split.
+      dims: the split dim of each parameter by name, or None for a parameter that is not split.
       gather_dtype: the dtype of gathered parameters, or None for the dtype of the parameters.
       prefetch: whether the parameters of a layer are gathered while the previous layer computes.
       gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
       secondary: whether shards are gathered across the slow network once per step.
       once: whether stage 3 gathers all parameters once per step, and keeps them whole until the end
         of the step.
-      uneven: the shapes, by name, of large parameters that are not split, because no dim divides by
-        the number of devices and no dim can be padded.
-      padded: by name of each parameter whose split dim is padded, the length of the dim and its
-        length with padding.
+      uneven: the shapes, by name, of large parameters that are not split. The number of devices
+        divides none of their dims, and none of these dims can be padded.
+      padded: for each parameter whose split dim is padded, by name, the length of this dim without
+        padding and with padding.
     """
 
     mesh: Mesh
@@ -263,9 +263,9 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
     The result is None if there is no candidate. The order of preference follows from the memory
     layout of gathered tensors in XLA:TPU:
 
-    1. Dims whose shards consist of whole tiles of the usual layout. XLA gathers along other dims by
-       an all-reduce, in which a device contributes its shard and zeros. This sends twice the bytes.
-       Or XLA gathers into another layout, and copies every gathered tensor.
+    1. Dims whose shards consist of whole tiles of the usual layout. For other dims, XLA may gather
+       by an all-reduce of shards that are padded with zeros, which sends twice the bytes. Or XLA
+       may gather into another layout and then copy every gathered tensor.
     2. Dims whose shards consist of whole sublanes. XLA gathers along these dims into the transposed
        layout, which matmuls read without a copy.
     3. The longest dim, and of equally long dims the first.
@@ -296,8 +296,9 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
 def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
     """Choose the dim of a tensor to pad with zeros for a split into `parts` equal parts.
 
-    The choice is the dim that padding lengthens by the smallest factor, and of several such dims
-    the longest. The arguments are the same as for `split_dim`.
+    The choice is the dim that padding lengthens by the smallest factor. If several dims have the
+    smallest factor, the choice is the longest of these dims. The arguments are the same as for
+    `split_dim`.
 
     Returns:
       The index of the dim, or None if padding would lengthen every dim that ZeRO may split by more

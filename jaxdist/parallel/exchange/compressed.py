@@ -30,7 +30,12 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Compressed(Explicit):
-    """The base class of compressed exchanges; its state is the state of `messages`."""
+    """The base class of compressed exchanges.
+
+    Attributes:
+      messages: the all-reduce that sends the gradients as messages. Its state is the state of the
+        exchange.
+    """
 
     messages: Messages = field(kw_only=True)
 
@@ -103,7 +108,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather the tensors that `zero` splits from their shards, and return the other tensors too."""
+    """Gather each tensor that `zero` splits from its shards, and keep the other tensors."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -113,7 +118,7 @@ def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -
 
 @dataclass(frozen=True)
 class CompressedScatter(Compressed, Scatter):
-    """The exchange after which each device has its shard of the sums of messages (ZeRO 1)."""
+    """The compressed exchange that gives each device its shard of the sums (ZeRO 1)."""
 
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
@@ -152,7 +157,7 @@ class CompressedUnsharded(Compressed, Unsharded):
 
     Each layer's gradients are reduce-scattered inside the fast network during the backward pass.
     Messages are sent over the slow network after the backward pass, once per step. A device's
-    residual is therefore only as large as its shard.
+    residual is therefore only as large as the device's shard.
     """
 
     def gradients(
@@ -183,8 +188,9 @@ class CompressedUnsharded(Compressed, Unsharded):
     def _unsummed(self, specs: PyTree) -> PyTree:
         """Add a first dim to each spec, split over the axes on which the leaf is to be summed.
 
-        These are all axes of the batch for a leaf that ZeRO does not split. A leaf that ZeRO splits
-        is already summed over ZeRO's axes.
+        A leaf that ZeRO does not split is to be summed over all axes of the batch. A leaf that ZeRO
+        splits is already summed over ZeRO's axes, and is to be summed over the other axes of the
+        batch.
         """
         others = tuple(axis for axis in self.axes if axis not in self.zero.axes)
 

@@ -42,7 +42,7 @@ must be small, because two of them are in memory at a time."""
 
 @dataclass(frozen=True)
 class Explicit(Base):
-    """An exchange whose devices each compute gradients of their rows, and sum them explicitly.
+    """An exchange in which each device computes gradients of its rows and calls collectives itself.
 
     Attributes:
       mesh: the mesh that the step runs on.
@@ -189,8 +189,9 @@ class Explicit(Base):
     def chunk_bytes(self, leaves: Layers) -> int:
         """Return the bytes of stacked layers that are sent in one message.
 
-        The result is the algorithm's `bucket_bytes` if that setting is a number, otherwise a small
-        part of the bytes of all leaves.
+        The result is the algorithm's `bucket_bytes` if that setting is a number. Otherwise the
+        result is `BUCKET_BYTES`, or less if the leaves would then be divided into fewer than
+        `LEAST_CHUNKS` chunks. Between processes on CPUs the second limit does not apply.
         """
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
@@ -200,7 +201,7 @@ class Explicit(Base):
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
 
     def sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
-        """Sum gradients over axes in `reduce_dtype`, and return sums of the gradients' dtypes."""
+        """Sum gradients over axes in `reduce_dtype`, and convert sums to the gradients' dtypes."""
         carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
@@ -236,7 +237,7 @@ class Sharding(Explicit):
         return ZeroMessages(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
-        """Sum gradients over the axes on which they are still to be summed.
+        """Sum gradients over the axes of the batch over which they are not summed yet.
 
         A tensor that ZeRO does not split is summed over all axes of the batch. A shard, which is
         already summed over ZeRO's axes, is summed over the other axes of the batch.
@@ -295,7 +296,7 @@ def over(weight: jax.Array, grads: Grads) -> PyTree:
 
 
 def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
-    """Call `send` once with all leaves that have a split dim, and replace them by its results.
+    """Call `send` once with all leaves that have a split dim, and return the changed leaves.
 
     Args:
       send: the function of a list of leaves and the list of their split dims.

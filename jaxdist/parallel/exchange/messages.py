@@ -25,7 +25,7 @@ EVERYWHERE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Messages:
-    """A compressed all-reduce of a tree of blocks, of which each device has its own values.
+    """A compressed all-reduce that sums a tree of blocks over devices.
 
     Each leaf of the state has a leading dim over all devices of the mesh, because each device keeps
     the residual of the messages that it sends.
@@ -95,8 +95,8 @@ class Messages:
         """Compute mean gradients, and the next state.
 
         Args:
-          grads: the gradients of each device, with a leading dim over the axes on which they are
-            still to be summed.
+          grads: the gradients of each device, with a leading dim over the axes over which the
+            gradients are not summed yet.
           specs: the partition specs of `grads`.
           weight: the weight of the whole batch. Gradients are divided by the weight before they are
             compressed, so residuals are residuals of the mean.

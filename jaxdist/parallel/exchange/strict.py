@@ -165,7 +165,7 @@ class Strict(Explicit):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Apply `function` to whole trees, or to the V parts of the trees with ZeRO.
+        """Apply `function` to whole trees, or with ZeRO to each of the V parts of the trees.
 
         V is the number of logical shards, so the parts have the same shapes on any number of
         devices.
@@ -312,8 +312,8 @@ class Strict(Explicit):
           function: the function that each device runs.
           tree: a tree like the gradients.
           out: the partition specs of the results.
-          stacked: whether the leaves have a first dim that `axes` split. Otherwise they are split
-            as ZeRO's shards.
+          stacked: whether the leaves have a first dim that `axes` split. Otherwise ZeRO splits the
+            leaves.
         """
         if stacked:
             specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)

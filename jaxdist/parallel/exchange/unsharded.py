@@ -74,8 +74,8 @@ class Unsharded(Sharding):
         """Gather a second copy of the shards across the slow network.
 
         Later gathers of this copy use the fast network only. Each copy has a further dim, which
-        counts fast networks. This dim is the first dim, or the second dim in a stack of layers. A
-        slice of one layer therefore has this dim too.
+        counts fast networks. This dim is the first dim, or the second dim in a stack of layers. In
+        a slice of a stack, which has a single layer, it is therefore the first dim too.
 
         Returns:
           A copy for each leaf that ZeRO splits, and None for the other leaves.

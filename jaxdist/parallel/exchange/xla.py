@@ -28,7 +28,7 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """The context that constrains the shardings of new gradients, to shards from ZeRO 2 on."""
+        """The context that sets the shardings of new gradients: shards with ZeRO 2 or 3."""
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)

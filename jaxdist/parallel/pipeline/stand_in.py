@@ -13,7 +13,7 @@ from jaxdist.types import PyTree
 
 
 class StandIn:
-    """The base class of objects that a loss may call like its model, but not read.
+    """The base class of objects that a loss may call like its model, but that have no parameters.
 
     No stage has all parameters. A loss that adds a penalty on the parameters would find none, and
     the penalty would be lost without an error. Reading an attribute of a stand-in, or flattening

@@ -112,12 +112,12 @@ class Reduction:
         return all_gather(self._part(parts), self.axes, size=size)
 
     def _part(self, parts: jax.Array) -> jax.Array:
-        """Send part i of `[devices, blocks, n]` to device i, which sums the parts to `[n]`."""
+        """Send part i of `[devices, blocks, n]` to device i, and sum received parts to `[n]`."""
         arrived = all_to_all(parts, self.axes)
         return self.order.add(arrived.reshape(-1, parts.shape[-1]))
 
     def square(self, shards: Grads) -> jax.Array:
-        """Sum the squares of all elements of a tree of which each device has its ZeRO shards.
+        """Sum the squares of all elements of a tree, whose ZeRO shards are on several devices.
 
         A tensor that ZeRO does not split is whole on each device, and is counted once.
         """

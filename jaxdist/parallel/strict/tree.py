@@ -4,8 +4,8 @@ Floating-point sums depend on their order, so the order must be fixed. V shards 
 runs of 2^a shards, where 2^a is the largest power of two that divides V. Each run is added as a
 binary tree, and the sums of the runs are added one after another. A tree has two advantages over a
 chain. Adjacent shards on a device form a subtree, which the device adds up before it sends a
-message. And a device that adds each shard as soon as it is computed holds a + 1 sums instead of V.
-If V is a power of two, each device therefore sends a single gradient, as in any reduction.
+message. And a device that adds each shard as soon as the shard is computed holds a + 1 sums instead
+of V. If V is a power of two, each device therefore sends a single gradient, as in any reduction.
 
     >>> Order(8).on(2), Order(12).on(4), Order(12).on(3)
     (LocalTree(shards=4, block=4), LocalTree(shards=3, block=1), LocalTree(shards=4, block=4))
@@ -49,7 +49,10 @@ class LocalTree:
 
     @property
     def held(self) -> int:
-        """The number of trees in memory at a time: a sum per level and per block, and one shard."""
+        """The number of trees in memory at a time.
+
+        They are a sum for each level, a sum for each block, and the shard that is added.
+        """
         return self.levels + self.blocks + 1
 
 
@@ -95,7 +98,7 @@ class Order:
 
 
 def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
-    """Return a tree behind a barrier, so that XLA compiles code that uses it separately.
+    """Return a tree behind a barrier, which separates its computation from the code that uses it.
 
     Args:
       tree: the tree.

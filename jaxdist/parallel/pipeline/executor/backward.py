@@ -140,7 +140,7 @@ def _loss(
     """Return the next state and the gradient of a chunk's output.
 
     For the last chunk the head computes this gradient, and the head's gradients and sums are added
-    to the state. For other chunks it is the gradient that the stage received.
+    to the state. For other chunks this gradient is the gradient that the stage received.
     """
 
     def last(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:

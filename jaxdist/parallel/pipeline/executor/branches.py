@@ -47,9 +47,9 @@ def backward_kinds(ticks: Ticks) -> tuple[TaskKind, ...]:
 
 
 def backward_branches(ticks: Ticks) -> np.ndarray:
-    """Return the branch for each entry of `KINDS`, then for no task, int32 `[kinds + 1]`.
+    """Return the branch of each kind in `KINDS`, then the branch of no task, int32 `[kinds + 1]`.
 
-    The branch is 0 for no task, and for a kind that the schedule does not have.
+    No task has branch 0, and so does a kind that the schedule does not have.
     """
     # `NONE` is -1, so a lookup of no task finds the last entry.
     kinds = backward_kinds(ticks)

@@ -212,10 +212,10 @@ def _send(
       stage: the stage.
       held: the buffer for received values.
       value: the value that this stage sends.
-      channels: the channels, one after another.
+      channels: the channels, which run in this order.
       now: for each channel, the slot for the value that this stage receives in this tick, and
         whether any stage receives a value.
-      name: `OUTPUTS` or `COTANGENTS`.
+      name: the kind of the value, `OUTPUTS` or `COTANGENTS`.
     """
     for channel, (slot, used) in zip(channels, now, strict=True):
 

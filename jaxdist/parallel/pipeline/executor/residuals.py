@@ -29,8 +29,8 @@ class Residuals:
     """The forward and backward passes of a chunk's function, which is the same for all chunks.
 
     The backward function that `jax.vjp` returns is a pytree of arrays. Both passes run the same
-    trace. A second trace might have other leaves, because jax merges some equal leaves, but not
-    always the same leaves.
+    trace. A second trace might have other leaves, because jax merges some equal leaves, and may
+    merge other leaves in the second trace.
 
     Attributes:
       x: the shapes of the input.

@@ -63,8 +63,8 @@ class Channel:
     Attributes:
       offset: the distance of the transfer: stage s sends to stage (s + offset) mod stages. With
         offset 0 the value stays on its stage.
-      slot: the slot for the value that a stage receives, or `NONE` if it receives none, int32
-        `[ticks, stages]`.
+      slot: the slot for the value that a stage receives, or `NONE` if the stage receives no value,
+        int32 `[ticks, stages]`.
     """
 
     offset: int

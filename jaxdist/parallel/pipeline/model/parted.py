@@ -69,7 +69,7 @@ def plan_parted(
 
     Raises:
       ConfigError: the mesh splits something other than the batch and the stages, or the parameters
-        do not all have the same dtype, or the outputs of the parts do not.
+        have different dtypes, or the outputs of the parts have different dtypes.
     """
     batch_axis = layout.axis_of("batch")
     axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}

@@ -181,8 +181,8 @@ class Pipeline:
 
         Args:
           local: the function that each stage runs.
-          inside: the partition specs of its arguments.
-          outside: the partition specs of its results.
+          inside: the partition specs of the arguments of `local`.
+          outside: the partition specs of the results of `local`.
           more: the names of further manual axes.
         """
         # Inside another `jax.shard_map`, jax takes the mesh from the context.
@@ -403,7 +403,8 @@ def minimised(
       loss: the loss.
       outputs: the stand-in that the loss gets instead of the model.
       visit: the visit, which has the rows of the microbatch.
-      factor: the factor of the total loss, or None for the total loss itself.
+      factor: the factor by which the total loss is multiplied, or None to minimize the total loss
+        itself.
     """
     batch = weighted(visit.rows)
     sums = as_sums(loss(outputs, batch), batch)

@@ -28,7 +28,7 @@ class LayerCosts:
     All times may be in any unit, but in the same unit.
 
     Attributes:
-      seconds: for each layer, the time of both passes over a microbatch.
+      seconds: for each layer, the time of the forward and the backward pass of a microbatch.
       state_bytes: for each layer, the bytes of weights, gradients and optimizer state, or None if
         they are 0 for all layers.
       activation_bytes: for each layer, the bytes of a microbatch's activations that the backward

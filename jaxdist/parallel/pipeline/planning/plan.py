@@ -44,13 +44,14 @@ class PipelineConfig(Config):
     """The order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost.
     """
     activations: Activations = "recompute"
-    """The values that the backward pass of a chunk reads: the chunk's input, from which it
-    recomputes the forward pass (recompute), or residuals that the forward pass stored (stash)."""
+    """The values that the backward pass of a chunk reads: the chunk's input, from which the
+    backward pass recomputes the forward pass (recompute), or residuals that the forward pass stored
+    (stash)."""
     gather: Literal["step", "task"] = "step"
-    """When a stage gathers the parameters that ZeRO 3 splits. With `step` a stage gathers the
-    parameters of all its layers once per step, and holds them until the step ends. With `task` each
-    task gathers the parameters layer by layer. A stage then holds the parameters of one layer at a
-    time, but sends 2 m times the bytes, where m is the number of microbatches."""
+    """The moment at which a stage gathers the parameters that ZeRO 3 splits. With `step` a stage
+    gathers the parameters of all its layers once per step, and holds them until the step ends. With
+    `task` each task gathers the parameters layer by layer. A stage then holds the parameters of one
+    layer at a time, but sends 2 m times the bytes, where m is the number of microbatches."""
     ahead: bool = False
     """Whether stages run forward passes earlier than in the schedule. Early forward passes reduce
     waiting, but need memory for up to twice the activations."""
@@ -141,8 +142,8 @@ def plan_chunks(
       microbatches: the number of microbatches.
 
     Raises:
-      ConfigError: the model has no blocks or parts, has fewer of them than chunks, or has buffers;
-        or the schedule does not support this number of microbatches.
+      ConfigError: the model has no blocks or parts, has fewer blocks or parts than chunks, or has
+        buffers; or the schedule does not support this number of microbatches.
     """
     if stages == 1:
         return None
@@ -176,7 +177,11 @@ def stages_of(mesh: Mesh) -> int:
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
-    """Return the division into chunks with its costs, and a phrase that says who chose it."""
+    """Return the division into chunks with its costs, and a phrase for the explanation.
+
+    The phrase is "as given" if the config gives the division, otherwise "balanced". If the given
+    division is slower than the best division, the phrase also has the counts of the best division.
+    """
     best = partition(costs, schedule.placement)
     if config.layers is None:
         return best, "balanced"
