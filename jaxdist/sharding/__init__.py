@@ -1,8 +1,8 @@
 """The mapping from logical dims to mesh axes.
 
 Models name the *dims* of each parameter ("embed", "mlp"), and rules map a dim to a mesh axis. If
-the mesh does not have the axis, the dim is not split. The same rules are therefore for every mesh,
-and only `mesh` in a config changes for another mesh. A dim without a rule is an error, and so is a
+the mesh does not have the axis, the dim is not split. The same rules therefore apply to every mesh.
+For another mesh, only `mesh` changes in a config. A dim without a rule is an error, and so is a
 rule for a dim that the model does not have.
 """
 

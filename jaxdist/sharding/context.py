@@ -20,7 +20,7 @@ from jaxdist.sharding.layout import Layout, ShardingConfig
 def share_sequences(
     layout: Layout, config: ShardingConfig, needs: ContextNeeds, *, reorders: bool
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the method by which devices share a sequence.
+    """Choose the method by which devices share a sequence, and return the layout with this method.
 
     Args:
       layout: the layout, without a method.

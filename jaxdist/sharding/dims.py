@@ -203,7 +203,8 @@ def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[
     Args:
       pattern: the common pattern of the names.
       names: the names of the parameters.
-      taken: whether other parameters use the common pattern. Each name is then its own pattern.
+      taken: whether other parameters use the common pattern. If true, each name is a pattern for a
+        single parameter.
     """
     if taken or len(names) == 1:
         return {glob.escape(name): [name] for name in names}

@@ -108,7 +108,7 @@ class RingExchange:
         return lax.psum_scatter(local(*given), place.axes, tiled=True)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) T, since all tokens are sent to all devices, and the results back."""
+        """Return 2 (X - 1) T: T tokens are sent to each other device, and T results come back."""
         return 2.0 * (devices - 1) * tokens
 
 
@@ -134,12 +134,15 @@ class Padded:
         return collected(y_RD, sent.places, sent.tokens)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) M, since M rows are sent to each device, and the results back."""
+        """Return 2 (X - 1) M: M rows are sent to each other device, and M results come back."""
         return 2.0 * (devices - 1) * most
 
 
 class Ragged:
-    """The exchange by ragged all-to-alls, which send only rows with tokens; not for CPUs."""
+    """The exchange by ragged all-to-alls, which send only rows with tokens.
+
+    XLA does not support ragged all-to-alls on CPUs.
+    """
 
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
@@ -166,7 +169,7 @@ class Ragged:
         return collected(moved(y_RD, received, sent.counts), sent.places, sent.tokens)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return the expected number if each token's experts are drawn uniformly.
+        """Return the expected number of sent tokens if each token's experts are drawn uniformly.
 
         The number is 2 (X - 1) T (1 - (1 - 1/X)^k), but at most 2 (X - 1) M.
         """
@@ -181,8 +184,8 @@ class _Sent:
 
     Attributes:
       tokens: the index of the token in each row of the buffer, `[X M]`, or T for an empty row.
-      places: the row of each token in the part of the buffer for each device, `[T, X]`, or X M if
-        the token is not sent to the device.
+      places: for each token and each device, the row of the buffer from which the token is sent to
+        the device, `[T, X]`, or X M if the token is not sent to the device.
       counts: the number of tokens for each device, `[X]`.
     """
 

@@ -80,7 +80,7 @@ class ShardingConfig(Config):
     gather (each device gathers all keys and values), ring (keys and values rotate), ulysses
     (devices exchange chunks of the sequence for heads), ring_ulysses or gather_ulysses (ulysses in
     groups of devices, ring or gather between groups), or auto (the method that sends the fewest
-    bytes; on TPU, where a kernel serves the others, not a ring)."""
+    bytes; on TPU, auto prefers the other methods to ring, for which jaxdist has no kernel)."""
     context_order: Order | Literal["auto"] = "auto"
     """The order of the positions of a training batch over the devices of axis `context`:
     contiguous, zigzag (each device has an early and a late chunk), striped (each device has every
@@ -116,8 +116,8 @@ class Layout:
     Attributes:
       mesh: the mesh.
       rules: the pairs of a logical dim and a mesh axis or None.
-      collective_matmul: the setting of `ShardingConfig`.
-      experts: the setting of `ShardingConfig`.
+      collective_matmul: the setting of `ShardingConfig` with the same name.
+      experts: the setting of `ShardingConfig` with the same name.
       shared: the method by which the devices of axis `context` share a sequence, or None if it is
         not chosen yet or no axis splits sequences.
     """
@@ -222,8 +222,8 @@ class Layout:
           x: the activation.
           dims: the logical dims of `x`.
           was: the logical dims that determined the sharding of `x` before this call, or None. With
-            `was`, `x` is first constrained to the old sharding, so that the backward pass returns
-            to it. If both shardings are equal, `x` is returned unchanged.
+            `was`, `x` is first constrained to the old sharding, so that the gradient of `x` gets
+            the old sharding. If both shardings are equal, `x` is returned unchanged.
 
         Raises:
           ShardingError: the number of dims of `x` differs from the number of names, or the number
@@ -319,7 +319,8 @@ class Layout:
         the kernels; the results are then summed over this axis.
 
         Args:
-          compute: the function of a `Local`'s arguments and of this device's kernels.
+          compute: the function that computes a device's experts. Its arguments are the three
+            arguments of a `jaxdist.sharding.experts.Local`, and the device's kernels.
           x_BLD: the tokens.
           ids_BLk: the indices of each token's experts.
           weights_BLk: the weights of each token's experts.
