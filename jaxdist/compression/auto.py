@@ -46,7 +46,8 @@ class AutoCodec(Config):
     type: Literal["auto"] = "auto"
     """The name that selects the automatic choice of a codec in a config."""
     candidates: tuple[CodecConfig, ...] = CANDIDATES
-    """The codecs to choose from. If two have equal predicted times, the earlier codec is chosen."""
+    """The codecs to choose from. If two codecs have equal predicted times, the earlier codec is
+    chosen."""
     device: str | None = None
     """The device whose links are assumed (v5e, h100, ...); null means the device of the program."""
     fast: LinkConfig | None = None
@@ -110,8 +111,8 @@ def resolve(
       choice: the automatic choice.
       leaves: the gradients of one device, or their shapes.
       sizes: the sizes of the axes over which gradients are summed, by name, slowest first.
-      device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`. It is
-        ignored if `choice.device` is not None.
+      device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`. The
+        argument is ignored if `choice.device` is not None.
       inside: whether gradients are first summed without compression over the last axis. Messages
         are then sent over the other axes only.
       algorithm: the algorithm of the collectives.
@@ -180,7 +181,7 @@ def explain_candidates(
     *,
     inside: bool = False,
 ) -> str:
-    """Format the speed of each link, and a table of the candidates, fastest first.
+    """Format the speed of each link, and a table of the candidates, the fastest first.
 
     The arguments are the arguments of `resolve`.
 

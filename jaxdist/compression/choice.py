@@ -183,8 +183,8 @@ def plan_groups(
       bucket_bytes: the maximum number of bytes of a bucket.
 
     Raises:
-      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
-        codec do not fit together, or a rule matches no parameter.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together,
+        the feedback does not fit a codec, or a rule matches no parameter.
     """
     if isinstance(choice, PerParameter):
         choice.check([name for name, _ in named])

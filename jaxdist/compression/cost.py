@@ -56,7 +56,8 @@ class CollectiveCall:
     Attributes:
       kind: the operation.
       payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
-      where: "all" for all axes, "inside" for the last axis, or "across" for the axes before it.
+      where: "all" for all axes, "inside" for the last axis, or "across" for all axes except the
+        last.
     """
 
     kind: Operation

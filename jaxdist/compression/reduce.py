@@ -78,7 +78,7 @@ class Reduced(NamedTuple):
 
     Attributes:
       grads: the sum or mean, a tree like the gradients. All elements are NaN if `finite` is false.
-      state: the next state. If `finite` is false, it is the old state, with `step` and `skipped`
+      state: the next state. If `finite` is false, this is the old state, with `step` and `skipped`
         larger by 1.
       finite: whether the result and the gradients of all devices are finite, a bool scalar that is
         the same on all devices.
@@ -111,8 +111,8 @@ def init_state(
       its part.
 
     Raises:
-      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
-        codec do not fit together, or a rule matches no parameter.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together,
+        the feedback does not fit a codec, or a rule matches no parameter.
     """
     named = flatten_with_names(grads)
     leaves = [leaf for _, leaf in named]
@@ -170,15 +170,16 @@ def compressed_all_reduce(
       codec: a codec, stages of codecs, or a choice for each parameter.
       feedback: the error feedback of every sender.
       op: "sum" or "mean". With "mean" the gradients are divided before they are encoded, so
-        residuals, and limits of norms, are for the mean.
+        residuals are errors of the mean, and limits of norms are limits of the mean's norm.
       algorithm: the algorithm of the collectives that send the messages.
       bucket_bytes: the maximum number of bytes of a flat bucket, into which leaves with the same
         choice are packed.
       seed: the seed of all random choices, the same on all devices.
 
     Raises:
-      CompressionError: a codec cannot encode a leaf, the stages of a choice or the feedback and a
-        codec do not fit together, a rule matches no parameter, or the state is for other arguments.
+      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together,
+        the feedback does not fit a codec, a rule matches no parameter, or the state is for other
+        arguments.
       CollectiveError: the call is not inside a `jax.shard_map`, or the axis is unknown.
     """
     axis = checked(axis, "compressed_all_reduce")

@@ -41,7 +41,8 @@ class EncodedGradient(NamedTuple):
     Attributes:
       message: the message for the receivers, which must not be sent if `finite` is false.
       decoded: the float32 value that the receivers decode from the message.
-      state: the next state. If `finite` is false, it is the old state with one more skipped round.
+      state: the next state. If `finite` is false, this is the old state with one more skipped
+        round.
       finite: whether the gradient and the decoded message are finite, a bool scalar.
     """
 

@@ -99,7 +99,7 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
 
     Args:
       energy: the sum of squares of each block, float32 [blocks].
-      planes: the maximum of the sum of all numbers of bits.
+      planes: the maximum of the total number of bits of all blocks.
     """
     # Each gain is the part of an error E 4^-b that a plane removes. The first two planes have equal
     # gains and are allocated together, since a single bit has no zero between its levels.
@@ -120,7 +120,10 @@ def _levels(bits: jax.Array) -> jax.Array:
 
 
 def _slots(bits: jax.Array, planes: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block of each plane, and the index of the plane's bit, both int32 [planes]."""
+    """Return the block of each plane, and the bit of the block's codes that the plane contains.
+
+    Both results are int32 [planes].
+    """
     ends = jnp.cumsum(bits)
     slots = jnp.arange(planes, dtype=bits.dtype)
     block = jnp.minimum(jnp.searchsorted(ends, slots, side="right"), len(bits) - 1)

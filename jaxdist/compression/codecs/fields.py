@@ -10,7 +10,7 @@ from jaxdist.compression.wire import BITS
 
 
 def checked_block(block: int) -> int:
-    """Return a number of elements of a block, after a check that it is valid.
+    """Check the number of elements of a block, and return the number.
 
     The number must be a multiple of 8, so that the bits of a block's elements fill whole bytes.
 
@@ -26,7 +26,7 @@ def checked_block(block: int) -> int:
 
 
 def checked_fraction(fraction: float) -> float:
-    """Return a fraction of the elements, after a check that it is valid.
+    """Check the fraction of the elements to send, and return the fraction.
 
     Raises:
       ValueError: the fraction is not above 0 and at most 1.

@@ -126,7 +126,7 @@ def orthogonal(columns: jax.Array) -> jax.Array:
 
 
 def _of_length_one(column: jax.Array) -> jax.Array:
-    """Normalize a column; it is first divided by its largest element, so that no square overflows.
+    """Divide a column by its largest element, so that no square overflows, and then by its norm.
 
     A column of zeros is returned unchanged.
     """

@@ -23,8 +23,8 @@ from jaxdist.compression.wire import (
 from jaxdist.types import Leaf
 
 MAGIC = 1.5 * 2.0**23
-"""A number with which a float32 below 2^22 is rounded: the low bits of the sum are the nearest
-integer."""
+"""A number that rounds a float32 below 2^22 when it is added: the low bits of the sum are the
+nearest integer."""
 
 
 class Quantize(Codec):
@@ -64,7 +64,7 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """Whether residuals are exact, as with rounding to nearest.
+        """Whether residuals are exact, which is true for rounding to nearest only.
 
         Stochastic rounding may round an element near 0 to s.
         """

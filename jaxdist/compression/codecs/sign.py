@@ -28,8 +28,8 @@ class Sign(Codec):
     """A codec that sends the sign of each element, and the mean absolute value of each block.
 
     The codec is biased and needs error feedback (Seide et al., 2014; Karimireddy et al., arXiv
-    1901.09847, section 5). The scale is from the second paper, but with a scale for each block. The
-    sign of a zero is its sign bit.
+    1901.09847, section 5). The second paper computes one scale for all elements; here each block
+    has a separate scale. The sign of a zero is its sign bit.
 
     Cost: 1 / 32 of the bytes of float32, and 2 bytes for each block.
     """

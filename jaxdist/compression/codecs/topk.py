@@ -26,8 +26,9 @@ class TopK(Codec):
 
     The method `sampled` estimates a threshold from a sample instead of sorting all elements, as
     Deep Gradient Compression does (Lin et al., arXiv 1712.01887, section 3). If more than k
-    elements exceed the threshold, k consecutive elements of these are sent, from a random start. If
-    fewer than k elements exceed the threshold, the remaining slots of the message have zeros.
+    elements exceed the threshold, k consecutive elements among these elements are sent, beginning
+    at a random element. If fewer than k elements exceed the threshold, the remaining slots of the
+    message have zeros.
 
     Cost: 8 bytes for each of the k elements.
     """

@@ -17,7 +17,7 @@ class Residual(Feedback):
     """The base class of feedback that encodes the sum of a gradient and a residual.
 
     A device encodes x = gradient + residual. The next residual is x - decode(encode(x)), and
-    `decode(encode(x)) + residual == x` is true to the bit. If an estimate may be far from a small x
+    `decode(encode(x)) + residual` equals x exactly. If an estimate may be far from a small x
     (`Codec.exact` is false), a single float32 cannot represent the difference. The residual is then
     the sum of two float32 numbers: the rounded difference and its rounding error (two-sum of Møller
     and Knuth).
@@ -51,7 +51,7 @@ class Residual(Feedback):
 
 
 class ErrorFeedback(Residual):
-    """The classic feedback (Seide et al., 2014), which is `Residual` for gradients."""
+    """The classic feedback (Seide et al., 2014): a `Residual` whose messages contain gradients."""
 
     type: Literal["classic"] = "classic"
     """The name that selects this feedback in a config."""

@@ -20,9 +20,9 @@ class CompressedMomentum(Residual):
 
     Let m be the momentum of the previous round, which is the same on all N devices. Each device
     sends its summand of the next momentum, (b1 / N) m + (1 - b1) gradient, plus the residual of its
-    earlier messages. The sum m' of all summands is the next momentum. It is converted to the form
-    of a gradient, (m' - b1 m) / (1 - b1), from which an optimizer with the same b1 computes m'
-    again.
+    earlier messages. The sum m' of all summands is the next momentum. The sum m' is converted to
+    the form of a gradient, (m' - b1 m) / (1 - b1), from which an optimizer with the same b1
+    computes m' again.
 
     With lossless messages, the result is the sum of the gradients. With lossy messages, the result
     is several times larger. This feedback is therefore only for optimizers that use gradients for

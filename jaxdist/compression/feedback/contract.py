@@ -59,7 +59,7 @@ class Feedback(Config):
         return self
 
     def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        """Return all gradients of a device after a change before `correct`, such as clipping.
+        """Return a device's gradients after a change, such as clipping, that precedes `correct`.
 
         Args:
           gradients: the gradients of this device.
