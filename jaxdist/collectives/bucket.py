@@ -85,8 +85,8 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
 def sends_apart() -> bool:
     """Return whether XLA sends each array in a separate message, with the latency of a message.
 
-    This is so between processes on CPUs, where XLA uses gloo. A message of a few bytes then takes
-    the same time as a message of a megabyte.
+    The result is true between processes on CPUs, where XLA uses gloo. A message of a few bytes then
+    takes the same time as a message of a megabyte.
     """
     return here_kind() == "cpu" and jax.process_count() > 1
 
@@ -97,7 +97,7 @@ def plan_buckets(
     """Assign leaves to buckets, and return the indices of the leaves of each bucket.
 
     The buckets are returned in the order in which they are complete. A bucket has leaves of one
-    dtype, in order, up to `bucket_bytes`. A leaf that is larger is alone in its bucket.
+    dtype, in order, with at most `bucket_bytes` in total. A larger leaf has a bucket for itself.
 
     Args:
       leaves: the leaves, or their shapes.

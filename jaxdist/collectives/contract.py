@@ -54,7 +54,8 @@ class Traffic:
     """
 
     steps: int
-    """The number of messages in the longest chain in which each message waits for the previous."""
+    """The number of messages in the longest chain in which each message waits for the previous
+    message."""
     sent_bytes: float
     """The number of bytes that the busiest device sends, over all of its links."""
     serial_bytes: float

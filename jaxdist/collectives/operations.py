@@ -237,7 +237,7 @@ def _reduced(
     run: Callable[[jax.Array], jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Call `run` in the dtype of the sum, divide the result for a mean, and cast it back.
+    """Call `run` in the dtype of the sum, and return the sum or the mean in the dtype of `x`.
 
     The dtype of the sum is `algorithm.accumulate` if it is set, for half-width floats.
     """

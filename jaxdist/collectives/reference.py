@@ -4,9 +4,9 @@ In all functions, `blocks[i]` is the array of device i before the collective, an
 result is the array of device i after the collective. The functions run in numpy, without devices.
 `operations.py` is tested against these functions.
 
-Operations that only move data (all_gather, broadcast, all_to_all) preserve all bits, also of bools
-and of -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the sign
-of a sum that is zero, and whether the max or min of 0.0 and -0.0 is 0.0 or -0.0.
+Operations that only move data (all_gather, broadcast, all_to_all) preserve all bits, for example
+the sign of -0.0. A NaN on any device gives NaN in a sum, a max and a min. The algorithm decides the
+sign of a sum that is zero, and whether the max or min of 0.0 and -0.0 is 0.0 or -0.0.
 
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]

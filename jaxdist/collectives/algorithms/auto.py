@@ -120,7 +120,7 @@ class Auto(Algorithm):
           levels: the size and link of each axis, slowest first.
 
         Returns:
-          The fastest algorithm, or the first of several that are equally fast.
+          The fastest algorithm, or the first of several equally fast algorithms.
         """
         return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
 
@@ -154,8 +154,8 @@ class Auto(Algorithm):
 
         Args:
           sizes: the size of each axis by name, slowest first.
-          kind: the device, as a short name or a `device_kind`. It is ignored if the setting
-            `device` is not None.
+          kind: the device, as a short name or a `device_kind`. The argument is ignored if the
+            setting `device` is not None.
 
         Raises:
           CollectiveError: a link is neither configured nor known for the device.
@@ -165,14 +165,14 @@ class Auto(Algorithm):
     def explain(
         self, kind: Operation, payload_bytes: float, sizes: Mapping[str, int], on: str
     ) -> str:
-        """Format the alternatives for a call as a table, fastest first, after the assumed links.
+        """Format the assumed links of a call, and a table of the alternatives, the fastest first.
 
         Args:
           kind: the operation.
           payload_bytes: the bytes of the whole tensor on one device.
           sizes: the size of each axis by name, slowest first.
-          on: the device, as a short name or a `device_kind`. It is ignored if the setting `device`
-            is not None.
+          on: the device, as a short name or a `device_kind`. The argument is ignored if the
+            setting `device` is not None.
 
         >>> link = LinkConfig(latency_seconds=1e-5, bytes_per_second=1e9)
         >>> print(Auto(fast=link).explain("all_reduce", 4096, {"data": 8}, on="cpu"))

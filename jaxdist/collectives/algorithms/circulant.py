@@ -1,8 +1,8 @@
 """Reduce-scatter, all-gather and all-to-all in ceil(log2 N) rounds, for any number N of devices.
 
-Each round of the reduce-scatter halves the number of blocks that a device still has to reduce,
-rounded up to m blocks. The device keeps m blocks, and sends its other blocks to the device whose
-index is larger by m. For a power of two this is the classical recursive halving. For other N, the
+Let m be half the number of blocks that a device still has to reduce, rounded up. In a round of the
+reduce-scatter, the device keeps m blocks, and sends its other blocks to the device whose index is
+larger by m. If N is a power of two, this is the classical recursive halving. For other N, the
 classical algorithm first sends the S bytes of each surplus device to another device, and sends the
 result back in the end. This algorithm takes the same number of steps, and never sends more than
 (N-1)/N S bytes.
@@ -126,7 +126,7 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 
 
 def _reduce_steps(size: int) -> int:
-    """Return the number of messages in the longest chain in which each waits for the previous.
+    """Return the length of the longest chain of messages in which each waits for its predecessor.
 
     The chain may be shorter than the number of rounds. A round need not wait for the previous round
     if the previous round did not change the blocks to send.

@@ -36,9 +36,10 @@ class Hierarchical(Algorithm):
     """A collective over several axes as a sequence of collectives inside and across fast networks.
 
     The algorithm `inside` runs on the last axis, which must be the fast network. The algorithm
-    `across` runs on all axes before it. Let a fast network have g devices with S bytes each. An
-    all-reduce is then a reduce-scatter of S bytes inside, an all-reduce of S/g bytes across, and an
-    all-gather of S bytes inside. The cost is the sum of the costs of these phases (`phases`).
+    `across` runs on the other axes, which precede the last axis. Let a fast network have g devices
+    with S bytes each. An all-reduce is then a reduce-scatter of S bytes inside, an all-reduce of
+    S/g bytes across, and an all-gather of S bytes inside. The cost is the sum of the costs of these
+    phases (`phases`).
 
     Summands are first added over the fast axis in the order of `inside`. These sums are then added
     in the order of `across`.
@@ -169,7 +170,8 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """Return the slow axis, the fast axis, the algorithm across, and the algorithm inside."""
+        """Return the slow axis, the fast axis, and the algorithm that runs on each of these
+        axes."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(

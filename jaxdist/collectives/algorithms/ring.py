@@ -135,7 +135,10 @@ class Ring(Algorithm):
         return received
 
     def _ways(self, size: int) -> list[tuple[int, int]]:
-        """Return the direction and the number of hops of the chains that reach all devices."""
+        """Return the direction and the number of hops of each chain from or to a device.
+
+        Together the chains reach all other devices.
+        """
         if self.directions == 1:
             return [(1, size - 1)]
         # With two devices both neighbors are the same device, and the second chain has no hops.
