@@ -170,8 +170,7 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """Return the slow axis, the fast axis, and the algorithm that runs on each of these
-        axes."""
+        """Return the slow and the fast axis, and the algorithm that runs on each of these axes."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(
