@@ -19,7 +19,7 @@ from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.run.checkpoints import adapted
 from jaxdist.run.directory import RunDirectory
-from jaxdist.run.loading.begin import holds_parameters_only, load_part
+from jaxdist.run.loading.begin import holds_parameters_only, load_parameters, load_part
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.report.results import print_results
 from jaxdist.train.evaluate import evaluate
@@ -31,7 +31,12 @@ from jaxdist.trees import flatten_with_names
 
 
 def open_run(
-    run: Path, overrides: Sequence[str], *, step: int | None, console: Console
+    run: Path,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    whole: bool = False,
+    console: Console,
 ) -> tuple[Experiment, Restored]:
     """Return the experiment of a run directory, and its restored checkpoint.
 
@@ -39,6 +44,8 @@ def open_run(
       run: the run directory.
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
+      whole: whether to restore the complete state. Otherwise only what evaluation needs is
+        restored: parameters and buffers, unless the optimizer or the strategy evaluates others.
       console: the console for messages about checkpoints.
 
     Raises:
@@ -59,13 +66,16 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
+    program = experiment.program
+    parts = evaluated_parts(program)
+    if not whole and parts == ("params", "buffers"):
+        return experiment, load_parameters(directory, program, step=step, say=say)
     # A checkpoint of some parts, or of an imported model, does not have the complete state that a
     # resumed run needs.
     if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
-        parts = evaluated_parts(experiment.program)
-        names = taken(parts, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
-        return experiment, load_part(directory, experiment.program, names, step=step, say=say)
-    adapt = adapted(experiment.program, say)
+        names = taken(parts, [n for n, _ in flatten_with_names(program.own_shapes)])
+        return experiment, load_part(directory, program, names, step=step, say=say)
+    adapt = adapted(program, say)
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)
     return experiment, restored

@@ -76,8 +76,8 @@ def export_model(
     params = program.model.merged(program.home.used_params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     if program.model.buffers:
-        kept = program.home.to_files(state).buffers
-        values |= {f"{BUFFERS}/{name}": leaf for name, leaf in flatten_with_names(kept)}
+        kept = flatten_with_names(state.buffers)
+        values |= {f"{BUFFERS}/{name}": leaf for name, leaf in kept}
     shapes = _shapes(values, program.model.dims, inputs.vocab_size)
     rows = family.table(config)
     tensors = pieces_of(shapes, program.model.stacked, rows)

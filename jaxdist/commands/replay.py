@@ -76,7 +76,7 @@ def _start(
             "only a run that was never resumed can be replayed"
         )
     step = life.first * sharded.cluster.local_steps
-    _, restored = open_run(run, (), step=step, console=console)
+    _, restored = open_run(run, (), step=step, whole=True, console=console)
     return sharded.parted(restored.state, life.first)
 
 

@@ -13,6 +13,8 @@ from rich.console import Console
 
 from benchmarks.models.drawn import CONFIGS, VOCAB, ours, tokens, write_drawn
 from jaxdist.checkpoint.parts import BeginWith
+from jaxdist.commands import evaluate
+from jaxdist.commands import export_model as export
 from jaxdist.commands.evaluate import open_run
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
@@ -24,6 +26,8 @@ from jaxdist.interchange.source import open_source
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.run.loading.begin import begin_with
 from jaxdist.run.loading.model import load_params, matched
+from jaxdist.train.sampling import Sampling
+from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 
 SMALL = ["data.examples=16", "data.heldout_examples=8", "data.window=16"]
@@ -148,6 +152,29 @@ def test_an_imported_run_has_the_models_parameters_on_any_mesh(model, tmp_path, 
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+def test_the_use_of_an_imported_run_loads_parameters_only(model, tmp_path, monkeypatch, devices):
+    """`eval`, `export` and `generate` initialize no state, so that moments of AdamW never exist."""
+    run, opened = tmp_path / "run", []
+    import_model(model, run, SMALL, console=QUIET)
+
+    def kept(*given, **more):
+        opened.append(open_run(*given, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(Program, "init", lambda self: pytest.fail("a state was initialized"))
+    monkeypatch.setattr(evaluate, "open_run", kept)
+    monkeypatch.setattr(export, "open_run", kept)
+    evaluate.evaluate_run(run, ["mesh.data=8"], console=QUIET)
+    export.export_model(run, tmp_path / "out", ["mesh.data=8"], console=QUIET)
+    asked = {"prompts": ["a"], "tokens": 1, "sampling": Sampling(), "console": QUIET}
+    with pytest.raises(JaxdistError, match="not trained on text"):  # after the load
+        evaluate.generate_from_run(run, **asked)
+    for _, restored in opened:
+        assert jax.tree.leaves(restored.state.params)
+        assert not jax.tree.leaves(restored.state.opt_state)
+    assert len(opened) == 3
 
 
 def damaged(kind, folder, model):

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import optax
 
 from jaxdist.checkpoint.layout import step_directory
 from jaxdist.checkpoint.manifest import LeafRecord
-from jaxdist.checkpoint.parts import BeginWith, check_part
+from jaxdist.checkpoint.parts import BeginWith, check_part, taken
 from jaxdist.checkpoint.restore import Adapt, Restored, Wanted, restore_as, valid_manifests
 from jaxdist.errors import CheckpointError
 from jaxdist.models.tuning.lora import PREFIX
@@ -123,6 +124,37 @@ def load_part(
     return restored
 
 
+def load_parameters(
+    directory: RunDirectory,
+    program: Program,
+    *,
+    step: int | None = None,
+    say: Callable[[str], None],
+) -> Restored:
+    """Return a state with only the parameters and buffers of a run's checkpoint.
+
+    All other leaves are None: nothing is initialized, so that devices hold no optimizer state.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or an array is missing from the checkpoint or
+        does not fit.
+    """
+    home = replace(program.home, transform=optax.identity(), outer=())
+    names = taken(("params", "buffers"), [n for n, _ in flatten_with_names(program.own_shapes)])
+
+    def finish(loaded: TrainState) -> TrainState:
+        kept = replace(loaded, opt_state=optax.EmptyState(), outer=())
+        return replace(loaded, params=home.from_files(kept).params)
+
+    def adapt(saved: Mapping[str, LeafRecord]) -> Wanted:
+        wanted = _wanted(program, frozenset(names), str(directory.checkpoints), saved)
+        return wanted._replace(finish=finish)
+
+    restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
+    check_order(directory, restored.step)
+    return restored
+
+
 def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
     """Return a function that makes a restore load only the named arrays, into an initial state.
 
@@ -135,11 +167,16 @@ def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
 def _part(
     program: Program, names: frozenset[str], where: str, saved: Mapping[str, LeafRecord]
 ) -> Wanted:
+    finish = partial(_begun, program, names)
+    return _wanted(program, names, where, saved)._replace(finish=finish)
+
+
+def _wanted(
+    program: Program, names: frozenset[str], where: str, saved: Mapping[str, LeafRecord]
+) -> Wanted:
     shapes = only(program.own_shapes, names)
     check_part(saved, shapes, where=where)
-    ignored = frozenset(saved) - names
-    finish = partial(_begun, program, names)
-    return Wanted(only(program.state_shapes, names), shapes, ignored, finish)
+    return Wanted(only(program.state_shapes, names), shapes, frozenset(saved) - names)
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
