@@ -23,9 +23,8 @@ class NoAgent:
 
     Attributes:
       fence: the check that no later generation of a run on several hosts has started, or None if
-        the run has no such check.
-      memory: the directory of the snapshots in this machine's memory, or None if there are no
-        snapshots.
+      memory: the directory of the snapshots in this machine's memory, or None if the run has no
+        snapshots there.
       phase: the function that is called with each kind of work that the process begins, or None.
       sees_failures: whether an agent records each failure of a process and then restarts the run.
     """
@@ -46,11 +45,11 @@ class NoAgent:
 
     @property
     def holds_snapshots(self) -> bool:
-        """Whether this machine's memory holds a complete snapshot to continue from."""
+        """Whether this machine's memory holds a complete snapshot that the run can load."""
         return self.memory is not None and bool(whole_steps(self.memory))
 
     def hooks(self) -> Sequence[LoopHook]:
-        """Return the hooks that report steps to the agent; there are none without an agent."""
+        """Return the hooks that report steps to the agent, or () if there is no agent."""
         return ()
 
     def done(self) -> None:

@@ -59,10 +59,12 @@ class HookParts:
 
 
 def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Evaluate | None]:
-    """Return the hooks of a run's loop in order, and the hook that evaluates, or None without one.
+    """Return the hooks of a run's loop in order, and the hook that evaluates.
+
+    The hook that evaluates is None if the run has no held-out split.
 
     Args:
-      best: the best held-out loss of a resumed run so far, or None for a new run.
+      best: the best held-out loss of a resumed run so far, or None without such a loss.
     """
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer
@@ -72,7 +74,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, tiers.store, program.optimizer.max_skipped, restores)
     log = Log(parts.every(config.train.log_every), guard, parts.progress, writer)
-    # The order counts: checks and exchanges come before the hooks that evaluate or save the state.
+    # The order matters: checks and exchanges come before the hooks that evaluate or save the state.
     hooks: list[LoopHook] = [guard, log, StopHook(parts.termination)]
     if program.outer is not None:
         hooks.append(Between(program.outer, program.between))
@@ -82,7 +84,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     measured = _evaluate(parts, best)
     hooks.extend([measured] if measured is not None else [])
     # If an agent records failures and the machine's memory holds snapshots, a run continues from a
-    # snapshot after a failure. Its checkpoints then protect only from the loss of the machine,
+    # snapshot after a failure. Its checkpoints then protect only against the loss of the machine,
     # which the journal does not record.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
@@ -142,12 +144,12 @@ def _taking(
 
 
 def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) -> Cadence:
-    """Return a cadence with a fixed interval, or a cadence that chooses its interval.
+    """Return a cadence with a fixed interval, or a cadence that chooses its interval itself.
 
     Args:
       every: the number of steps between two saves, or "auto" if the run chooses the number.
-      kind: the activity to which the time of the saves is charged.
-      seen: whether an agent records the failures from which these saves protect.
+      kind: the activity in the account of time to which the saves belong.
+      seen: whether an agent records the failures against which these saves protect.
     """
     if isinstance(every, int):
         return parts.every(every)

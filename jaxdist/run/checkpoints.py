@@ -68,10 +68,10 @@ def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
     """Return a function that chooses the arrays that `program` loads, and converts the state.
 
     All parts except the states of exchanges must have the shapes and dtypes that `program` has. The
-    state of the gradient exchange may have other shapes, if the plan that saved it differs; then
-    `Exchange.reshard` converts the state after it is loaded. The state of the exchange between
-    steps has the same shapes in every plan. If the checkpoint has no usable state of an exchange,
-    the exchange starts from its initial state, and `say` is called with a line that reports this.
+    state of the gradient exchange may have other shapes if another plan saved it. In that case,
+    `Exchange.reshard` converts the state after the load. The state of the exchange between steps
+    has the same shapes in every plan. If the checkpoint has no usable state of an exchange, the
+    exchange starts from its initial state, and `say` is called with a line that reports this.
     """
     return partial(_adapted, program, say)
 
@@ -113,8 +113,9 @@ class Skips(NamedTuple):
     """A pair of functions that add counters of skipped steps to an optimizer's state, or drop them.
 
     Attributes:
-      as_saved: the function from the program's form of the state to the form in the checkpoint.
-      as_own: the function from the form in the checkpoint to the program's form.
+      as_saved: the function from the program's form of the optimizer state to the checkpoint's
+        form.
+      as_own: the function from the checkpoint's form to the program's form.
     """
 
     as_saved: Callable[[OptState], OptState] = lambda state: state
@@ -124,8 +125,9 @@ class Skips(NamedTuple):
 def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
     """Return the conversion of the optimizer's state between `program` and a checkpoint.
 
-    The conversion adds counters of skipped steps with the value zero, drops the counters, or does
-    nothing, depending on where the counters are missing.
+    If only the program has counters of skipped steps, the conversion adds them with the value zero.
+    If only the checkpoint has them, the conversion drops them. Otherwise the conversion does
+    nothing.
 
     An exchange of compressed messages counts skipped steps itself. The optimizer states of plans
     with and without such messages therefore differ only in these counters.
@@ -154,11 +156,11 @@ def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
 def _as_saved(
     program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
 ) -> PyTree | None:
-    """Return the shapes in which to load an exchange's saved state, or None if it is unusable.
+    """Return the shapes in which to load an exchange's saved state, or None if it is not usable.
 
-    A leaf is split over all devices along its first dim if the number of devices divides that dim;
-    other leaves are replicated. The state is unusable if another exchange saved it, or if it cannot
-    be converted to this plan.
+    If the number of devices divides the first dim of a leaf, the leaf is split over all devices
+    along that dim. Other leaves are replicated. The state is not usable if another exchange saved
+    it, or if it cannot be converted to this plan.
     """
     if wanted.keys() != found.keys():
         return None
@@ -173,7 +175,7 @@ def _as_saved(
         for leaf in (found[name] for name in wanted)
     ]
     saved = jax.tree.unflatten(jax.tree.structure(program.own_shapes.exchange), leaves)
-    # Tracing shows whether the exchange can convert the state, before anything is loaded.
+    # A trace shows, before anything is loaded, whether the exchange can convert the state.
     try:
         jax.eval_shape(program.exchange.reshard, saved, program.own_shapes.exchange)
     except CompressionError:
@@ -203,7 +205,7 @@ def _finished(
     Args:
       remake: the function from the program and the loaded state of the gradient exchange to the
         exchange's new state; None keeps the loaded state.
-      begins: whether the strategy's state is initialized from the parameters, instead of loaded.
+      begins: whether the strategy's state is initialized from the parameters instead of loaded.
       skips: the conversion of the optimizer's state to the form of the program.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
@@ -241,7 +243,7 @@ def fresh_exchange(program: Program) -> PyTree:
 
 
 def _begun_outer(program: Program, params: Params) -> PyTree:
-    """Return the initial state of the exchange between steps for the given stored parameters."""
+    """Return the initial state of the exchange between steps, for the given stored parameters."""
     outer, home = program.outer, program.home
     if outer is None:
         return ()

@@ -121,15 +121,15 @@ def take_directory(
     """Take and lock the directory of a run.
 
     A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
-    overwritten. With `resume`, the run that has begun under one of these names continues; if
-    several runs have begun, the choice is ambiguous and an error is raised. A process that already
-    knows its run passes `run`; other runs under these names then do not matter.
+    overwritten. With `resume`, the run that has begun under one of these names continues. If
+    several runs have begun, the choice is ambiguous, and an error is raised. A process that already
+    knows its run passes `run`; all other runs under these names are then ignored.
 
     Args:
       named: whether the user named the directory. If so, a live run in the directory is an error,
         instead of a reason to try the next name.
       resume: whether to continue the run that has begun; a new run begins if there is none.
-      say: the function that is called with a line about each other run that was found.
+      say: the function that is called with a line about each other run that is found.
       exact: whether `resume` means only `base` itself, and not the numbered names.
       run: the identity of the run to take. If the identity has no path, because the run has not
         begun, the function takes the directory that has the run's id. If there is no such
@@ -173,7 +173,7 @@ def directory_identity(directory: RunDirectory) -> Identity:
 
 
 def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> LockedDirectory:
-    """Take the directory of a resumed run, or of a run that ended before it wrote anything."""
+    """Take the directory of a run that is resumed, or that ended before it wrote anything."""
     directory = RunDirectory(path)
     lock = RunLock(path, say=say)
     try:
@@ -221,8 +221,8 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
             "command line"
         )
     for directory in map(RunDirectory, family(base)):
-        # A run that is about to write its first file holds its lock, so that RunLock raises. A lock
-        # that a dead run left before its first file is removed here.
+        # A run that is about to write its first file holds its lock, and RunLock raises an error. A
+        # lock that a dead run left before its first file is removed here.
         if directory.lock.exists() and not directory.occupied:
             RunLock(directory.path, say=say).release()
     return begun[0] if begun else None
@@ -254,9 +254,8 @@ def _numbered(base: Path) -> Iterator[RunDirectory]:
 def prepare_directory(directory: RunDirectory, resolved_config: str) -> None:
     """Create the directory and write the identity, the versions and the resolved config.
 
-    Each file is written atomically.
-
-    The config is written last. A directory with a config therefore always has an identity.
+    Each file is written atomically. The config is written last, so that a directory with a config
+    always has an identity.
 
     Raises:
       RunError: the directory cannot be written, or belongs to another run.

@@ -32,10 +32,10 @@ class FitResult:
 
     Attributes:
       directory: the run directory, with its config, metrics and checkpoints.
-      experiment: the experiment built from the config; `experiment.program` can evaluate and train
-        further.
+      experiment: the experiment that was built from the config. Its `program` can evaluate, and can
+        train further.
       state: the last training state, which occupies device memory until it is released.
-      stopped_by: the reason that the run stopped before its last step (a signal, a preemption
+      stopped_by: the reason why the run stopped before its last step (a signal, a preemption
         notice, or the reason that a hook gave), or None if the run took its last step.
       exit_code: the exit code that `jaxdist train` would have: 0, or 75 if the run was stopped from
         outside. After 75, `resume=True` continues the run.
@@ -91,13 +91,13 @@ def fit(
     function restores the signal handlers, the directory of jax's compilation cache and standard
     output before it returns. Outside the main thread the function handles no signals.
 
-    If a launcher's environment variables name other processes that this process has not joined yet,
-    the function joins them, and the process stays joined. After that, an error ends this process,
+    If a launcher's environment variables name other processes that this process has not yet joined,
+    the function joins them, and the process remains joined. After that, an error ends this process,
     since otherwise the other processes would wait for it.
 
     Args:
-      config: the path of a YAML file, nested dicts, or a validated config. Nested dicts may contain
-        a class or a function in the place of its import path.
+      config: the path of a YAML file, nested dicts, or a validated config. In nested dicts, a class
+        or a function may replace its import path.
       overrides: the texts `section.key=value`, which override the config.
       hooks: the hooks of the run, which are called before the hooks that the config names.
       devices: the devices to use, or the number of fake CPU devices to make, as with `--devices`;
@@ -108,8 +108,8 @@ def fit(
       quiet: whether to print nothing.
 
     Raises:
-      JaxdistError: the run failed for a reason that the user can correct; a hook that raised is
-        also such a reason.
+      JaxdistError: the run failed for a reason that the user can correct; this includes a hook that
+        raised an error.
     """
     if isinstance(devices, int):
         overrides, devices = [*overrides, f"mesh.fake_devices={devices}"], None

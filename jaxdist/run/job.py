@@ -45,11 +45,11 @@ from jaxdist.types import Json, JsonObject
 
 @dataclass
 class RunLife:
-    """An attempt of a run: from its preparation until its files are closed.
+    """An attempt of a run, from its preparation until its files are closed.
 
     Attributes:
       account: the account of the time that this attempt takes.
-      energy: the tally of energy, or a text that says why there is no tally.
+      energy: the tally of energy, or a text that gives the reason why there is no tally.
       kept: the metadata that is saved with each state.
       heldout: the means of the last evaluation.
       timed: the hook that records time and energy in process 0, or None in other processes.
@@ -81,7 +81,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that does nothing but train this run."""
+        """The exit code of a process that only trains this run."""
         return 0 if self.stopped_by is None or self.complete else STOPPED
 
 
@@ -137,8 +137,8 @@ class RunJob:
             given = experiment, self.files.directory, tiers, say
             state, metadata = beginning(*given, resume=resume)
             start = int(state.step)
-            # The steps of later snapshots will be repeated, so that these snapshots must not be
-            # loaded any more.
+            # The steps of later snapshots will be repeated, so these snapshots must not be loaded
+            # again.
             tiers.forget(start if resume else -1)
             if self.config.elastic.batch == "rescale":
                 self._rescale(life, start, metadata, devices)
@@ -203,7 +203,7 @@ class RunJob:
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
 
     def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
-        """Start the user's hooks, and yield the loop hook that calls them, if there are any."""
+        """Start the user's hooks, if there are any, and yield the loop hook that calls them."""
         if not self.calls.hooks:
             return
         directory = self.files.directory
@@ -212,7 +212,7 @@ class RunJob:
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
-        """Check for errors that would otherwise end the run only after it has created its files."""
+        """Check for errors that would otherwise end the run after it has created its files."""
         starts = not self.resume and not self.lives
         if starts and self.config.checkpoint.begin_with is not None:
             check_begin(experiment.program, self.config.checkpoint.begin_with)
@@ -228,7 +228,9 @@ class RunJob:
         metadata: Mapping[str, Json],
         devices: Sequence[Device] | None,
     ) -> None:
-        """Build the run again with all its batch sizes, which set data position and learning rate.
+        """Build the run again with all its batch sizes.
+
+        The batch sizes determine the position in the data and the learning rate.
 
         Args:
           metadata: the metadata that was saved with the state, with the batch sizes of earlier
@@ -244,7 +246,7 @@ class RunJob:
     def _open(
         self, experiment: Experiment, start: int, stack: ExitStack, *, resume: bool
     ) -> tuple[Records, Progress]:
-        """Open the metrics and the progress display; in other processes than 0 both do nothing."""
+        """Open the metrics and the progress display; both do nothing except in process 0."""
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
@@ -271,7 +273,7 @@ class RunJob:
     def _watching(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[GoodputHook | Profile]:
-        """Yield the hook that records time, in process 0, and the hook that traces, if any."""
+        """Yield the hook that records time, in process 0, and any hook that traces."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:
@@ -285,7 +287,7 @@ class RunJob:
     def _timed(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> GoodputHook:
-        """Return a hook that records time and energy, for the last time when `stack` is closed."""
+        """Return a hook that records time and energy; `stack` makes it write a last record."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None
@@ -302,7 +304,7 @@ class RunJob:
 
 
 def _enter(life: RunLife, progress: Progress, stage: TrainStage) -> None:
-    """Set the number of units per step to that of a train stage, for rates and for energy."""
+    """Set the number of units per step for rates and energy, at the start of a train stage."""
     progress.units_per_step = stage.batch_size * life.experiment.units_per_example
     if isinstance(life.energy, Tally):
         life.energy.units_per_step = progress.units_per_step

@@ -41,7 +41,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldError(RunError):
-    """The error for a directory that a live run holds.
+    """The error that is raised if a live run holds the directory.
 
     Attributes:
       who: the description of the directory and its holder, without advice to the user.
@@ -98,7 +98,7 @@ class RunLock:
         self._beat.start()
 
     def release(self) -> None:
-        """Release the directory: remove the lock, and the directories that it made, if empty."""
+        """Release the directory: remove the lock, and the created directories if they are empty."""
         self._released.set()
         self._beat.join()
         with suppress(OSError):
@@ -118,7 +118,7 @@ class RunLock:
         young_until = time.monotonic() + YOUNG_SECONDS
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # The directory may be missing again, because a run that is refused removes the
+            # The directory may be missing again, because a run that was refused removes the
             # directory that it created.
             with suppress(FileNotFoundError):
                 descriptor = self._attempt(young_until)
@@ -127,7 +127,7 @@ class RunLock:
             time.sleep(YOUNG_SECONDS / 100)
 
     def _attempt(self, young_until: float) -> int | None:
-        """Return a descriptor of the lock if this process now holds the lock, or None to try again.
+        """Return the lock's descriptor if this process now holds the lock, or None to try again.
 
         Raises:
           HeldError: a live run holds the directory.
@@ -135,8 +135,8 @@ class RunLock:
         descriptor, new = _open(self.path)
         try:
             locked = _flock(descriptor)
-            # A process that finds the new file may lock it for a moment, before it leaves the file
-            # to the creator.
+            # Another process that finds the new file may hold its flock for a moment, before it
+            # leaves the file to the creator.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)
@@ -145,8 +145,8 @@ class RunLock:
                 os.close(descriptor)
                 return None
             if _is_deposed(holder):
-                # A later generation has replaced the holder's, but the holder's process may still
-                # live and hold the flock. Only a new file can therefore be locked.
+                # A later generation has replaced the holder's generation, but the holder's process
+                # may still be alive and hold the flock. Therefore only a new file can be locked.
                 self.path.unlink(missing_ok=True)
                 os.close(descriptor)
                 return None
@@ -159,14 +159,14 @@ class RunLock:
         return descriptor
 
     def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
-        """Return whether the holder that an existing lock names is gone, after a wait if necessary.
+        """Return whether the process that an existing lock names has ended, perhaps after a wait.
 
         Args:
           locked: whether this process has acquired the flock.
         """
         own = this_process()
-        # On this host and since its last boot, an flock can be acquired only if the holder's
-        # process has ended.
+        # If the holder is on this host, and began after the last boot, an flock can be acquired
+        # only if the holder's process has ended.
         if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
             return True
         self._say(
@@ -239,10 +239,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _stamp(path: Path) -> object:
-    """Return a value that changes when the holder touches the file, or None without a file."""
+    """Return a value that changes if the holder touches the file, or None without a file."""
     try:
-        # The file is opened, since a network disk may answer `stat` on a path from a cache without
-        # asking the server.
+        # The file is opened, since a network disk may answer `stat` on a path from a cache instead
+        # of asking the server.
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None

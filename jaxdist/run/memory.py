@@ -33,7 +33,7 @@ def bytes_per_device(shapes: PyTree) -> int:
 def device_memory_bytes(device: Any, local_devices: int) -> int | None:
     """Return a device's memory in bytes, or None if it is unknown.
 
-    Fake CPU devices share the memory of the host: each has the same part.
+    Fake CPU devices share the memory of the host in equal parts.
     """
     if device.platform == "cpu":
         return host_memory_bytes() // local_devices
@@ -96,7 +96,7 @@ def check_step_fits(program: Program) -> None:
 
 
 def _products(jaxpr: Any) -> Iterator[Any]:
-    """Yield the abstract result of each matrix product, which a compiler has to write to memory."""
+    """Yield the abstract result of each matrix product, which must be written to memory."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape

@@ -28,8 +28,8 @@ class CompareReplicas(LoopHook):
     hooks evaluate or save it.
 
     Attributes:
-      store: the store of checkpoints; the newest checkpoint is the last state that is known to be
-        good.
+      store: the store of checkpoints. Its newest checkpoint is the last state whose replicas were
+        equal.
     """
 
     settings: ReplicaCheckConfig
@@ -49,8 +49,8 @@ class CompareReplicas(LoopHook):
         with self.account.within(Activity.REPLICA_CHECK):
             digests = np.asarray(self._digests(moment.state))
             found = self.replicas.differences(digests)
-            # All processes must raise together, even if only some of them received different
-            # digests.
+            # All processes must raise the error together, even if only some of them received
+            # different digests.
             differ = any_process(bool(found))
         if differ:
             self._end(moment.step, found)
@@ -73,7 +73,7 @@ class CompareReplicas(LoopHook):
 
 
 def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
-    """Return a line that describes the differences between replicas.
+    """Return a line, for the user, about the differences between replicas.
 
     Args:
       found: the differences, which may be empty if only another process has found differences.
@@ -91,7 +91,7 @@ def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
 def numbers(found: Sequence[ReplicaDifference]) -> dict[str, float]:
     """Return the differences as a record of metrics.
 
-    The record names the device if a single device explains all differences.
+    If a single device explains all differences, the record names this device.
     """
     odd = {device for one in found for device in one.odd}
     undecided = sum(not one.odd for one in found)

@@ -1,4 +1,4 @@
-"""The functions that run a job, one function for each strategy that a config may name.
+"""The functions that run a job: a function for each strategy that a config may name.
 
 The configs of strategies are data, in `train/strategy`; this module runs them.
 """
@@ -54,7 +54,7 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
             except SuspectStateError as error:
                 error.check_restores(restores)
                 prepared.note(f"going back: {error.what}")
-        # The end of the handler releases the exception and its frames, which hold the wrong state.
+        # The end of the handler releases the exception, whose frames hold the wrong state.
     raise AssertionError("unreachable: the count does not end")
 
 
@@ -62,7 +62,7 @@ def through_stages(prepared: Prepared) -> TrainState:
     """Take the remaining steps, one train stage after another, and return the last state.
 
     Raises:
-      RunError: a step does not fit in memory. Errors of hooks are passed on.
+      RunError: a step does not fit in memory. Errors that hooks raise are passed on.
     """
     state, hooks, account = prepared.state, prepared.hooks, prepared.account
     for stage in prepared.stages:

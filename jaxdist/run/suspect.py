@@ -1,4 +1,4 @@
-"""An error about a suspect training state, after which a run may restart from a checkpoint."""
+"""The error about a suspect training state, after which a run may restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxdist.errors import RunError
 
 
 class SuspectStateError(RunError):
-    """The error for a wrong training state, which a faulty device may have caused.
+    """The error for a training state that is wrong, perhaps because of a faulty device.
 
     Attributes:
       what: the description of the anomaly.

@@ -16,7 +16,7 @@ from jaxdist.runtime.connection import preempted
 
 
 class Termination:
-    """A context in which the first signal asks the run to stop, and a second SIGINT raises.
+    """A context in which the first signal stops the run, and a second SIGINT raises an error.
 
     The signals are SIGTERM, SIGUSR1 (which schedulers send as a warning before a kill), SIGINT, and
     SIGHUP unless it is ignored (as under nohup). With a single process, the first signal only sets
@@ -27,9 +27,9 @@ class Termination:
 
     Attributes:
       signal: the name of the signal or notice that stops this process, or the reason that a hook
-        gave. The value is None until then.
-      asked: the reason that a hook gave for the stop, or None if no hook asked or a signal or
-        notice came before.
+        gave; None before that.
+      asked: the reason that a hook gave for the stop. The value is None if no hook asked, or if a
+        signal or notice came earlier.
 
     Args:
       say: the function that is called with a line when the signal arrives. Another thread may call
@@ -69,7 +69,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """Stop the run because a hook asked; the run is then complete and not restarted."""
+        """Stop the run because a hook asked; the run is then complete, and is not restarted."""
         if self.signal is None:
             self.signal = self.asked = reason
             self._tell(reason, "the step under way")
@@ -110,7 +110,7 @@ class Termination:
             signal.signal(number, handler)
 
     def _listen(self, reader: int, terminals: list[int]) -> None:
-        """Print received signals at once, although Python's handlers wait for C++ code."""
+        """Print received signals at once, because Python's handlers wait for C++ code to end."""
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] == signal.SIGHUP:
@@ -141,7 +141,7 @@ class Termination:
 
 
 def _forget(terminals: list[int]) -> None:
-    """Discard further output to terminals that were closed.
+    """Discard further output to the terminals that were closed.
 
     Otherwise a failed write to such a terminal would prevent the checkpoint.
     """

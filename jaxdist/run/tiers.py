@@ -54,8 +54,7 @@ class Tiers:
         """Load the newest complete snapshot, if it is newer than all checkpoints.
 
         Return the snapshot's state, metadata and location, or None if there is no such snapshot. If
-        a process cannot load the snapshot, no process uses the snapshot, and an older snapshot is
-        tried.
+        any process cannot load a snapshot, all processes skip it and try an older snapshot.
 
         Args:
           say: the function that is called with a line for each snapshot that is skipped.
@@ -63,8 +62,8 @@ class Tiers:
         if not self.snapshots:
             return None
         saved = max(steps_present(self.store.directory), default=-1)
-        # Among snapshots of the same step, the negated index makes the descending order begin with
-        # the fastest tier.
+        # Among snapshots of the same step, the negated index puts the fastest tier first in the
+        # descending order.
         found = [
             (step, -at)
             for at, tier in enumerate(self.snapshots)
@@ -85,7 +84,7 @@ class Tiers:
         return None
 
     def forget(self, step: int) -> None:
-        """Delete the snapshots after `step` from tiers that survive a restart of the machine.
+        """Delete the snapshots after `step`, in tiers that survive a restart of the machine.
 
         A `step` of -1 deletes all of these snapshots.
         """

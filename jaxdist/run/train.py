@@ -91,7 +91,7 @@ def train(
     begun: int | None = None,
     console: Console,
 ) -> Trained:
-    """Train a config in this process, which has already joined the other processes, if any.
+    """Train a config in this process, which must already have joined any other processes.
 
     Args:
       source: the config file or its content, as for `jaxdist.experiment.load`.
@@ -111,14 +111,14 @@ def train(
     """
     begun = time.perf_counter_ns() if begun is None else begun
     document, config = load(source, overrides)
-    # Hooks are checked before any device is touched and before the run has a directory.
+    # Hooks are checked before a device is touched, and before the run has a directory.
     found = check_hooks([*hooks, *named_hooks(config, document)])
     profiled = None if profile is None else parse_profile(profile)
     if jax.process_index() != 0:
         console = Console(quiet=True)
     elif jax.process_count() > 1:
-        # A launcher may give each process a terminal and yet write the output of all processes to a
-        # single log.
+        # A launcher may give each process a terminal, although it writes the output of all
+        # processes to a single log.
         console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     run_folder = run_folder_of(os.environ)
@@ -154,9 +154,9 @@ def train(
 
 @contextmanager
 def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Lock the run's directory in process 0 on behalf of all processes, and yield the directory.
+    """Lock the run's directory in process 0 for all processes, and yield it.
 
-    All processes raise the errors of process 0.
+    If process 0 raises an error, all processes raise this error.
 
     Yields the directory, and whether the run continues from its saved state.
     """
@@ -180,13 +180,13 @@ def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory
 
 
 def _check_everywhere(path: Path, wanted: str) -> None:
-    """Check that no machine sees another run under a path, since the disk may not be shared.
+    """Check that no machine has another run at a path; the disk may not be shared.
 
     Args:
       wanted: the id of the run.
 
     Raises:
-      RunError: a process has found another run under the path.
+      RunError: a process has found another run at the path.
     """
     problem = None
     if jax.process_index() != 0:

@@ -39,10 +39,10 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
 
 
 class HookCalls:
-    """The user's hooks that this process calls, and the `Run` that each hook is called with.
+    """The user's hooks that this process calls, with the `Run` that each hook receives.
 
     Args:
-      stop: the function that asks the run to end, called with a reason.
+      stop: the function that is called with a reason if a hook asks the run to end.
       say: the function that prints a line for the user.
     """
 
@@ -103,8 +103,8 @@ class HookCalls:
         if jax.process_index() == 0:
             outcome = _with_metrics(outcome, self._runs[0].directory)
         failed = None
-        # `end` is called on every hook, even if another hook has raised, since every hook may have
-        # something to clean up.
+        # `end` is called on every hook, even if another hook has raised an error, since every hook
+        # may have resources to release.
         for hook, run in zip(self.hooks, self._runs, strict=True):
             try:
                 self._call_one(hook, run, "end", outcome)

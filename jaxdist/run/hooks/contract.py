@@ -27,10 +27,10 @@ class Run:
       experiment: the config, data, program and plan of the run.
       first_step: the number of steps that were taken before this process began.
       total_steps: the step at which the run ends.
-      say: the function that prints a line, above the progress bar if there is one.
-      stop: the function that asks the run to save a checkpoint and end after the current step,
-        called with the reason. The run is then complete and has exit code 0. All processes stop
-        after the same step.
+      say: the function that prints a line, above the progress bar if a bar is shown.
+      stop: the function that, called with a reason, asks the run to save a checkpoint and end after
+        the current step. The run is then complete and has exit code 0. All processes stop after the
+        same step.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Run:
 
 
 class StepMetrics(Mapping[str, float]):
-    """The metrics of a step by name, which are copied from the device when the first value is read.
+    """The metrics of a step by name, which are copied from the device when the first is read.
 
     The copy does not wait for a computation, since the loop passes the metrics of a step to hooks
     only after the step has finished.
@@ -77,15 +77,15 @@ class Outcome:
 
     Attributes:
       step: the number of steps that were taken, as far as this process knows.
-      stopped_by: the cause of an end before the last step (a signal, a notice, or the reason that a
-        hook gave), or None if the run took its last step or failed.
+      stopped_by: the reason why the run ended before the last step (a signal, a notice, or the
+        reason that a hook gave), or None if the run took its last step or failed.
       complete: whether the run took its last step, or a hook ended it.
       error: the error with which the run failed, or None.
       metrics: the last logged metrics of training.
       heldout: the means of the last evaluation.
-      goodput: the time that each activity took, over all restarts of the run, as in `jaxdist report
-        --json`. The mappings `metrics`, `heldout` and `goodput` are empty in every process except
-        process 0.
+      goodput: the time that each activity took over all attempts of the run, as in
+        `jaxdist report --json`. The mappings `metrics`, `heldout` and `goodput` are empty in every
+        process except process 0.
     """
 
     step: int
@@ -98,11 +98,11 @@ class Outcome:
 
 
 class Hook:
-    """A base class of users' hooks; a subclass overrides the methods that it needs.
+    """The base class of users' hooks, whose methods do nothing unless a subclass overrides them.
 
-    The other methods do nothing. The thread that trains calls the hooks in their order, and waits
-    for each call. If a hook raises, the run ends with a message that names the hook; `end` is
-    called on all hooks in this case too.
+    The thread that trains calls the hooks in their order, and waits for each call. If a hook raises
+    an error, the run ends with a message that names the hook. Even then `end` is called on all
+    hooks.
 
     Attributes:
       every_process: whether every process of the run calls the hook; otherwise only process 0 does.

@@ -26,7 +26,7 @@ from jaxdist.train.state import Outer, TrainState
 
 @dataclass
 class Cadence:
-    """The steps after which a task is due: multiples of `every`, unless it is None, and `last`."""
+    """The steps after which a task is due: multiples of `every`, if it is set, and `last`."""
 
     every: int | None
     last: int
@@ -79,7 +79,7 @@ class LoopHook:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was asked to end the run; any thread may read it at any time."""
+        """Whether this process was asked to end the run; any thread may read this value."""
         return False
 
     def at(self, moment: Moment) -> None:
@@ -92,8 +92,8 @@ class Guard(LoopHook):
 
     Attributes:
       names: the names of the values in a step's metrics vector.
-      max_skipped: the number of consecutive skipped steps after which the run ends, or None if the
-        run never skips a step.
+      max_skipped: the number of consecutive skipped steps at which the run ends, or None if the run
+        skips no steps.
       max_restores: the number of times that a run may restart from its newest checkpoint because of
         a value that is not finite.
     """
@@ -128,8 +128,8 @@ class Guard(LoopHook):
         # A gradient that is not finite has already made the parameters wrong, although the loss
         # shows this only one step later.
         if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
-            # A save may still be in progress, and the message below must name complete checkpoints
-            # only.
+            # A save may still be in progress, and the message below must name only complete
+            # checkpoints.
             self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
@@ -262,11 +262,11 @@ class Save(LoopHook):
 
 @dataclass
 class Snapshot(LoopHook):
-    """A hook that takes a snapshot when due, unless an earlier hook saved the state more durably.
+    """A hook that takes a snapshot when due, unless an earlier hook has saved the state.
 
     Attributes:
       lasts: whether the snapshots are on a disk. If so, only a checkpoint after the same step makes
-        a snapshot unnecessary; otherwise another snapshot does too.
+        a snapshot unnecessary. Otherwise another snapshot after this step does too.
     """
 
     cadence: Cadence
@@ -288,7 +288,7 @@ class Snapshot(LoopHook):
 
 @dataclass
 class RunHooks:
-    """All loop hooks of a run, each method of which calls the hooks in order."""
+    """All loop hooks of a run; each method calls the hooks in order."""
 
     hooks: Sequence[LoopHook]
     stopped: bool = False

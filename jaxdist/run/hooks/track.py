@@ -17,8 +17,8 @@ from jaxdist.types import JsonObject
 
 KEPT, VERSIONS = "trackers.json", "versions.json"
 GIVEN_UP = 3
-"""The number of consecutive failures after which a tracker is not called again, since each call may
-wait long for a network.
+"""The number of consecutive failures after which a tracker is not called again, because each call
+may wait for a network for a long time.
 """
 
 

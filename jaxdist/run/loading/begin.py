@@ -1,4 +1,4 @@
-"""Functions with which a run begins with a part of another run's state, or with a model."""
+"""Functions for a run that begins with a part of another run's state, or with a model."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ADAPTERS = f"params/{PREFIX}/"
 def begin_with(
     program: Program, begin: BeginWith, *, say: Callable[[str], None]
 ) -> tuple[TrainState, int]:
-    """Return a first state that contains a part of another run's state, and the step of that part.
+    """Return an initial state with a part of another run's state, and the step of that part.
 
-    The part is loaded bit for bit. The rest of the state is initialized as for a new run with these
+    The part is loaded bit for bit. The rest of the state is initialized as in a new run with these
     parameters: moments are zero, and master weights are copies of the parameters. The returned
-    state is at step 0; the returned step is that of the checkpoint, or 0 for a downloaded model.
+    state has step 0. The returned step is the step of the checkpoint, or 0 for a downloaded model.
 
     Raises:
-      CheckpointError: the run or the checkpoint does not exist, or the part is missing from it or
-        does not fit.
+      CheckpointError: the run or the checkpoint does not exist, the checkpoint lacks the part, or
+        the part does not fit.
       ConfigError: the program's state does not have the part.
     """
     names = check_begin(program, begin)
@@ -58,8 +58,8 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
     The check reads manifests only.
 
     Raises:
-      CheckpointError: the run or the checkpoint does not exist, or the part is missing from it or
-        does not fit.
+      CheckpointError: the run or the checkpoint does not exist, the checkpoint lacks the part, or
+        the part does not fit.
       ConfigError: the program's state does not have the part.
     """
     directory = RunDirectory(Path(begin.run)).checkpoints
@@ -94,8 +94,8 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
 def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> bool:
     """Return whether a checkpoint of a run contains only parameters and buffers.
 
-    The checkpoint is that of `step`, or the newest checkpoint. The checkpoint of an imported model
-    contains nothing else. Return False if there is no checkpoint.
+    The checkpoint is that of `step`, or the newest checkpoint if `step` is None. The checkpoint of
+    an imported model, for example, contains nothing else. Return False if there is no checkpoint.
     """
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]
@@ -115,8 +115,8 @@ def load_part(
     The checkpoint is that of `step`, or the newest complete checkpoint if `step` is None.
 
     Raises:
-      CheckpointError: there is no such checkpoint, or an array is missing from the checkpoint or
-        does not fit.
+      CheckpointError: there is no such checkpoint, the checkpoint lacks an array, or an array does
+        not fit.
     """
     adapt = part_choice(program, names, where=str(directory.checkpoints))
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
@@ -156,7 +156,7 @@ def load_parameters(
 
 
 def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
-    """Return a function that makes a restore load only the named arrays, into an initial state.
+    """Return the function with which a restore loads only the named arrays, into an initial state.
 
     Args:
       where: the name of the checkpoint in messages.
@@ -183,8 +183,8 @@ def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainStat
     """Return an initial state with the loaded arrays, which are in the form of checkpoints."""
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
-    # The restart also initializes the parts of the optimizer's state that were loaded, so that
-    # these arrays must be set again.
+    # `_restarted` also initializes the loaded parts of the optimizer's state, so they are set
+    # again.
     return _merged(_restarted(program, state), only(state, names))
 
 
@@ -195,7 +195,7 @@ def _merged(state: TrainState, part: PyTree) -> TrainState:
 
 
 def _restarted(program: Program, state: TrainState) -> TrainState:
-    """Return the state with optimizer state and slow weights initialized from its parameters."""
+    """Return the state, with optimizer state and slow weights initialized from its parameters."""
 
     def restart(stored: TrainState) -> TrainState:
         own = program.home.used(stored)

@@ -2,8 +2,8 @@
 
 In versions that wrote checkpoints of format 1, ZeRO 3 with an explicit reduction also split dims
 that another mesh axis already split. ZeRO stored the shards of these dims in one order and gathered
-them in another order. The model was therefore trained with permuted rows, and the permutation
-depends on the mesh.
+them in another order. The model was therefore trained with permuted rows; the permutation depends
+on the mesh.
 """
 
 from __future__ import annotations

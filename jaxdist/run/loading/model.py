@@ -1,4 +1,4 @@
-"""Functions with which a run begins with a downloaded model.
+"""Functions for a run that begins with a downloaded model.
 
 Each process reads only the shards that its devices hold.
 """
@@ -22,7 +22,7 @@ from jaxdist.types import Params
 
 
 def is_downloaded_model(path: Path) -> bool:
-    """Return whether a path is a file or directory of a downloaded model, not a run directory."""
+    """Return whether a path is a file or folder of a downloaded model, and not a run directory."""
     return path.is_file() or ((path / CONFIG).is_file() and not RunDirectory(path).occupied)
 
 
@@ -30,7 +30,8 @@ def matched(program: Program, path: Path) -> list[Leaf]:
     """Match a program's parameters with the tensors of a model's files, without reading a tensor.
 
     Raises:
-      JaxdistError: the path has no model, or its model is not that of the program.
+      JaxdistError: the path has no model, or the model of the path differs from the program's
+        model.
     """
     return leaves_of(open_source(path), program.model)
 
@@ -38,10 +39,10 @@ def matched(program: Program, path: Path) -> list[Leaf]:
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
     """Load parameters in the form of checkpoints; each process reads only its devices' shards.
 
-    Adapters are not among them, since a downloaded model has none.
+    Adapters are not loaded, since a downloaded model has none.
 
-    During the load, a process needs host memory for the shards of its devices and, in addition, for
-    the largest tensor, or for the largest shard if that is larger.
+    During the load, a process needs host memory for the shards of its devices. It also needs memory
+    for the largest tensor, or for the largest shard if that is larger.
     """
     return _loaded(_divided(program, program.state_shapes.params)[0], leaves, "")
 

@@ -1,4 +1,4 @@
-"""The first state of a process: initial, saved by the run, or a part of another run's state."""
+"""The first state of a process: initial, saved by the run, or with parts of another run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import Json
 
 Beginning = tuple[TrainState, Mapping[str, Json]]
-"""A state and the metadata that was saved with the state; the metadata of a new run is empty."""
+"""A state, and the metadata that was saved with it; a new run has empty metadata."""
 
 
 def beginning(
@@ -38,14 +38,14 @@ def beginning(
 ) -> Beginning:
     """Load the newest complete state of a resumed run, or create the first state of a new run.
 
-    A resumed run that has not saved a state also begins with a first state.
+    A resumed run that has not yet saved a state begins as a new run does.
 
     Args:
       say: the function that prints a line with rich's markup.
 
     Raises:
       RunError: the state does not fit in the devices' memory.
-      CheckpointError: no saved state is undamaged, or the saved state has other arrays than the
+      CheckpointError: every saved state is damaged, or the saved state has other arrays than the
         program.
     """
     check_state_fits(experiment.program.state_shapes)
@@ -66,8 +66,8 @@ def _newest(
         state, metadata, where = found
         say(f"resume from step {state.step} of {total}, kept {where}")
         return state, metadata
-    # Process 0 decides, because restoring is collective, and other hosts may see new files of a
-    # shared disk later.
+    # Process 0 decides, because a restore is collective, and other hosts may see new files of a
+    # shared disk later than process 0.
     if not broadcast_json(bool(steps_present(tiers.store.directory))):
         _check_snapshots(experiment, directory, tiers)
         return None
@@ -79,7 +79,7 @@ def _newest(
 
 
 def _check_snapshots(experiment: Experiment, directory: RunDirectory, tiers: Tiers) -> None:
-    """Check that no changed model is the reason why snapshots cannot be loaded.
+    """Check that snapshots, if there are any, were saved by the model that the config now has.
 
     Raises:
       CheckpointError: there are snapshots, and the run began with another model.

@@ -38,7 +38,7 @@ def efficiency_of(experiment: Experiment) -> Efficiency | None:
 
 
 def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
-    """Return a tally of the run's energy that starts now, or the reason that there is no tally.
+    """Return a tally of the run's energy that starts now, or the reason why there is no tally.
 
     Raises:
       ConfigError: the meter in the config is not available.

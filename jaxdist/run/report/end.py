@@ -29,7 +29,7 @@ def tell_end(
     Args:
       heldout: the means of the last evaluation.
       seconds: the duration of the run, in seconds.
-      stopped_by: the reason that the run stopped before its last step, or None.
+      stopped_by: the reason why the run stopped before its last step, or None.
     """
     if stopped_by is not None:
         console.print(
@@ -54,6 +54,6 @@ def going_on(config: ExperimentConfig, directory: RunDirectory) -> str:
         return "of a part of the state, with which another run can begin (checkpoint.begin_with)"
     identity = directory.identity
     numbered = identity is not None and identity.asked not in (None, directory.path.name)
-    # If several runs have this name, --resume alone would not identify this run.
+    # If several runs have this name, the option --resume would not identify this run.
     which = f" run.directory={directory.path}" if numbered else ""
     return f"continue with the same command and --resume{which}"

@@ -1,4 +1,4 @@
-"""The report of `jaxdist report` on how a run used its time, read from the run's directory."""
+"""The report of `jaxdist report` on how a run used its time, from the files in its directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IDLE = re.compile(r"worker_\d+_idle_share")
 
 
 def report_goodput(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
-    """Print how a run used its time, write it to `json_file` if given, and return it.
+    """Print how a run used its time, write this use to `json_file` if given, and return it.
 
     The run may still be in progress. All attempts of a resumed run are added up. Steps after the
     checkpoint from which the next attempt continued count as lost work, and the time from the last
@@ -72,7 +72,7 @@ def report_goodput(run: Path, json_file: Path | None = None, *, console: Console
 
 
 def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
-    """Print how a run used its time, or nothing if its records do not contain the time."""
+    """Print how a run used its time; print nothing if the records do not contain the time."""
     found = joined_lives(records)
     if found is not None:
         _print(found, records, console)
@@ -109,7 +109,7 @@ def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield a line about each host that stopped copying another host's snapshots."""
+    """Yield a line about each host that stopped copying the snapshots of another host."""
     for at, event in enumerate(events):
         if event["event"] != "uncopied":
             continue
@@ -124,7 +124,7 @@ def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def waiting_shares(records: Sequence[JsonObject]) -> list[float]:
-    """Return the share of time that each worker waited for parameter servers, in the last record.
+    """Return, from the last record, the share of time that each worker waited for servers.
 
     >>> waiting_shares([{"step": 9, "split": "servers", "worker_0_idle_share": 0.25}])
     [0.25]

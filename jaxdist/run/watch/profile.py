@@ -1,4 +1,4 @@
-"""A hook that traces steps with jax's profiler, and the steps that it traces."""
+"""A hook that traces steps with jax's profiler, and the choice of the steps to trace."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ProfiledSteps:
         """Return the first and last step to trace in a process that continues after step `start`.
 
         Raises:
-          ConfigError: the process does not take all steps to trace, or they include the first step
-            of the process.
+          ConfigError: the process does not take all steps to trace, or the steps to trace include
+            the first step of the process.
         """
         first = start + _WARM_UP + 1 if self.first is None else self.first
         last = first + self.count - 1
@@ -49,7 +49,7 @@ class ProfiledSteps:
 
 
 _WARM_UP = 2
-"""The number of steps before the traced steps if only a count is given. The first of these steps
+"""The number of steps before the traced steps, if only a count is given. The first of these steps
 compiles, and the second fills the pipeline of batches.
 """
 _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
@@ -87,8 +87,8 @@ class Profile(LoopHook):
 
     Attributes:
       folder: the directory of the trace, or None if another process traces.
-      say: the function that is called with the location of the trace, or the reason that no trace
-        was written.
+      say: the function that is called with the location of the trace, or with the reason why no
+        trace was written.
     """
 
     first: int
@@ -102,8 +102,8 @@ class Profile(LoopHook):
         return step in (self.first - 1, self.last)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        # In `at` the trace would end too late, since an evaluation may run before this hook is
-        # called.
+        # A trace that ended in `at` would end too late, since an evaluation may run before `at` is
+        # called on this hook.
         if step == self.last:
             self.close()
 

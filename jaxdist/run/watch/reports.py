@@ -34,16 +34,15 @@ class Tell(LoopHook):
 class GoodputHook(LoopHook):
     """A hook that records the use of time and energy, at log steps and after each save.
 
-    Each save has a record, so that a report can count the work that is lost by a restart from this
+    Since each save has a record, a report can count the work that is lost by a restart from the
     save.
 
     Attributes:
       life: the number of this attempt of the run, counted from 1.
       step: the last step that was taken.
       tally: the tally of energy, or None if energy is not measured.
-      seconds_between: the upper limit of the pause between a record and the next record at a log
-        step, in seconds. Below this limit the pause is a hundredth of the elapsed time, but at
-        least 0.1 s.
+      seconds_between: the upper limit, in seconds, of the pause between two records at log steps.
+        Below this limit, the pause is a hundredth of the elapsed time, but at least 0.1 s.
     """
 
     cadence: Cadence
@@ -67,9 +66,9 @@ class GoodputHook(LoopHook):
             self.write()
 
     def write(self) -> None:
-        """Write a record of the time and energy that were spent so far."""
+        """Write a record of the time and energy that the attempt has used so far."""
         values = goodput.account_values(self.account, self.life)
-        # To write a record takes a quarter of a millisecond; the pause limits this cost.
+        # A record takes a quarter of a millisecond to write; the pause limits this cost.
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)
         self.writer.write(self.step, values, split=goodput.SPLIT)

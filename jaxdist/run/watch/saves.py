@@ -1,8 +1,8 @@
 """Save intervals that a run chooses itself while it trains.
 
-The interval only determines when states are saved, so that no loss or metric depends on it. Process
-0 measures and chooses, and broadcasts the choice at a save, where all processes have to
-synchronize.
+The interval only determines when states are saved, so no loss or metric depends on it. Process 0
+measures and chooses. It broadcasts the choice at a save, where all processes have to synchronize
+anyway.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ FIRST_STEPS = 10
 """The number of steps before the first save of a process. This save measures the cost of a save."""
 WARM_STEPS, LEAST_STEPS = 3, 20
 """WARM_STEPS: the number of steps at the start of a process whose times are not measured.
-LEAST_STEPS: the least number of steps from which a mean step time is computed."""
+LEAST_STEPS: the smallest number of steps from which a mean step time is computed.
+"""
 LAST_COSTS = 8
-"""The number of recent saves of which the median cost is taken."""
+"""The number of recent saves from whose costs the median is computed."""
 OFTEN = 64
-"""The interval is chosen at saves 1, 2, 4, 8 and so on, and at each multiple of this number of
-saves."""
+"""The largest pause between two choices: the interval is chosen at saves 1, 2, 4, 8 and so on up to
+this number, and then at each multiple of it."""
 CHANGED = 2.0
-"""The ratio by which an interval must differ from the interval that was printed last to be printed
+"""The ratio to the interval that was printed last by which a new interval must differ to be printed
 too.
 """
 _WORK = (Activity.STEP, Activity.INPUT_WAIT)
@@ -45,7 +46,7 @@ class Chooser:
     Attributes:
       kind: the activity to which the account adds the time of the saves.
       what: the description of a save in messages, such as `a checkpoint`.
-      run: the run directory whose journal records the failures from which the saves protect, or
+      run: the run directory whose journal records the failures against which the saves protect, or
         None if no journal records these failures.
       mttf: the mean time between failures, in seconds, that is assumed until the journal records a
         failure.
@@ -67,7 +68,7 @@ class Chooser:
     _told: int | None = None
 
     def saved(self, seconds: float) -> None:
-        """Note that a save took `seconds`."""
+        """Record that a save took `seconds`."""
         self._costs = [*self._costs, seconds][-LAST_COSTS:]
 
     def mark(self, step: int) -> None:
@@ -82,8 +83,8 @@ class Chooser:
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
         if step - first >= LEAST_STEPS:
             self.mark(step)
-        # The time that this process took to start is the estimate of the time of a recovery, until
-        # a recovery has been measured.
+        # Until a recovery has been measured, its estimate is the time that this process took to
+        # start.
         began = sum(spent[kind] for kind in (Activity.START, Activity.RECOVERY, Activity.COMPILE))
         prior = Failures(self.mttf, began)
         events = [] if self.run is None else read_journal(self.run)
@@ -112,7 +113,7 @@ class Chooser:
 
 
 class Chosen(Cadence):
-    """A cadence whose interval a `Chooser` in process 0 sets, the same in all processes.
+    """A cadence whose interval a `Chooser` in process 0 sets, and which is equal in all processes.
 
     Args:
       start: the step from which this process continues.

@@ -34,10 +34,8 @@ class Curve:
     def as_json(self, most: int, *, smoothed: bool) -> JsonObject:
         """Return at most `most` points of the metric and, if `smoothed`, of its moving mean.
 
-        Up to 60 records have no moving mean.
-
-        The result also has the first and the last value, the number of records, and the number of
-        values that are not finite.
+        A metric of up to 60 records has no moving mean. The result also has the first and the last
+        value, the number of records, and the number of values that are not finite.
         """
         steps = np.frombuffer(self.steps, np.int64)
         values = np.frombuffer(self.values, np.float64)
@@ -61,10 +59,10 @@ class RunRecords:
 
     Attributes:
       curves: the curves by split and metric.
-      loads: the loads of experts, which are too many to be drawn as curves.
+      loads: the loads of experts, of which there are too many for curves.
       others: the records of time, energy and save intervals.
-      last_time: the time of the last record of a metric, in seconds since 1970, or None without
-        records.
+      last_time: the time of the last record of a metric, in seconds since 1970, or None before the
+        first record.
     """
 
     curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))

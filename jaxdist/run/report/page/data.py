@@ -26,8 +26,8 @@ from jaxdist.run.report.proof import proof_lines, read_proof
 from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
-"""The name of the output of `jaxdist inspect --json` in a run directory, into which the user may
-have put it."""
+"""The name of the file in a run directory that has the output of `jaxdist inspect --json`. A user
+may put it there."""
 MOST_BOXES = 4000
 """The largest number of boxes in the drawing of a schedule. For a larger schedule the page shows
 only the numbers."""
@@ -139,7 +139,7 @@ def _versions(directory: RunDirectory) -> Json:
 
 
 def program_data(run: Path, compile_step: Compile | None) -> JsonObject:
-    """Return the inspection of a run's compiled step, or the reason that there is no inspection.
+    """Return the inspection of a run's compiled step, or the reason why there is no inspection.
 
     Args:
       compile_step: the function that inspects the step if the run's directory has no
@@ -167,7 +167,7 @@ _SHOWN = ("model", "step", "devices", "axes", "flops", "memory", "time")
 
 
 def _shown(inspection: Json) -> JsonObject:
-    """Return the part of an inspection that a page shows, without the ledger, which may be long."""
+    """Return an inspection without its ledger, which a page does not show and which may be long."""
     found = {key: inspection[key] for key in _SHOWN}
     return found | {"time": None if found["time"] is None else found["time"].get("seconds")}
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxdist.types import Json, JsonObject
 
 PREFIX = "expert_load/"
-"""The prefix of a metric's name. The numbers of the layer and of the expert follow the prefix."""
+"""The prefix of a metric's name, before the numbers of the layer and of the expert."""
 MOST_STEPS = 120
 """The largest number of columns of a picture; each column is a step or a group of steps."""
 _MOST_PERCENT = 999
@@ -57,7 +57,7 @@ class ExpertLoads:
     splits: dict[str, SplitLoads] = field(default_factory=lambda: defaultdict(SplitLoads))
 
     def add(self, split: str, record: Mapping[str, Json]) -> None:
-        """Add the loads of a record, if it has any."""
+        """Add the loads of experts in a record, if the record has them."""
         found = {name: value for name, value in record.items() if name.startswith(PREFIX)}
         if not found:
             return

@@ -50,7 +50,7 @@ def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: flo
 
 
 def _embedded(data: JsonObject) -> str:
-    """Return the data as JSON that does not close its HTML element, whatever the config contains.
+    """Return the data as JSON that cannot close its HTML element, whatever the config contains.
 
     >>> _embedded({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
@@ -120,7 +120,7 @@ def report_page(
 ) -> None:
     """Write a page about runs once, or write it repeatedly until all runs have ended.
 
-    With `live_seconds`, the page reloads itself while a run is in progress.
+    With `live_seconds`, the page reloads itself as long as a run is in progress.
 
     Args:
       compile_step: the function from a config to an inspection, which is called at most once for
@@ -129,18 +129,18 @@ def report_page(
         the page once.
 
     Raises:
-      RunError: the page cannot be written, as for `write_page`.
+      RunError: the page cannot be written; see `write_page`.
     """
     nothing: list[JsonObject] = [program_data(run, None) for run in runs]
     pulses = [_Pulse(run, clock) for run in runs]
     reload_seconds = live_seconds
     if live_seconds is not None and compile_step is not None:
-        # The first page shows the curves already before the steps are compiled.
+        # The first page shows the curves before the steps are compiled.
         write_page(runs, file, nothing, reload_seconds=reload_seconds)
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
-        # `beats` is called for every run, even after a True, since each call notes changes of the
+        # `beats` is called for every run, even after a True, since each call records changes of the
         # lock file.
         beats = [pulse.beats() for pulse in pulses]
         going = live_seconds is not None and any(beats)
@@ -149,16 +149,16 @@ def report_page(
         if not going:
             break
         assert live_seconds is not None
-        # To read a long file of metrics takes seconds. The wait limits the reading to a tenth of a
+        # A long file of metrics takes seconds to read. The wait limits the load to a tenth of a
         # core.
         sleep(max(live_seconds, 9 * (clock() - begun)))
     say(f"page   {file}, {size:,} bytes")
 
 
 class _Pulse:
-    """A check whether a run is in progress, by its lock file, which the holder touches.
+    """A check whether a run is in progress: the run then touches its lock file.
 
-    The clocks of two machines are never compared: only changes of the lock file's time count.
+    The clocks of two machines are never compared. Only changes of the lock file's time count.
     """
 
     def __init__(self, run: Path, clock: Callable[[], float]) -> None:
@@ -167,10 +167,10 @@ class _Pulse:
         self._changed = clock()
 
     def beats(self) -> bool:
-        """Return whether the run is in progress, as far as can be determined without waiting.
+        """Return whether the run is in progress, as far as can be determined without a wait.
 
-        The first call returns True whenever the lock file exists, since a change of its time can
-        only be seen later.
+        The first call returns True whenever the lock file exists, since only a later call can see a
+        change of its time.
         """
         try:
             touched = self._lock.stat().st_mtime
