@@ -1,4 +1,4 @@
-"""An account of time, in which each moment has exactly one activity, so that the times add up."""
+"""The account of a process's time: each moment belongs to exactly one activity."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ Result = TypeVar("Result")
 
 
 class Activity(StrEnum):
-    """The activities that take the time of a run, as process 0 sees them."""
+    """An activity that takes time of a run, as process 0 sees it."""
 
     STEP = "step"
-    """The actual work: steps and the exchanges between steps, from dispatch until the end."""
+    """The training itself: steps and the exchanges between steps, from dispatch until the end."""
     INPUT_WAIT = "input_wait"
-    """Waiting for the next batch, also while devices still compute the previous step."""
+    """Waiting for the next batch, even if the devices still compute the previous step."""
     EVALUATION = "evaluation"
     """Computing held-out means, including the compilation of the evaluation."""
     CHECKPOINT_BLOCKED = "checkpoint_blocked"
-    """Waiting for a save: for its copy to the host, and for the previous save if that has not
-    finished.
+    """Waiting for a save: for the copy to the host, and for an unfinished previous save.
     """
     SNAPSHOT = "snapshot"
     """Waiting for a copy of the state into the memory of hosts."""
@@ -32,7 +31,9 @@ class Activity(StrEnum):
     """Comparing replicas of the state."""
     COMPILE = "compile"
     """Tracing a step, and the first call of each train stage's step and of the digests of replicas.
-    With several processes the time includes the first step, which waits for the process that
+
+    With several processes, the time includes the first step, because this step waits for the
+    process that compiles longest.
     compiles longest.
     """
     START = "start"
@@ -48,8 +49,7 @@ class Activity(StrEnum):
 class Account:
     """The time that each activity of a process has taken.
 
-    Time belongs to the innermost interval that contains it, and does not count for the outer
-    intervals.
+    Time belongs to the innermost interval that contains it, and not to the outer intervals.
 
     Only a single thread may use an account. Time is counted in integer nanoseconds, so that the
     activities add up to the wall time exactly. A call takes 0.2 us and does not wait for a device.
@@ -58,7 +58,7 @@ class Account:
       kind: the activity of the time outside of all intervals, until `switch` changes it.
       begun: the value of the clock from which the account counts; None counts from now.
       clock: a monotonic clock in nanoseconds.
-      tell: the function that is called with the new activity at each change.
+      tell: the function that is called at each change with the activity that begins.
 
     >>> moments = iter([0, 3, 10, 14])
     >>> account = Account(Activity.START, clock=lambda: next(moments))
@@ -82,7 +82,7 @@ class Account:
         self._spent = dict.fromkeys(Activity, 0)
 
     def enter(self, kind: Activity) -> None:
-        """Begin an interval of an activity, within the innermost interval."""
+        """Begin an interval of an activity inside the innermost interval."""
         self._settle()
         self._stack.append(kind)
         self._told()
@@ -95,7 +95,7 @@ class Account:
         self._told()
 
     def switch(self, kind: Activity) -> None:
-        """Change the activity of the innermost interval for the time from now on."""
+        """Change the activity of the innermost interval from now on."""
         self._settle()
         self._stack[-1] = kind
         self._told()
@@ -115,7 +115,7 @@ class Account:
             self.leave()
 
     def each(self, kind: Activity, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield the items, and count the time of the wait for each item as the activity `kind`."""
+        """Yield the items; the time of the wait for each item counts as the activity `kind`."""
         while True:
             self.enter(kind)  # The context manager `within` would take a microsecond more.
             try:
@@ -132,10 +132,10 @@ class Account:
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:
-        """Return a function like `function`, whose first call counts as the activity `kind`.
+        """Return `function` in a form whose first call counts as the activity `kind`.
 
         Args:
-          wait: the function that is called with the first result, and whose time counts too.
+          wait: a function that is called with the result of the first call; its time counts too.
         """
         called = False
 

@@ -1,4 +1,4 @@
-"""Tables of records, whose columns are declared once and shown as text, markdown or plain data."""
+"""Tables of records, whose columns are declared once and shown as text, markdown or JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def markdown(
 
 
 def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
-    """Return an empty table; its columns of words are aligned to the left, others to the right.
+    """Return an empty table; columns of words are aligned to the left, all others to the right.
 
     Args:
       left: the indices of columns of words that `TEXTS` does not name.

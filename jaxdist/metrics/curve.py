@@ -90,10 +90,11 @@ def loss_figure(
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Return the mean of each value and of up to `reach` neighbors on each side.
+    """Return, for each value, the mean of the value and of its neighbors on both sides.
 
-    There are fewer neighbors on the left near the start; there the right side has equally many.
-    Near the end only the right side has fewer. The first value is therefore unchanged.
+    A value has `reach` neighbors on each side, or fewer near the ends. Near the start, both sides
+    have equally many neighbors, so that the first value is unchanged. Near the end, only the right
+    side has fewer.
 
     >>> smooth(np.array([9.0, 3.0, 3.0, 0.0]), reach=1).tolist()
     [9.0, 5.0, 2.0, 1.5]
@@ -134,7 +135,7 @@ def _losses_by_split(
 
 
 def _draw_train(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[float]:
-    """Draw the train loss, and return the losses that must be visible."""
+    """Draw the train loss, and return the losses that the vertical axis must include."""
     if not len(steps):
         return []
     smoothed = smooth(values, len(steps) // 60)

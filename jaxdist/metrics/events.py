@@ -1,8 +1,8 @@
 """TensorBoard events, which are written without a queue.
 
-`tensorboardX.SummaryWriter` passes each number through a queue to a thread, which takes a training
-loop 150 us per number. This module uses the package's `RecordWriter`, which writes a whole record
-in 35 us, and closes its file even if the disk is full.
+`tensorboardX.SummaryWriter` passes each number through a queue to a thread, which delays a training
+loop by 150 us per number. This module uses the package's `RecordWriter` instead, which writes a
+whole record in 35 us, and closes its file even if the disk is full.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:
-        # The package is imported here, because its import is slow and only a run that writes needs
-        # it.
+        # The package is imported here, because its import is slow and only a run that writes events
+        # needs it.
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.record_writer import RecordWriter
 
@@ -40,7 +40,7 @@ class EventFile:
         self._append(wall_time=time.time(), file_version="brain.Event:2")
         if resume_step is not None:
             log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
-            # TensorBoard then drops the events that earlier files have from this step on.
+            # TensorBoard then drops the events of earlier files from this step on.
             start = log(status=log.START)
             self._append(step=resume_step + 1, session_log=start)
         self._flushed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which are made without pyplot, whose state is global."""
+"""Figures of matplotlib, made without pyplot, because pyplot has global state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The use of a run's time by activity, from the records of all its attempts.
+"""The use of a run's time by activity, computed from the records of all its attempts.
 
 An attempt is the work of a process on the run, from the process's start to its last record. A
-process that goes back to a checkpoint begins another attempt. If a run has several processes, only
+process that resumes from a checkpoint begins another attempt. If a run has several processes, only
 process 0 has attempts. Each record of time has the content of the account at that time, so the time
 of a killed run is known up to its last record. In names and files an attempt is called a life.
 """
@@ -27,7 +27,7 @@ WORK = (
     Activity.REPLICA_CHECK,
 )
 """The activities whose time becomes lost work if a later attempt repeats their steps. The time of a
-start, for example, does not.
+start, for example, never becomes lost work.
 """
 
 _SAVES = (Activity.CHECKPOINT_BLOCKED, Activity.SNAPSHOT)
@@ -66,8 +66,8 @@ class Life:
       began: the start of the attempt, in seconds since 1970.
       first_step: the number of steps that were taken before the attempt.
       last_step: the step of the attempt's last record.
-      kept_step: the last step of the attempt that no later attempt repeated, or a step before
-        `first_step` if later attempts repeated all steps and more.
+      kept_step: the last step of the attempt that no later attempt repeated. If later attempts
+        repeated all steps of the attempt, this is a step before `first_step`.
       seconds: the seconds of the attempt by activity; their sum is the wall time.
     """
 
@@ -125,9 +125,9 @@ class Goodput:
     def kept(self) -> float:
         """The share of the time that was not lost to failures and saves, from 0 to 1.
 
-        The time does not include the first start, its compilation, and the end of the run. The
-        share is 1 if there is no other time. The closed forms of `jaxdist.heartbeat.intervals`
-        predict this share.
+        The first start, its compilation, and the end of the run do not count as time. If no other
+        time is left, the share is 1. The closed forms of `jaxdist.heartbeat.intervals` predict this
+        share.
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
@@ -208,7 +208,7 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """Return the last predicted share of kept time, or None if the run did not choose intervals.
+    """Return the last predicted share of kept time, or None if the run chose no intervals.
 
     The shares for snapshots and for checkpoints are multiplied, since each applies to the time that
     remains after the other.

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar in a terminal that is redrawn, or plain lines in a log."""
+"""The progress of a run, as a bar that is redrawn in a terminal, or as plain lines in a log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Progress:
     """A display of step, loss, rate, step time and remaining time; a context manager.
 
     In a terminal, a thread redraws one line a few times per second, and `update` only stores
-    numbers. In a file, a pipe or a terminal without a size, lines are printed. The terminal that a
-    launcher such as mpirun gives to a process has no size. There is a line for the first step, for
-    the last step, and about every `seconds_between_lines`.
+    numbers. In a file, a pipe or a terminal without a size (such as the terminal that mpirun gives
+    to a process), lines are printed: for the first step, for the last step, and about every
+    `seconds_between_lines`.
 
     Args:
       total_steps: the step at which the run ends.
@@ -43,7 +43,7 @@ class Progress:
       units_per_step: the number of units in a step, over all devices, which may change later.
       console: the console for the output; None uses standard output.
       enabled: whether anything is shown; False in every process except process 0.
-      efficiency: the measure of MFU, or None if the devices' peak is unknown.
+      efficiency: the measure of MFU, or None if the peak of the devices is unknown.
       seconds_between_lines: the interval between plain lines, in seconds.
       clock: a monotonic clock in seconds; for tests.
 
@@ -90,11 +90,11 @@ class Progress:
             )
 
     def update(self, step: int, *, loss: float, step_seconds: float) -> None:
-        """Record that `step` is done, which takes microseconds.
+        """Record that the step `step` is done, which takes microseconds.
 
         Args:
           step: the number of steps that were taken, including those before this process started.
-          loss: the loss as a number on the host, since a device array would make the loop wait.
+          loss: the loss as a number on the host; a device array would make the loop wait.
           step_seconds: the wall time of a step, in seconds.
         """
         self.step = step
@@ -111,12 +111,12 @@ class Progress:
     def evaluation(
         self, step: int, metrics: Mapping[str, float], *, split: str = "heldout"
     ) -> None:
-        """Print the means of an evaluation, above the bar if there is one."""
+        """Print the means of an evaluation, above the bar if a bar is shown."""
         numbers = [f"{name} {format_loss(float(value))}" for name, value in metrics.items()]
         self.note(self._joined(f"step {step} {split}", *numbers))
 
     def note(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the bar if a bar is shown."""
         if self._enabled:
             self._print(text)
 
@@ -133,7 +133,7 @@ class Progress:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _joined(self, *parts: str) -> str:
-        """Return the text of as many of the first parts as fit on a line."""
+        """Join the parts to a line, without the last parts if the line would be too long."""
         kept = list(parts)
         while len(kept) > 1 and len("  ".join(kept)) > self._console.width:
             kept.pop()
@@ -150,7 +150,7 @@ class Progress:
         return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
-        """Return the loss, rate, step time and remaining time as texts, if a step is done."""
+        """Return texts of loss, rate, step time and remaining time, or [] before they exist."""
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds
@@ -165,7 +165,7 @@ class Progress:
         ]
 
     def measured(self, step_seconds: float) -> list[tuple[str, float]]:
-        """Return the measures of `Efficiency` for a step of this duration, if there are any."""
+        """Return the measures of `Efficiency` for a step of this duration, or [] without any."""
         if self.efficiency is None:
             return []
         return [*self.efficiency.of(self.units_per_step, step_seconds).items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The measure of how much of the devices' peak a run uses.
+    """The measure of the share of the devices' peak that a run uses.
 
     Attributes:
       unit: the unit of the data, "tokens" or "examples".
@@ -25,7 +25,7 @@ class Efficiency:
     flops_per_second: float
 
     def of(self, units: int, seconds: float) -> dict[str, float]:
-        """Return the rate per device, and the MFU, of a step with `units` units.
+        """Return the rate per device, and the MFU, of a step that processes `units` units.
 
         MFU is the rate of the model's FLOPs divided by the devices' peak, as in PaLM (arXiv
         2204.02311, appendix B), where recomputation does not count.
@@ -45,7 +45,7 @@ class Efficiency:
 
 
 class SmoothedStepTime:
-    """The smoothed time of a step in seconds: a plain mean at first, an exponential mean later.
+    """The smoothed time of a step in seconds: first a plain mean, later an exponential mean.
 
     The time of the first step, which includes compilation, is dropped when the second step is
     added.
@@ -102,7 +102,7 @@ def format_step_time(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as text, in minutes and seconds, in hours, or in days.
+    """Return a duration as text: in minutes and seconds, with hours, or in days and hours.
 
     >>> format_duration(68), format_duration(3 * 3600 + 62), format_duration(90_000 * 4)
     ('1:08', '3:01:02', '4d 4h')
@@ -117,7 +117,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """Return a loss as text, with three decimals or, if very small or large, with an exponent.
+    """Return a loss as text: three decimals, or an exponent if it is very small or very large.
 
     >>> format_loss(1.8342), format_loss(0.00042), format_loss(123456.0), format_loss(float("nan"))
     ('1.834', '4.2e-04', '1.2e+05', 'nan')

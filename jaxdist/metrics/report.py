@@ -1,4 +1,4 @@
-"""The parts that all reports for other programs share: package versions and the file's form."""
+"""The contents that all reports for other programs share: package versions and the file's form."""
 
 from __future__ import annotations
 

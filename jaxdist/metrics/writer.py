@@ -1,10 +1,10 @@
 """Metrics on disk: a line of JSON for each record, and TensorBoard events.
 
 A resumed run continues the same file. Before that, the records of steps after the checkpoint are
-dropped, since the run repeats these steps. The file is then the same as without an interruption.
+dropped, since the run repeats these steps. The file then equals the file of an uninterrupted run.
 Records of time and energy are kept, since both were spent. Records of replicas that differed are
-also kept, since they may be the reason for the resume. TensorBoard drops its events after the
-checkpoint too.
+kept too, since they may be the reason for the resume. TensorBoard also drops its events after the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE_NAME = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
 
 REPLICAS = "replicas"
-"""The split of records of replicas that differed."""
+"""The split of the records about replicas that differed."""
 
 Tell = Callable[[int, str, Mapping[str, float]], None]
 
@@ -53,7 +53,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
 
 
 def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
-    """Yield the records of a metrics file one at a time, for files with many records.
+    """Yield the records of a metrics file one at a time, for files that exceed the memory.
 
     An incomplete last line is left out.
 
@@ -88,10 +88,13 @@ def append(
 
 
 class Records:
-    """The destination of a run's records; this base class drops them, in processes other than 0."""
+    """The destination of a run's records.
+
+    This base class drops them, for processes other than 0.
+    """
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
-        """Write a record, as `MetricsWriter.write` does."""
+        """Write a record; see `MetricsWriter.write`."""
 
 
 class MetricsWriter(Records):
@@ -184,7 +187,7 @@ class MetricsWriter(Records):
         Raises:
           RunError: the remaining data cannot be written.
         """
-        # The stack closes the events even if the file cannot be closed.
+        # The stack closes the events even if the close of the metrics file fails.
         with _told("write the last metrics to", self.path), ExitStack() as both:
             both.callback(self._events.close)
             both.callback(self._file.close)
@@ -216,7 +219,7 @@ class MetricsWriter(Records):
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step` by a rename, so that a kill cannot lose others."""
+        """Drop the records after `resume_step`, by a rename, so that a kill loses no others."""
         if not self.path.exists():
             return
         kept = [
@@ -259,7 +262,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _records(path: Path) -> Iterator[JsonObject]:
-    """Yield the records of `_complete_lines`, but parse many lines at once, twice as fast."""
+    """Yield the records of `_complete_lines` twice as fast, by parsing many lines at once."""
     lines = _lines(path)
     for start in range(0, len(lines), _TOGETHER):
         part = lines[start : start + _TOGETHER]
@@ -276,7 +279,7 @@ def _records(path: Path) -> Iterator[JsonObject]:
 def _complete_lines(
     path: Path, lines: list[bytes] | None = None, start: int = 0, count: int | None = None
 ) -> Iterator[tuple[bytes, JsonObject]]:
-    """Yield each line with its record, without a last line that a kill has left incomplete.
+    """Yield each line with its record; a last line that a kill has left incomplete is left out.
 
     Args:
       lines: the lines of the file, or None to read the file.
@@ -310,7 +313,7 @@ def _is_record(record: Json) -> bool:
 
 
 def _encode(number: float) -> float | str:
-    """Return a number for JSON: NaN and infinities as text, which `float` can read."""
+    """Return a number for JSON; NaN and infinities become text, which `float` can read."""
     return number if math.isfinite(number) else str(number)
 
 

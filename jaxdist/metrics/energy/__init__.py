@@ -1,1 +1,1 @@
-"""The energy of a run: meters with a common contract, and joules, kWh and carbon of attempts."""
+"""The energy of a run: meters with a common contract, and each attempt's joules and carbon."""

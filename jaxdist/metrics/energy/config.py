@@ -46,9 +46,9 @@ class EnergyConfig(Config):
         return Site(self.pue, self.grid)
 
     def power_of(self, device: str | None) -> Power | None:
-        """Return the power of a device, or None if it is unknown.
+        """Return the power of a device: `watts`, or else its published power.
 
-        The power is `watts`, or else the published power.
+        The result is None if neither is known.
 
         Args:
           device: the name of a device of `jaxdist.runtime.hardware`, or None for another device.

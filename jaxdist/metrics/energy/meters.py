@@ -1,7 +1,7 @@
 """The meters of energy: counters of GPUs, counters of CPUs, and a model of the power.
 
 A counter measures the energy that the devices of this host have drawn since the counter was opened,
-also for other users of the machine.
+including the energy for other users of the machine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Meter(Protocol):
 class Rapl:
     """The counters of Intel and AMD for CPU packages and their memory, in microjoules.
 
-    A counter wraps at `max_energy_range_uj`, after minutes at full load, so that `joules` must be
-    called more often than the counter wraps. Only packages and memory count, since the counter of a
-    package includes its cores.
+    A counter wraps at `max_energy_range_uj`, after minutes at full load, so `joules` must be called
+    more often than that. Only packages and memory count, since the counter of a package includes
+    its cores.
 
     Args:
       root: the kernel's powercap folder.
@@ -109,7 +109,7 @@ class Nvml:
 
 
 class Modelled:
-    """A model of energy: busy power times the time in steps, plus idle power times the other time.
+    """A model of energy: busy power times the time in steps, plus idle power times all other time.
 
     Args:
       power: the power of a device.
@@ -149,16 +149,16 @@ def open_meter(
     devices: int,
     seconds: Callable[[], tuple[float, float]],
 ) -> Meter | str:
-    """Open the meter of a config, or return the reason that there is no meter.
+    """Open the meter that a config requests, or return the reason why there is no meter.
 
-    The kind "auto" opens the counters of the platform or, without them, the model.
+    The kind "auto" opens the counters of the platform or, if there are none, the model.
 
     Args:
       kind: the name of the meter, as in `EnergyConfig.meter`.
       platform: the platform of the computation: "cpu", "gpu" or "tpu".
       power: the power of a device, or None if it is unknown.
       devices: the number of devices on all hosts.
-      seconds: the function of seconds, as in `Modelled`.
+      seconds: the function of times that `Modelled` needs.
 
     Raises:
       RunError: the meter was requested by name and is not available.
@@ -186,7 +186,7 @@ def open_meter(
 
 
 def _counts(zone: Path) -> bool:
-    """Return whether a zone is a package or memory, with a counter that can be read."""
+    """Return whether a zone is a package or memory, and has a counter that this user may read."""
     try:
         name = (zone / "name").read_text().strip()
         _number(zone / "energy_uj")

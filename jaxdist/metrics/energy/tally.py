@@ -1,4 +1,4 @@
-"""The energy of a run: records of each attempt, which contain the energy of the attempt so far."""
+"""The energy of a run: each attempt writes records of the energy that it has drawn so far."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxdist.types import Json, JsonObject
 SPLIT = "energy"
 """The split of the records of energy."""
 UNITS = ("tokens", "examples")
-"""The units in which a run may count its data. A record has the number of units under the name of
-the unit."""
+"""The units in which a run may count its data. A record has the number of units, by the name of the
+unit."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Energy:
 
 
 def joined_energy(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """Return the energy of a run from its attempts' records, or None if no record has energy."""
+    """Return the energy of a run from the records of its attempts, or None without such records."""
     ours = (record for record in records if record["split"] == SPLIT)
     # A record has the energy of its attempt so far, so only the last record of each attempt counts.
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]

@@ -1,4 +1,4 @@
-"""The contract of a tracker; a new tracker is a file in this folder and a name in `config.py`."""
+"""The contract of a tracker; each tracker has a file in this folder and a name in `config.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tracked:
       name: the name of the run directory.
       config: the whole config, resolved.
       versions: the versions of Python and of the packages that determine a run's numbers.
-      kept: the key that `start` returned when the run was tracked before, or None if it was not.
+      kept: the key that `start` returned for an earlier attempt of the run, or None without a key.
     """
 
     id: str

@@ -11,7 +11,7 @@ from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 @dataclass
 class TrackioTracker:
-    """A tracker that sends records to a run of Trackio, which resumes the run by its name."""
+    """A tracker that sends records to a run of Trackio, which is resumed by its name."""
 
     project: str
     name: str | None
