@@ -1,4 +1,4 @@
-"""The conversion of entries to envelopes and back; the arrays of an entry precede the entry."""
+"""The conversion of entries to envelopes and back; an entry's arrays precede its state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxdist.types import PyTree
 from jaxdist.wire.contract import Envelope, Op
 
 Update = tuple[float, np.ndarray | None]
-"""The factor of the learning rate, and the merged change, or None if only the version advances."""
+"""An update: the factor of the learning rate, and the merged change, or None if only the version
+advances."""
 
 
 def entry_envelopes(
@@ -58,7 +59,7 @@ def snapshot_envelopes(
 
 
 def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
-    """Convert an envelope to an entry, with the rate of each update and whether it has a change."""
+    """Convert an envelope to an entry, with each update's rate and whether it has a change."""
     told: Any = json.loads(envelope.text)
     state = _state(told["state"])
     entry = LogEntry(envelope.epoch, envelope.sequence, state, whole=envelope.flag)
@@ -66,7 +67,7 @@ def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:
 
 
 def of_copied(copied: Copied, tensor: int) -> Envelope:
-    """Convert a follower's reply to an envelope; the flag marks an index of -1."""
+    """Convert a follower's reply to an envelope, whose flag marks an index of -1."""
     index = max(copied.index, 0)
     return Envelope(
         Op.COPIED, copied.epoch, copied.server, index, flag=copied.index < 0, tensor=tensor

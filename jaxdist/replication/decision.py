@@ -1,11 +1,11 @@
-"""The replication of a range: a follower on another server has everything that is acknowledged.
+"""The replication of a range: a follower on another server has all that the leader acknowledged.
 
 The leader processes messages as `jaxdist.param_server.protocol.server` describes. Each step that
-settles a push or changes the members becomes an entry: the state of the protocol, with the outcomes
-that make a retry harmless, and the updates of the parameters. An update is sent after aggregation,
-so it costs the bytes of one worker's push. The leader holds back every reply until all required
-followers have all earlier entries. Therefore a client never learns of a result that a takeover
-could lose, and every version that a client has read exists after a takeover.
+settles a push or changes the members becomes an entry. An entry has the updates of the parameters
+and the state of the protocol, including the outcomes that make a retry harmless. An update is sent
+after aggregation, so it costs the bytes of a single worker's push. The leader holds back every
+reply until all required followers have all earlier entries. Therefore a client never learns of a
+result that a takeover could lose, and every version that a client has read exists after a takeover.
 
 The arbiter, a part of the supervisor of a run, decides which server leads. Every server that starts
 has a number that no server has had, even if it replaces a server that was given up. The arbiter
@@ -28,8 +28,8 @@ class RangeView:
     """The arbiter's decision on the servers of a range.
 
     Attributes:
-      number: the number of the decision; a server ignores a decision that is older than a known
-        decision.
+      number: the number of the decision; a server ignores a decision that is older than a decision
+        that it knows.
       epoch: the epoch of the leader, which grows with each takeover.
       leader: the server that answers clients.
       follower: the server that has everything that the leader has acknowledged, or None without
@@ -45,11 +45,11 @@ class RangeView:
     joining: int | None = None
 
     def failed(self, server: int, number: int) -> RangeView | None:
-        """Return the view without a server, or None if no server is left that has everything.
+        """Return the view after a server's failure, or None if no remaining server has everything.
 
         Args:
-          number: the number of the view in which the failure was seen. A report from another view
-            changes nothing, because the server may have come back since.
+          number: the number of the view in which the failure was seen. If that is not this view,
+            the result is this view, because the server may have returned since then.
 
         >>> RangeView(0, 0, leader=1, follower=2).failed(1, number=0)
         RangeView(number=1, epoch=1, leader=2, follower=None, joining=None)
@@ -65,14 +65,14 @@ class RangeView:
         return replace(self, number=self.number + 1, follower=follower, joining=joining)
 
     def joined_by(self, server: int) -> RangeView:
-        """Return the view with a server that begins to follow, if a follower is missing."""
+        """Return the view in which a server joins, or this view if no follower is missing."""
         taken = self.follower is not None or self.joining is not None
         if taken or server == self.leader:
             return self
         return replace(self, number=self.number + 1, joining=server)
 
     def synced(self, server: int, number: int) -> RangeView:
-        """Return the view after the leader's report that the joining server has everything."""
+        """Return the view after the leader has reported that the joining server has everything."""
         if number != self.number or server != self.joining:
             return self
         return replace(self, number=self.number + 1, follower=server, joining=None)
@@ -99,11 +99,12 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class Copied:
-    """A follower's reply, with the index up to which the follower has all entries.
+    """A follower's reply, which reports the entries that the follower has.
 
     Attributes:
-      epoch: the epoch of the follower; if it is newer than the leader's, the entry was refused.
-      index: the index of the follower's newest entry.
+      epoch: the epoch of the follower. If it is newer than the leader's epoch, the follower refused
+        the entry.
+      index: the index of the follower's newest entry; it also has all earlier entries.
     """
 
     epoch: int
@@ -112,7 +113,7 @@ class Copied:
 
 
 def portable(state: RangeState) -> RangeState:
-    """Return the state without the changes that wait for a merge, as if they had not arrived.
+    """Return the state as if the changes that wait for a merge had not arrived.
 
     Followers do not have the arrays of such changes. No client has had a reply to such a change, so
     each client sends its change to the next leader.
@@ -137,7 +138,8 @@ class Leader:
     Attributes:
       range: the state of the protocol.
       index: the index of the newest entry.
-      has: the index of the newest entry that each server has, or None for a server without a copy.
+      has: for each server that copies the range, the index of its newest entry, or None while that
+        server has no copy.
       entries: the entries that some server has not acknowledged.
       released: the largest value that `safe` has had so far.
       deposed: whether another server leads in a newer epoch.
@@ -160,7 +162,7 @@ class Leader:
 
     @property
     def synced(self) -> int | None:
-        """The joining server if it has everything that is acknowledged, or None."""
+        """The joining server if it has all that was acknowledged, or None."""
         joining = self.view.joining
         if self.deposed or joining is None:
             return None
@@ -168,13 +170,13 @@ class Leader:
         return joining if at is not None and at >= self.released else None
 
     def stepped(self, step: Step) -> Leader:
-        """Return the leader after a step of the protocol, with an entry if followers need one."""
+        """Return the leader after a step of the protocol, with an entry if followers need it."""
         before, after = self.range, step.state
         settles = any(isinstance(one, Apply | Acknowledge | Drop) for one in step.effects)
         same = after is before or (not settles and before.members == after.members)
         found = replace(self, range=after)
         if same or not self.has:
-            # The index advances even without followers, since a server that joins needs the index.
+            # The index advances even without followers, since a server that joins later needs it.
             return found if same else replace(found, index=self.index + 1)._noted()
         updates = tuple(one for one in step.effects if isinstance(one, Apply))
         entry = LogEntry(self.view.epoch, self.index + 1, portable(after), updates)
@@ -185,7 +187,7 @@ class Leader:
         return LogEntry(self.view.epoch, self.index, portable(self.range), whole=True)
 
     def copied(self, reply: Copied) -> Leader:
-        """Return the leader after a follower's reply, which may release replies to clients."""
+        """Return the leader after a follower's reply, which may permit replies to clients."""
         if reply.epoch > self.view.epoch:
             return replace(self, deposed=True, entries=())
         if reply.epoch < self.view.epoch or reply.server not in self.has or reply.index < 0:
@@ -197,7 +199,11 @@ class Leader:
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 
     def viewed(self, view: RangeView, server: int) -> Leader:
-        """Return the leader after a decision of the arbiter; `server` is this server's number."""
+        """Return the leader after a decision of the arbiter; it is deposed if another server leads.
+
+        Args:
+          server: the number of this server.
+        """
         if view.number <= self.view.number:
             return self
         if (view.epoch, view.leader) != (self.view.epoch, server):
@@ -217,7 +223,7 @@ class Follower:
     Attributes:
       epoch: the newest epoch that the server knows of.
       index: the index of the newest entry; -1 before the first copy.
-      range: the state of the protocol after that entry; None before the first copy.
+      range: the state of the protocol after the newest entry; None before the first copy.
     """
 
     server: int
@@ -226,9 +232,9 @@ class Follower:
     range: RangeState | None = None
 
     def follow(self, entry: LogEntry) -> tuple[Follower, bool]:
-        """Return the follower after an entry, and whether the server takes the entry's arrays.
+        """Return the follower after an entry, and whether the server must take the entry's arrays.
 
-        The answer to the leader is `copied`, whether the entry is taken, repeated or refused.
+        The answer to the leader is `copied`, for an entry that is taken, repeated or refused.
         """
         if entry.epoch < self.epoch:
             return self, False
@@ -244,7 +250,7 @@ class Follower:
         return Copied(self.epoch, self.server, self.index)
 
     def takes_over(self, view: RangeView) -> Leader:
-        """Return this server as the leader of a new view, with everything that was acknowledged."""
+        """Return this server as the leader of a new view, with all that was acknowledged."""
         assert self.range is not None, "a server without a copy cannot lead"
         assert view.epoch > self.range.epoch, f"epoch {view.epoch} after {self.range.epoch}"
         state = range_in_epoch(self.range, view.epoch)
@@ -252,11 +258,11 @@ class Follower:
 
 
 def begin_leader(view: RangeView, state: RangeState) -> Leader:
-    """Return the first leader of a range, whose follower began with the same state and arrays."""
+    """Return the first leader of a range; its follower begins with the same state and arrays."""
     has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
     return Leader(view, state, has=has)
 
 
 def begin_follower(server: int, state: RangeState, epoch: int = 0) -> Follower:
-    """Return the first follower of a range, with the state that the first leader has."""
+    """Return the first follower of a range; the first leader begins with the same state."""
     return Follower(server, epoch, 0, state)

@@ -19,11 +19,11 @@ MOST_BYTES = 2**40
 
 
 class CopyLink(KeptSession):
-    """A session with a follower, which a thread reopens when it ends.
+    """A session with a follower; if the session ends, a thread opens another.
 
     Args:
-      opened: the function that is called with the link when a session begins, and that must send
-        the unanswered entries again.
+      opened: the function that is called with the link when a session begins. It must send the
+        entries without an answer again.
       copied: the function that is called with each answer of the follower.
     """
 
@@ -43,8 +43,8 @@ class CopyService:
     Args:
       server: the number of this server.
       shard: the arrays of the range, which the first entry overwrites.
-      moved: the function that is called after each update with its version and the squared norm of
-        its change.
+      moved: the function that is called after each update with the new version and with the squared
+        norm of the update's change.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CopyService:
             self._moved(version, self.shard.square if has else 0.0)
 
     def takes_over(self, view: RangeView) -> Leader:
-        """Return the leader of a new view; entries of the earlier leader are refused."""
+        """Return the leader of a new view; later entries of the earlier leader are refused."""
         with self._lock:
             leader = self.follower.takes_over(view)
             self.follower = Follower(self.follower.server, view.epoch, self.follower.index)

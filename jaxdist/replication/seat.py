@@ -21,12 +21,14 @@ class Seat:
 
     Args:
       number: the number of the server.
-      start: the state of the protocol if the server leads from the beginning, or None if it joins.
-      opens: a function that opens a port for a service, keeps the port open, and returns its
-        number.
-      wire_to: a function from a port, on which another server copies ranges, to a wire.
-      say: a function that sends the arbiter a report: the port of the copies, a takeover, or a
-        server that may now follow.
+      start: the state of the protocol if the server leads from the beginning, or None if the server
+        joins later.
+      opens: a function that opens a port for a service, keeps the port open, and returns the number
+        of the port.
+      wire_to: a function from a port, on which another server copies ranges, to a wire to that
+        server.
+      say: a function that sends the arbiter a report: the port on which this server copies, a
+        takeover, or a server that may now follow.
       kind: the class of the server that leads.
       more: the further arguments of `kind`.
     """
@@ -61,7 +63,7 @@ class Seat:
         """Carry out a decision of the arbiter: begin to lead, or copy the range to others.
 
         Args:
-          ports: the ports of the copies of the view's other servers.
+          ports: the port on which each other server of the view copies the range, by server.
         """
         if self.server is not None:
             wires = {server: self._wire_to(port) for server, port in ports.items()}
@@ -139,7 +141,7 @@ class Arbiter:
                 self._decide(self.view.synced(server, what["number"]))
 
     def failed(self, server: int) -> None:
-        """Process the end of a server's process, or the end of its part in the range."""
+        """Process the end of a server's process, or of the server's part in the range."""
         self._copies.pop(server, None)
         if self.view is None:
             return

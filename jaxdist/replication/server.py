@@ -1,4 +1,4 @@
-"""A server that leads a range: a reply waits until the followers have what the reply reports."""
+"""A server that leads a range: a reply waits until followers have the reported changes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ReplicatedServer(Server):
     Args:
       number: the number of this server.
       leader: the state of the replication.
-      synced: the function that is called with the numbers of a server and of the view, once that
-        server may follow.
+      synced: the function that is called with the number of a server and the number of the view, as
+        soon as that server may follow.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ReplicatedServer(Server):
         super().close()
 
     def _opened(self, server: int, link: CopyLink) -> None:
-        """Send a follower the entries that it lacks, when a session with the follower begins."""
+        """Send a follower, when its session begins, the entries that it lacks."""
         with self._changed:
             at = self.leader.has.get(server)
             tensor = self._spec.tensor
@@ -103,7 +103,7 @@ class ReplicatedServer(Server):
             super()._message(message)
 
     def _resume(self, client: int, sequence: int) -> None:
-        # This server may have taken over, and does not know of the pulls before.
+        # This server may have taken over, and then does not know of the client's earlier pulls.
         self._done(protocol.resume(self.model, self.state, client, sequence, self.seconds))
 
     def _done(self, found: protocol.Step) -> None:
@@ -128,7 +128,7 @@ class ReplicatedServer(Server):
         self._held.append((self.leader.index, reply, payload))
 
     def _advance(self) -> None:
-        """Send the replies whose entries all followers have, and forget those entries."""
+        """Send each held reply for which all followers have the entries, and drop such entries."""
         while self._held and self._held[0][0] <= self.leader.safe:
             _, reply, payload = self._held.popleft()
             super()._reply(reply, payload)

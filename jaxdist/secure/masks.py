@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 FRACTION_BITS = 32
-"""The number of binary places of a fixed-point number."""
+"""The number of fractional bits of a fixed-point number."""
 CHUNK_WORDS = 2**15
 """The number of words of a mask that are computed at once, so that the words stay in the
 processor's cache."""
@@ -40,7 +40,7 @@ def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
     """Return `weight * x`, rounded to fixed point, as integers modulo 2^64.
 
     Args:
-      clients: the number of vectors in the sum, which must not wrap around.
+      clients: the number of vectors in the sum; the sum must not exceed the range of the integers.
 
     Raises:
       SecureError: an element is not finite, or the sum of the clients' elements could wrap around.
@@ -66,7 +66,7 @@ def decode(total: np.ndarray) -> np.ndarray:
 
 
 def add_mask(into: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
-    """Add the mask of a key to integers modulo 2^64, in place: AES-256 in counter mode."""
+    """Add the mask of a key to integers modulo 2^64, in place; the mask is from AES-256-CTR."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()

@@ -1,13 +1,13 @@
 """The protocol of a round of secure aggregation, for the clients and the server.
 
-Bonawitz et al., "Practical secure aggregation for federated learning on user-held data" (arXiv
-1611.04482), section 4. The protocol protects the vectors from a server that follows the protocol
-and examines everything that it receives. Every round has new keys.
+The protocol is from section 4 of Bonawitz et al., "Practical secure aggregation for federated
+learning on user-held data" (arXiv 1611.04482). It protects the vectors from a server that follows
+the protocol, but examines everything that it receives. Every round has new keys.
 
 1. Each client u sends two public keys (`SecureClient.keys`), and the server sends the roster of all
    keys to every client.
 2. Client u splits two secrets into shares for the clients of the roster: the private key of its
-   pairwise masks, and the key b_u of its own mask. Each share is encrypted for its holder
+   pairwise masks, and the key b_u of its individual mask. Each share is encrypted for its holder
    (`shares`).
 3. Client u sends its vector plus both kinds of masks (`masked`), modulo 2^64:
    y = x + PRG(b_u) + sum over v of PRG(s_uv), with the sign of u - v. The pairwise masks cancel in
@@ -17,8 +17,8 @@ and examines everything that it receives. Every round has new keys.
    otherwise the share of the private key of v. No client reveals both shares of the same client, so
    a vector that arrives late stays masked.
 
-With n clients and at most d dropouts, n - d shares recover a secret, and fewer than n - d clients
-cannot complete the round.
+With n clients and at most d dropouts, n - d clients must complete the round. Their shares recover a
+secret, and fewer shares recover none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jaxdist.secure.masks import SecureError, add_mask, agreed_key, check_instal
 from jaxdist.secure.shamir import SHARE_BYTES, recover_secret, share_secret
 
 SEALED_BYTES = 2 * SHARE_BYTES + 16
-"""The size of a client's encrypted shares for one holder: two shares, and a tag."""
+"""The size of a client's encrypted shares for one holder, in bytes: two shares, and a tag."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def threshold(clients: int, dropouts: int) -> int:
     """Return the number of clients that must complete a round.
 
     Raises:
-      ConfigError: the number is below 2, so that a sum would reveal a vector, or is not a majority,
-        so that a server could ask two groups for the two secrets of a client.
+      ConfigError: the number is below 2, so that a sum would reveal a vector; or it is less than
+        a majority, so that a server could ask two groups of clients for the two secrets of a
+        client.
 
     >>> threshold(10, 3)
     7
@@ -121,7 +122,7 @@ class SecureClient:
     def masked(self, vector: np.ndarray, received: Mapping[int, bytes]) -> np.ndarray:
         """Return a vector plus its masks.
 
-        Without the keys of the masks, the result is uniformly distributed.
+        To anyone without the keys of the masks, the result looks like uniformly random integers.
 
         Args:
           vector: a vector of integers modulo 2^64 `[n]`, as `jaxdist.secure.masks.encode` returns
@@ -148,16 +149,16 @@ class SecureClient:
         return found
 
     def reveal(self, arrived: Collection[int]) -> dict[int, bytes]:
-        """Return a share of one secret of each client that has shared its keys.
+        """Return, for each client that has shared its keys, this client's share of one secret.
 
-        The secret is the key of the client's own mask if the client's vector has arrived, and
-        otherwise the client's private key of the pairwise masks.
+        If the vector of a client has arrived, the secret is the key of its individual mask.
+        Otherwise, the secret is the client's private key of the pairwise masks.
 
         Args:
           arrived: the clients whose vectors the server has.
 
         Raises:
-          SecureError: the server has too few vectors, or asked for other clients' shares before.
+          SecureError: the server has too few vectors, or an earlier call had other arrived clients.
         """
         asked = frozenset(arrived), frozenset(self._received) - frozenset(arrived)
         _check_enough(asked[0], self.threshold, "have sent their vectors")
@@ -178,7 +179,8 @@ class SecureClient:
 
         other = holder if seals else sender
         key = agreed_key(self._encryption, self._roster[other].encryption, "shares")
-        # The key of two clients encrypts a message each way, with nonces that differ.
+        # Two clients encrypt messages in both directions with the same key, so the nonces must
+        # differ.
         nonce, cipher = struct.pack(">QI", sender, 0), AESGCM(key)
         if seals:
             return cipher.encrypt(nonce, text, None)
@@ -206,7 +208,7 @@ class SecureSum:
         self._total = np.zeros(length, np.uint64)
 
     def add(self, client: int, masked: np.ndarray) -> None:
-        """Add a client's masked vector, which is not needed afterwards.
+        """Add a client's masked vector to the sum.
 
         Raises:
           SecureError: the client is not on the roster, or has sent a vector before.
@@ -223,7 +225,7 @@ class SecureSum:
           revealed: the answers of `SecureClient.reveal` to `arrived`, by client.
 
         Raises:
-          SecureError: too few clients answered, or their shares do not fit together.
+          SecureError: too few clients answered, or their shares do not determine the secrets.
         """
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -239,7 +241,7 @@ class SecureSum:
             private = X25519PrivateKey.from_private_bytes(secret)
             for other in self.arrived:
                 key = agreed_key(private, self.roster[other].mask, "mask")
-                # The other client subtracted the mask if its number is smaller.
+                # If the other client has the smaller number, it subtracted the mask.
                 add_mask(found, key, subtract=other > client)
         return found
 

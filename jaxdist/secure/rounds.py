@@ -1,13 +1,13 @@
 """The course of a round of secure aggregation between a server and its clients, as plain data.
 
-A client sends requests, each of which the server answers once all clients have made theirs:
+A client sends requests. The server answers a request once all clients have sent theirs:
 
     KEYS      the client's public keys         answer: the keys of all clients
     SHARES    its shares, by holder            answer: the shares for this client, by sender
     ARRIVED   nothing, after its vector        answer: the clients whose vectors are in the sum
     REVEAL    a share of each of its secrets   no answer: the sum is known
 
-A request that is repeated is answered again, and changes nothing.
+The server answers a repeated request again; a repetition changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxdist.secure.shamir import SHARE_BYTES
 
 KEY_BYTES = 32
 Parts = Mapping[int, bytes]
-"""The data of a message, by client."""
+"""The data of a message: bytes by client."""
 _CLIENT = struct.Struct("<Q")
 
 
@@ -43,11 +43,11 @@ _SIZES = {
     Stage.ARRIVED: 0,
     Stage.REVEAL: SHARE_BYTES,
 }
-"""The number of bytes of a client in the requests and answers of a stage."""
+"""The number of bytes for each client in the requests and answers of a stage."""
 
 
 def to_bytes(parts: Parts) -> bytes:
-    """Return the data of a message as bytes: the number of each client, then its part."""
+    """Return the data of a message as bytes: the number of each client, then the client's bytes."""
     return b"".join(_CLIENT.pack(client) + part for client, part in parts.items())
 
 
@@ -84,7 +84,7 @@ class ClientRound:
 
     @property
     def ready(self) -> bool:
-        """Whether the client has the shares of the others, so that it can mask its vector."""
+        """Whether the client has the other clients' shares, so that it can mask its vector."""
         return self._shares is not None
 
     def begin(self) -> tuple[Stage, Parts]:
@@ -93,7 +93,7 @@ class ClientRound:
         return Stage.KEYS, {self._number: keys.encryption + keys.mask}
 
     def masked(self, vector: np.ndarray) -> np.ndarray:
-        """Return a vector of integers modulo 2^64 with its masks.
+        """Return a vector of integers modulo 2^64, to which the client's masks are added.
 
         Raises:
           SecureError: the shares of another client were changed, or too few have arrived.
@@ -102,7 +102,9 @@ class ClientRound:
         return self._client.masked(vector, self._shares)
 
     def answered(self, stage: Stage, parts: Parts) -> tuple[Stage, Parts] | None:
-        """Return the request that follows the answer to the last request, or None.
+        """Return the request that follows an answer, or None after the answer to `SHARES`.
+
+        After that answer, the client masks its vector and sends it.
 
         Raises:
           SecureError: the answer does not belong to a round that protects this client's vector.
@@ -156,10 +158,12 @@ class ServerRound:
         return self._sharers is not None and client in self._sharers
 
     def take(self, client: int, stage: Stage, parts: Parts) -> None:
-        """Take a client's request; a repeated request, or one that comes too late, has no effect.
+        """Store a client's request.
+
+        A repeated request, or a request of a stage that has ended, has no effect.
 
         Raises:
-          SecureError: the request is for other clients than those of the round.
+          SecureError: the request is not for the clients of the round.
         """
         if stage is Stage.KEYS and self._roster is None:
             _check_clients(client, parts, {client})
@@ -172,11 +176,11 @@ class ServerRound:
             self._revealed.setdefault(client, parts)
 
     def closed(self, arrived: Collection[int]) -> None:
-        """End the arrival of vectors."""
+        """End the arrival of vectors; only the clients in `arrived` are in the sum."""
         self._arrived = frozenset(arrived)
 
     def advance(self, members: Collection[int], pushed: Collection[int]) -> None:
-        """Move to the next stage if all members that are left have made their requests.
+        """Move to the next stage if all remaining members have made their requests.
 
         Args:
           members: the clients that have not left.
@@ -208,7 +212,7 @@ class ServerRound:
             )
 
     def answer(self, client: int, stage: Stage) -> Parts | None:
-        """Return the answer to a client's request, or None while others have not made theirs."""
+        """Return the answer to a client's request, or None while requests of others are missing."""
         match stage:
             case Stage.KEYS if client in (self._roster or ()):
                 assert self._roster is not None

@@ -1,9 +1,9 @@
 """Shamir's secret sharing of 32 bytes, over the integers modulo a prime.
 
-Shamir, "How to share a secret" (Communications of the ACM 22, 1979). A secret is the value at 0 of
-a random polynomial of degree threshold - 1, and the share of holder h is the value of the
-polynomial at h + 1. Any `threshold` shares determine the secret, and fewer shares are uniformly
-distributed for every secret.
+The scheme is from Shamir, "How to share a secret" (Communications of the ACM 22, 1979). A secret is
+the value at 0 of a random polynomial of degree threshold - 1, and the share of holder h is the
+value of the polynomial at h + 1. Any `threshold` shares determine the secret. Fewer shares have the
+same uniform distribution for every secret.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def share_secret(secret: bytes, holders: Sequence[int], threshold: int) -> dict[
 
 
 def recover_secret(shares: Mapping[int, bytes]) -> bytes | None:
-    """Return the secret of shares by holder, or None if the shares do not determine a secret.
+    """Return the secret that shares by holder determine, or None if they determine no secret.
 
     All given shares are used, and at least as many as the threshold are needed. For fewer shares,
     or shares of different secrets, the result is None except with a negligible probability.
