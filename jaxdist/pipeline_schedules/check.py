@@ -117,7 +117,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
-    """Return the stage, the name and the microbatch of the first missing task, or None."""
+    """Return stage, name and microbatch of the first missing task, or None if all tasks exist."""
     found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
     trained = any(task.kind is not TaskKind.FORWARD for row in found for task in row)
     for chunk, stage in enumerate(schedule.placement):
@@ -179,7 +179,7 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
 
 
 def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
-    """Return the stages of a deadlock: each waits for the next, and the last for the first."""
+    """Return the stages of a deadlock: each stage waits for the next stage, in a circle."""
     # Every blocked stage waits for another blocked stage, so this walk must return to a stage of
     # its trail.
     trail = [min(blocked)]
@@ -206,7 +206,7 @@ def _chain(
 
 
 def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
-    """Return the tasks of a chunk, each with the microbatches whose activations are live after it.
+    """Return each task of a chunk, with the microbatches whose activations are live after the task.
 
     The result is empty for a schedule without backward tasks, which keeps no activations.
     """

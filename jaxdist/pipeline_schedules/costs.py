@@ -21,7 +21,8 @@ class Costs:
     """The times of tasks and messages, and the memory of activations.
 
     Each cost except `kept` is a number for all chunks or a sequence with a number for each chunk.
-    All times have the same unit, which may be any unit, and so does the memory.
+    All times have a common unit, and all amounts of memory have a common unit. Both units are
+    arbitrary.
 
     Attributes:
       forward: the time of a FORWARD task.

@@ -25,7 +25,7 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
 
     A stage stores its parameters once, instead of twice as in DualPipe. In the middle of a row,
     every FORWARD task comes directly before a FULL task of the stage's other chunk. The messages of
-    each of these tasks can overlap with the computation of the other.
+    each of these two tasks can overlap with the computation of the other task.
 
     Let the times F, I and W be equal. If such a pair is a single task with the time F&B, whose
     results are sent when it ends, the bubble is (stages - 1) (F&B + B - 3 W). If the forward result

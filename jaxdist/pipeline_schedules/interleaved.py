@@ -65,7 +65,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
-    """Return the tasks of one kind of a stage, by round, then by chunk, then by microbatch."""
+    """Return a stage's tasks of one kind, ordered by round, then by chunk, then by microbatch."""
     turns = range(chunks) if kind is TaskKind.FORWARD else reversed(range(chunks))
     order = [turn * stages + stage for turn in turns]
     return [

@@ -40,7 +40,7 @@ class Walk:
     Attributes:
       schedule: the schedule.
       blocked: for each stage that waits, the index of its next task in its row, and the missing
-        result. After the iteration, it is empty if all tasks are done.
+        result. After the iteration, the dict is empty if all tasks are done.
 
     >>> rows = ((Task(TaskKind.FORWARD, 0, 0),), (Task(TaskKind.FORWARD, 1, 0),))
     >>> walk = Walk(Schedule("two", microbatches=1, placement=(0, 1), rows=rows))
@@ -99,7 +99,7 @@ class RowWriter:
 
     Attributes:
       tasks: the tasks that are written so far.
-      count: for each pair of kind and chunk, the number of its tasks.
+      count: for each pair of kind and chunk, the number of tasks that are written so far.
 
     >>> row = RowWriter()
     >>> row.add((TaskKind.FORWARD, 2), times=2)
@@ -117,7 +117,7 @@ class RowWriter:
 
         Args:
           pattern: the pairs, in order.
-          times: how often to repeat the pattern.
+          times: the number of times to write the pattern.
         """
         for _ in range(times):
             for kind, chunk in pattern:
@@ -135,7 +135,7 @@ def refuse_small(name: str, stages: int, microbatches: int) -> None:
 
 
 def refuse_fewer(name: str, stages: int, microbatches: int, least: int, instead: str) -> None:
-    """Raise ConfigError if a schedule has fewer microbatches than it needs.
+    """Raise ConfigError if a schedule has fewer than `least` microbatches.
 
     Args:
       name: the name of the schedule.

@@ -33,8 +33,8 @@ class Timeline:
       spans: for each stage, its tasks with their start and end, in order.
       peak_activations: for each stage, the maximum of the live activations. A microbatch in a chunk
         counts as `activation` of the costs, divided by the number of chunks per stage. With the
-        default costs the unit is a microbatch in all chunks of a stage, so stage i of 1F1B has
-        stages - i.
+        default costs the unit is a microbatch in all chunks of a stage, so the maximum on stage i
+        of 1F1B is stages - i.
       sent: for each stage, the number of messages that it sends to other stages.
       received: for each stage, the number of messages that it receives from other stages.
     """

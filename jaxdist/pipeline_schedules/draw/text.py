@@ -19,14 +19,14 @@ _COLOURS = {
 
 
 def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
-    """Draw a timeline as text, with a line for each stage, a line on the scale, and a summary.
+    """Draw a timeline as text, with a line for each stage, a line about the scale, and a summary.
 
     Time increases to the right. If the text fits into the columns, a task is drawn as its kind and
     microbatch, with its chunk if a stage has several chunks. Otherwise each character is a unit of
     time: the letter of a task (F, B, I or W), or a dot if the stage waits. Characters beyond the
-    columns are cut off, and the line on the scale says so. If the times have no common unit, the
-    columns are equal parts of the makespan, and a character is the task that runs in the middle of
-    its part.
+    columns are cut off, and the line about the scale reports this. If the times have no common
+    unit, the columns are equal parts of the makespan, and a character shows the task that runs in
+    the middle of a part.
 
     Args:
       timeline: the timeline.

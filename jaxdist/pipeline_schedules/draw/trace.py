@@ -23,8 +23,8 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
 
     Args:
       timeline: the timeline.
-      unit_seconds: the length of the timeline's unit of time, in seconds. The trace is in
-        microseconds.
+      unit_seconds: the length of the timeline's unit of time, in seconds. The times in the trace
+        are in microseconds.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> from jaxdist.pipeline_schedules.simulate import simulate

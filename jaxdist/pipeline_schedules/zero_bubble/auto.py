@@ -1,4 +1,4 @@
-"""The automatic zero-bubble schedule, which is searched for given times and a given memory.
+"""The automatic zero-bubble schedule: the result of a search, given times and a limit of memory.
 
 The search begins with the heuristic of Qi et al., arXiv 2401.10241 section 3.1. Each stage begins
 with as many forward tasks as fit before the first gradient arrives, and then alternates INPUT and
@@ -29,7 +29,7 @@ _ROOM = 1e-9
 
 
 class ZBAuto(Config):
-    """The zero-bubble schedule that is searched for given times and a given memory."""
+    """The zero-bubble schedule that a search finds for given times and a limit of memory."""
 
     type: Literal["zb_auto"] = "zb_auto"
     """The name that selects this schedule in a config."""
@@ -38,7 +38,8 @@ class ZBAuto(Config):
     costs: CostsConfig = CostsConfig()
     """The times of the tasks and the memory of activations, by stage."""
     search: Annotated[int, Field(ge=0, le=100_000)] = 30
-    """The number of schedules to try after the first grid. Each takes about 10 us per task."""
+    """The number of schedules to try after the first grid. Each schedule takes about 10 us per
+    task."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_auto(
@@ -58,7 +59,7 @@ def zb_auto(
     memory_limit: float = 2.0,
     search: int = 30,
 ) -> Schedule:
-    """Search a zero-bubble schedule within a limit of memory, and return the best that was found.
+    """Search for zero-bubble schedules within a limit of memory, and return the best of them.
 
     The best schedule has the shortest period. If all times are equal, the bubble is 0 with twice
     the memory of 1F1B and at least 2 * stages - 1 microbatches. With the memory of 1F1B the bubble
@@ -70,10 +71,10 @@ def zb_auto(
       microbatches: the number of microbatches.
       costs: the costs of the stages, or None for equal times.
       memory_limit: the limit of the activations on each stage, in units of the maximum of 1F1B.
-        This maximum is `stages` activations, or the largest product of stages - i and the size of
-        stage i's activations if their sizes differ.
-      search: the number of schedules to try after the grid of about a dozen. Each takes about 10 us
-        per task.
+        This maximum is `stages` activations, or if the sizes of the stages' activations differ, the
+        largest product of stages - i and the size on stage i.
+      search: the number of schedules to try after the grid of about a dozen schedules. Each
+        schedule takes about 10 us per task.
 
     Raises:
       ConfigError: there is no stage or no microbatch, a sequence in the costs does not have a

@@ -50,8 +50,9 @@ class Fill:
             task to insert.
           costs: the costs of the tasks.
           limit: the maximum of the live activations on a stage, in the unit of `costs`.
-          patience: the fraction of a WEIGHT task's time that a gap must have. With 0 a WEIGHT task
-            runs in any gap, and with 1 only in a gap in which it delays no other task.
+          patience: the minimum length of a gap, as a fraction of a WEIGHT task's time. With 0 a
+            WEIGHT task runs in any gap. With 1 a WEIGHT task runs only in a gap in which it delays
+            no other task.
         """
         chunks = len(placement)
         self.placement, self.orders, self.limit, self.patience = placement, orders, limit, patience
@@ -76,7 +77,7 @@ class Fill:
         return [end - (start or 0) for start, end in zip(self.first, self.last, strict=True)]
 
     def _act(self, now: float, stage: int) -> None:
-        """Start a task of a free stage, or note for what the stage waits."""
+        """Start a task of a free stage, or record the event for which the stage waits."""
         owed = self.owed[stage]
         if self.place[stage] == len(self.orders[stage]):
             if owed:

@@ -75,7 +75,8 @@ class _Block(NamedTuple):
     second chunk, I of its second chunk, and I of its first chunk.
 
     Attributes:
-      hops: for each of these four passes, the time from a stage to the next.
+      hops: for each of these four passes, the time from its task on a stage to its task on the next
+        stage of the pass.
       turns: for each of the first three passes, the time from its last task to the first task of
         the next pass. Both tasks are on the same stage.
     """
@@ -112,10 +113,9 @@ class VHalf(Config):
 def v_half(stages: int, microbatches: int) -> Schedule:
     """Return the schedule V-Half, which needs half of the memory of 1F1B.
 
-    A stage keeps at most (stages + 1) / 2 activations if the number of stages is odd, and
-    stages / 2 + 1 if it is even. With at least 2 * stages microbatches, the bubble is
-    3 * stages - 4 or 3 * stages - 5 units, and 2 units on two stages. The bubble of 1F1B is
-    6 (stages - 1) units.
+    A stage keeps at most (stages + 1) / 2 activations if the number of stages is odd, and stages /
+    2 + 1 if the number is even. With at least 2 * stages microbatches, the bubble is 3 * stages - 4
+    or 3 * stages - 5 units, and 2 units on two stages. The bubble of 1F1B is 6 (stages - 1) units.
 
     Raises:
       ConfigError: there is no stage or no microbatch.
