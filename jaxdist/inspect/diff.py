@@ -111,7 +111,7 @@ def _seconds(step_time: StepTime) -> dict[tuple[str, str], Value]:
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """Print a table of the changes, or a sentence if there are none."""
+    """Print a table of the changes, or a sentence if there are no changes."""
     console.print(f"before {difference.before.config}", soft_wrap=True, markup=False)
     console.print(f"after  {difference.after.config}", soft_wrap=True, markup=False)
     console.print()

@@ -66,7 +66,7 @@ class Inspection:
         the compiler for TPUs writes estimates.
       masked_flops: the part of `model_flops` that attention's mask discards.
       tokens: the number of tokens in a step, or of examples if an example has no tokens.
-      estimate_seconds: the time in which the program was read and its time was predicted.
+      estimate_seconds: the wall time for reading the program and predicting the time of the step.
       worker: the worker whose step was compiled, or None without parameter servers.
       update_flops: the FLOPs of the optimizer's update in a step. They are 0 unless the optimizer
         multiplies matrices, as Muon does.

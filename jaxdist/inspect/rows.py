@@ -18,8 +18,8 @@ class CollectiveRow:
       kind: the kind of collective, or an empty string for all kinds together.
       times_low, times_high: the least and the largest number of executions, which differ if a
         conditional decides about executions.
-      bounded: whether `times_high` is a bound. It is not if the collectives are in a loop of
-        unknown length, which counts as a single iteration.
+      bounded: whether `times_high` is a bound. The value is False if the collectives are in a loop
+        of unknown length, which counts as a single iteration.
       dtypes: the sent dtypes, sorted.
       payload_bytes: the bytes of the full tensors, summed over the executions.
       sent_bytes: the bytes that the busiest device sends.

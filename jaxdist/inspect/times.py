@@ -56,7 +56,7 @@ def show_seconds(seconds: float) -> str:
 def source_name(entry: Entry) -> str:
     """Return a short name of the jax operation to which an instruction belongs.
 
-    For an instruction that XLA has added, the name has the operation of the instruction.
+    If XLA added the instruction, the name consists of `Entry.what` and "from XLA".
 
     >>> op = "jit(train)/transpose(jvp(attention))/while/body/checkpoint/dot_general"
     >>> source_name(Entry("f.1", op, "compiler", (), "fusion", 1, 0.0, 0.0))
@@ -225,7 +225,7 @@ def times_json(inspection: Inspection) -> JsonObject | None:
 def draw_times(inspection: Inspection, directory: Path) -> Path:
     """Draw the parts of the predicted step as a stacked bar, and return the path of the file.
 
-    The file in the directory is `step_time.svg`. There must be a prediction.
+    The file in the directory is `step_time.svg`. The inspection must have a predicted time.
     """
     found = inspection.step_time
     assert found is not None, "there is a prediction"
