@@ -2,7 +2,7 @@
 
 The C devices of mesh axis `context` form R groups of U devices each. Within a group, devices
 exchange the split of the sequence for a split of the heads (Ulysses, Jacobs et al. 2023, arXiv
-2309.14509). Between the groups, keys and values are gathered, or rotate round a ring (ring
+2309.14509). Between the groups, keys and values are gathered, or rotate around a ring (ring
 attention, Liu et al. 2023, arXiv 2310.01889).
 """
 
@@ -60,8 +60,8 @@ class SequenceSplit:
 def positions_of(order: Order, length: int, groups: int) -> np.ndarray:
     """Return the positions of a sequence in the given order, int32 `[length]`.
 
-    Entry i is the position of the i-th token. Of `groups` equal parts of the result, group g has
-    the g-th part.
+    Entry i is the position of the i-th token. The result has `groups` equal parts, and group g has
+    part g.
 
     >>> positions_of("zigzag", 8, 2).tolist(), positions_of("striped", 8, 2).tolist()
     ([0, 1, 6, 7, 2, 3, 4, 5], [0, 2, 4, 6, 1, 3, 5, 7])
@@ -86,11 +86,11 @@ class ContextNeeds:
       length: the length of a sequence.
       rows: the number of sequences of a device.
       itemsize: the bytes of a number in an activation.
-      window, causal: as in `AttentionRequest`.
-      fused: whether a kernel computes attention that cannot be computed block by block.
-      rotates: whether keys may rotate, which they cannot in a pipeline.
-      gathers: whether a kernel computes attention to gathered keys. It is faster than rings, which
-        are computed block by block.
+      window, causal: the fields of `AttentionRequest` with these names.
+      fused: whether the model's attention is a kernel, which does not compute block by block.
+      rotates: whether keys may rotate, which is false in a pipeline.
+      gathers: whether a kernel computes attention to gathered keys. Such a kernel is faster than a
+        ring, whose attention is computed block by block.
     """
 
     heads: int
@@ -136,7 +136,7 @@ class ContextNeeds:
         return not self.fused or split.groups == 1 or (self.gathers and not split.rotates)
 
     def why_not(self, split: SequenceSplit) -> str | None:
-        """Return why these heads do not fit a split, or None if they do.
+        """Return why these heads do not fit a split, or None if the heads fit.
 
         The reason is a clause without a subject.
         """
@@ -172,8 +172,9 @@ def best_split(
 ) -> tuple[SequenceSplit, str] | None:
     """Return the split with the fewest received bytes, and the reason, or None if no split fits.
 
-    If several splits have equal bytes, the first is returned. A ring therefore precedes a gather,
-    in which every device has all keys. If a kernel serves gathered keys, rings come last.
+    If several splits have equal bytes, the first of these splits is returned. `splits_of` lists a
+    ring before a gather, in which every device needs memory for all keys. If a kernel computes
+    attention to gathered keys (`needs.gathers`), a ring is returned only if no other split fits.
     """
     fitting = [one for one in splits if needs.why_not(one) is None and needs.computes(one)]
     if not fitting:
@@ -187,7 +188,9 @@ def best_split(
 
 
 def attention_share(order: Order, groups: int) -> float:
-    """Return the causal work of the busiest group, divided by the mean work; 1 is balanced.
+    """Return the causal work of the busiest group, divided by the mean work of a group.
+
+    If the work is balanced, the result is 1.
 
     >>> [round(attention_share(order, 4), 3) for order in ("contiguous", "zigzag", "striped")]
     [1.75, 1.0, 1.0]

@@ -6,9 +6,8 @@ effectiveness (PUE) covers the power of hosts, network and cooling.
 
 The figures of TPU v4 are from Jouppi et al. 2023 (arXiv 2304.01433, table 4: 90 W when idle, 192 W
 at most, 170 W on average in MLPerf). The figures of GPUs are the board power in the SXM data
-sheets.
-Google has published no power figures for v5e, v5p, v6e and tpu7x: for these chips the config must
-set `energy.watts`.
+sheets. Google has published no power figures for v5e, v5p, v6e and tpu7x: for these chips the
+config must set `energy.watts`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ class Power:
 
     Attributes:
       most: the watts of a busy chip.
-      idle: the watts of an idle chip, or None if unknown; `most` then counts for idle time too.
+      idle: the watts of an idle chip, or None if they are unknown. With None an idle chip counts as
+        drawing `most` watts.
       source: the publication of the figures.
     """
 

@@ -104,7 +104,7 @@ def splash_block(
 
     Larger blocks fill the matrix units better, but compute more values that the mask discards. If
     no block in the table divides the length, the result is the largest multiple of `LANES` that
-    divides it.
+    divides the length.
 
     Args:
       kernel: a key of `SPLASH`.
@@ -161,10 +161,11 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query, key = [s for s in effort.operands if len(s.dims) > 2 and s.dtype in _FLOATS][:2]
-    # A fused backward kernel also computes the gradient of the queries, which has their shape.
+    # A fused backward kernel also computes the gradient of the queries, which has the queries'
+    # shape.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
-    # Devices that share a sequence have equal shares of its causal blocks, if they are balanced.
+    # Devices that share a sequence are assumed to compute equal numbers of its causal blocks.
     share_computed = computed_share(key.dims[-2], block)
     flops = products * 2.0 * query.elements * key.dims[-2] * share_computed
     share = splash_share(found[1], family, block, query.dims[-1])
@@ -175,8 +176,8 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
 def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
     """Return the fraction of the peak at which a splash attention kernel computes its blocks.
 
-    The fraction is that of the nearest block length in `SPLASH`. Heads smaller than `HEAD` fill
-    proportionally less of the matrix units.
+    The result is the fraction of the nearest block length in `SPLASH`. Heads smaller than `HEAD`
+    fill proportionally less of the matrix units.
 
     Args:
       kernel: a key of `SPLASH`.

@@ -29,7 +29,7 @@ def shares(family: str, *, scoped: bool = True) -> Shares | None:
     """Return the fractions of a family, or None for a family that is not in `products.json`.
 
     Args:
-      scoped: as for `product_share`.
+      scoped: the argument of `product_share` with the same name.
     """
     tables = json.loads(TABLE.read_text()).get(family)
     if tables is None:
@@ -67,9 +67,14 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the indices of the lengths below and above a length, and its position between them.
+    """Return the lengths below and above `length` in a table, and a position between them.
 
-    The position is from 0 to 1, and linear in the logarithm of the length.
+    The position is from 0 to 1, and linear in the logarithm of `length`. A `length` outside the
+    table is clamped to the edge of the table.
+
+    Args:
+      lengths: the lengths in the table, in increasing order.
+      length: the length to find.
     """
     length = min(max(length, lengths[0]), lengths[-1])
     # The index is at least 1, since an entry below it is needed.

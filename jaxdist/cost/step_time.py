@@ -1,9 +1,9 @@
 """The predicted time of a step on a TPU, from the compiled program.
 
 The time of compute is the compiler's estimate, and the time of a collective is its bytes divided by
-the rate of its links. The schedule determines how long the device waits for collectives.
-Work without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a
-GPU, whose compilers write no estimates.
+the rate of its links. The schedule determines how long the device waits for collectives. Work
+without an estimate is timed at an assumed rate and listed. No time is predicted for a CPU or a GPU,
+whose compilers write no estimates.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of a collective that shares its links with no other, and the links."""
+        """Return the seconds of a collective that shares its links with no other collective.
+
+        The second result is the set of these links.
+        """
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 

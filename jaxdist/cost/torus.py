@@ -1,6 +1,6 @@
 """The time of a collective on the torus of a TPU slice, from its bytes and its links.
 
-Chips are joined to their neighbours along two or three dims. A collective over a box of chips uses,
+Chips are joined to their neighbors along two or three dims. A collective over a box of chips uses,
 at the same time, the links of each dim in which the box is longer than 1. If the dim is a ring, the
 links of both directions are used. If the dim is a line, only the links of one direction are used,
 because the end of a line receives all data through one link. An all-gather of V bytes among n
@@ -52,7 +52,7 @@ class Torus:
       places: for each position in the program's device assignment, the number of the slice,
         followed by the coordinates of the chip.
       rings: for each dim of the torus, whether its ends are joined; further elements are ignored.
-      fast: the link between neighbours.
+      fast: the link between neighbors.
       slow: the link between slices.
       cores: the number of devices of a chip. If there are several, the last coordinate in `places`
         is the number of the device within the chip.
@@ -65,7 +65,7 @@ class Torus:
     cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
-        """Return the time and the links of a collective that shares its links with no other."""
+        """Return a collective's time and links, if no other collective uses these links."""
         if not collective.sent_bytes:
             return Transfer(0.0, frozenset())
         if collective.kind == "collective-permute":
@@ -108,7 +108,7 @@ class Torus:
 
     @property
     def _inside(self) -> frozenset[int]:
-        """The set of the dim that counts a chip's devices, or an empty set without such a dim."""
+        """A set with the dim that counts a chip's devices, or an empty set without such a dim."""
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:
@@ -128,7 +128,7 @@ class Torus:
 
     def _ports(self, dim: int, extent: int) -> int:
         size = int(self.places[:, dim].max()) + 1
-        # Two chips on a ring have one neighbour, as on a line.
+        # Two chips on a ring have one neighbor, as on a line.
         return 2 if self.rings[dim - 1] and extent == size and size > 2 else 1
 
     def _hops(self, dim: int, extent: int) -> int:
@@ -149,8 +149,8 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
 
     Args:
       devices: the TPU devices of jax, in the order of the program's device assignment.
-      family: the family, such as "v5e", which determines the lengths of a dim that form a ring.
-      fast, slow: the links between neighbours, and between slices.
+      family: the family, such as "v5e", which determines the lengths at which a dim is a ring.
+      fast, slow: the links between neighbors, and between slices.
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
     sizes = tuple(int(size) for size in places.max(axis=0)[1:] + 1)
