@@ -60,8 +60,8 @@ def in_sequence(parts: list[Totals]) -> Totals:
 def one_of(branches: list[Totals]) -> Totals:
     """Return the totals of a conditional, which runs a single branch.
 
-    The least number of executions of each collective is 0. FLOPs range from those of the cheapest
-    branch to those of the most expensive branch.
+    The least number of executions of each collective is 0. FLOPs range from the FLOPs of the
+    cheapest branch to the FLOPs of the most expensive branch.
     """
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
     flops = [branch.flops for branch in branches]

@@ -10,9 +10,10 @@ from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.records import Collective
 
 Basis = Literal["compiler", "links", "copy", "assumed", "schedule"]
-"""The source of an entry's seconds. "compiler" is the compiler's estimate, "links" the time of
-bytes over links, and "copy" the time of bytes over memory bandwidth. "assumed" is FLOPs and bytes
-at an assumed rate, and "schedule" the wait for other devices in a pipeline's ticks."""
+"""The source of an entry's seconds. "compiler" is the compiler's estimate. "links" is the time
+of bytes on links, and "copy" is the time of bytes at the memory's bandwidth. "assumed" is the
+time of FLOPs and bytes at an assumed rate. "schedule" is the wait for other devices in a
+pipeline's ticks."""
 
 Resource = int | str
 """The name of a link, a memory or the host's bus, which carries a single transfer at a time."""
@@ -34,7 +35,8 @@ class Rates(Protocol):
 
         Args:
           size_bytes: the bytes to copy.
-          host: whether the source or the target is in the host's memory, not in the device's.
+          host: whether the source or the target is in the host's memory instead of the device's
+            memory.
         """
         ...
 

@@ -37,7 +37,7 @@ def _integers(text: str) -> list[int]:
 def evaluate_iota(text: str) -> np.ndarray:
     """Return the array that HLO writes as `[shape]<=[source]T(order)`.
 
-    It is an iota of the shape `source`, transposed by `order`, and reshaped to `shape`.
+    The array is an iota of the shape `source`, transposed by `order`, and reshaped to `shape`.
 
     Raises:
       LedgerError: the text has another form.
@@ -98,7 +98,8 @@ def written_groups(attributes: str, everyone: int) -> Groups:
 
     Args:
       attributes: the text after the operands of the instruction.
-      everyone: the number of members of the single group that absent or empty groups mean.
+      everyone: the number of members of the single group to which all devices belong if the groups
+        are absent or empty.
 
     Raises:
       LedgerError: the notation of the groups is unknown.
@@ -128,9 +129,9 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
     """Return the groups of a collective as positions in the program's device assignment.
 
     The meaning of the numbers in the text depends on the instruction. With `use_global_device_ids`
-    they are positions. Without a channel they are replicas, and each partition has separate groups.
-    With a channel they are partitions if the kind moves data. For other kinds they are replicas,
-    each of which includes all its partitions.
+    the numbers are positions. Without a channel the numbers are replicas, and each partition has
+    separate groups. With a channel the numbers are partitions if the kind moves data. For other
+    kinds with a channel, the numbers are replicas, each of which includes all its partitions.
 
     Args:
       instruction: the collective.
@@ -196,7 +197,7 @@ class MeshLayout:
     def pair_axes(self, pairs: Groups) -> tuple[str, ...]:
         """Return the axes along which the source and target of any pair of a permute differ.
 
-        They are empty if each device sends to itself.
+        The tuple is empty if each device sends to itself.
         """
         if not pairs or not self.axes:
             return ()

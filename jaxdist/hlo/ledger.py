@@ -33,8 +33,8 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
         text of `compiled`.
 
     Raises:
-      LedgerError: the program runs on other devices than the mesh's, or XLA cannot print the
-        program.
+      LedgerError: the program runs on devices that are not the mesh's devices, or XLA cannot print
+        the program.
     """
     return ledger_of_text(
         program_text(compiled) if text is None else text,
@@ -98,7 +98,7 @@ def program_text(compiled: jax.stages.Compiled) -> str:
 def program_memory(compiled: jax.stages.Compiled) -> Memory:
     """Return the memory of a compiled program on a device.
 
-    Unlike `program_text`, this works for every program.
+    Unlike `program_text`, this function works for every program.
     """
     stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -162,7 +162,7 @@ def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] |
     The result is None if no argument or result of the program states its devices.
 
     Raises:
-      LedgerError: the program runs on other devices than the mesh's.
+      LedgerError: the program runs on devices that are not the mesh's devices.
     """
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = list(mesh.devices.flat)

@@ -35,8 +35,9 @@ class ConditionalDecision:
       branches: the conditional's number of branches.
       taken: the number of the branch that a group takes in a tick, as an array `[ticks, groups]` of
         any numeric dtype. The number is arbitrary if the group does not take the enclosing branch.
-        For a conditional in a loop within the tick it is the mean over that loop's iterations: a
-        mean of 0.75 is branch 1 in three iterations of four, and branch 0 in the fourth.
+        For a conditional in a loop within the tick, the number is the mean over the iterations of
+        that loop: 0.75 means branch 1 in three of four iterations, and branch 0 in the fourth
+        iteration.
     """
 
     branches: int
@@ -69,7 +70,7 @@ class Lockstep:
     def turns(self, module: Module) -> Iterator[Counter[Choices]]:
         """Yield, for each tick, the number of groups that take each combination of branches.
 
-        The combinations are of the conditionals that the given program has.
+        A combination has a branch for each of the conditionals that the given program has.
         """
         there = {conditional_name(one) for one in _decided(module.computations.values())}
         names = [name for name in sorted(self.decisions) if name in there]
@@ -113,7 +114,7 @@ def tick_loops(module: Module) -> list[Instruction]:
 
 
 def mismatch(module: Module, lockstep: Lockstep) -> str | None:
-    """Return the reason why a program does not match a schedule's ticks, or None if it matches.
+    """Return why a program does not match a schedule's ticks, or None if the program matches.
 
     A program matches if exactly one loop contains all conditionals that depend on the tick, if the
     loop has an iteration for each tick, and if each conditional has the given branches in order.
@@ -136,7 +137,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
     """Return the reason why a conditional does not match the decision with its name.
 
-    The result is None if it matches.
+    The result is None if the conditional matches.
     """
     name = conditional_name(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)

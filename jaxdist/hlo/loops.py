@@ -147,9 +147,9 @@ class Frame:
         Args:
           loop: the while instruction.
           attribute: `body` or `condition`.
-          state: a function from a path in the loop's state to the value there, for values that the
-            body changes. If None, these values are unknown. Values that the body returns unchanged
-            are taken from the loop's operand.
+          state: a function from a path in the loop's state to the value at the path, for values
+            that the body changes. If None, these values are unknown. Values that the body returns
+            unchanged are taken from the loop's operand.
         """
         kept = invariants(self.called(loop, "body"))
 

@@ -93,12 +93,12 @@ class Instruction:
         return tuple(_NAME.findall(self.arguments))
 
     def number(self, attribute: str) -> int | None:
-        """Return the value of an integer attribute such as `channel_id`, or None without it."""
+        """Return the value of an integer attribute, such as `channel_id`, or None if absent."""
         found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """Return the value of a list attribute such as `lhs_contracting_dims`, or () without it."""
+        """Return the value of a list attribute, such as `lhs_contracting_dims`, or () if absent."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 

@@ -35,15 +35,16 @@ class Collective:
     """The mesh axes that the groups span, in mesh order, or None if the groups are not a product of
     axes."""
     group_size: int
-    """The number of devices in a group. For a permute, it is the product of the sizes of `axes`."""
+    """The number of devices in a group. For a permute, this number is the product of the sizes of
+    `axes`."""
     groups: tuple[tuple[int, ...], ...]
-    """The groups as positions in the program's device assignment. For a permute, they are pairs of
-    a source and a target."""
+    """The groups as positions in the program's device assignment. For a permute, the groups are
+    pairs of a source and a target."""
     times_low: int
     """The least number of executions per run of the program."""
     times_high: int
     """The largest number of executions per run, if `bounded` is true. For a collective in a
-    conditional it is larger than `times_low`."""
+    conditional, this number is larger than `times_low`."""
     sent_bytes: float
     """The bytes that the busiest device sends in an execution, with the usual algorithm of the
     kind."""
@@ -54,8 +55,8 @@ class Collective:
     source: str
     """The jax operation of the collective (`op_name`), or an empty string without metadata."""
     bounded: bool = True
-    """Whether `times_high` is a bound. It is not inside a loop of unknown length, for which
-    `times_high` counts a single iteration."""
+    """Whether `times_high` is a bound. The value is False inside a loop of unknown length, for
+    which `times_high` counts a single iteration."""
     array_bytes: tuple[int, ...] = ()
     """The bytes of each combined operand, which add up to `payload_bytes`."""
 
@@ -81,7 +82,7 @@ class Memory:
     code_bytes: int
     peak_bytes: int
     """The required memory: arguments, outputs that do not reuse arguments, and temporaries. On TPU
-    it includes memory that the other fields do not have."""
+    this number includes memory that the other fields do not have."""
 
 
 @dataclasses.dataclass(frozen=True)

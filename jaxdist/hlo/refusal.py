@@ -22,7 +22,7 @@ def is_too_large(message: str) -> bool:
 def refused_bytes(message: str) -> tuple[float, float] | None:
     """Return the bytes that a refused program needs, and the bytes that the device has.
 
-    The result is None if the message does not state them.
+    The result is None if the message does not state both numbers.
 
     >>> refused_bytes("RESOURCE_EXHAUSTED: total memory required (2.50G) exceeds available (1G)")
     (2684354560.0, 1073741824.0)

@@ -108,7 +108,7 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
 def compute(
     opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
 ) -> Value | None:
-    """Return the result of an operation, or None if it is unknown.
+    """Return the result of an operation, or None if the result is unknown.
 
     Args:
       opcode: the name of the operation in HLO.

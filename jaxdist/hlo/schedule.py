@@ -160,7 +160,7 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
 
     An operation whose start has operands runs at once. For work on SparseCores, XLA writes a start
     without operands, which only reserves scratch memory. A later update passes the operands when
-    they are ready, and is returned.
+    they are ready, and this update is the result.
     """
     if start.opcode != "async-start" or start.operands:
         return start

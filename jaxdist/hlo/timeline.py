@@ -78,10 +78,10 @@ def play(
       module: the program.
       layout: the layout of the mesh that the program was compiled for.
       rates: the speeds of the device and of its links.
-      dearest: whether a conditional whose branch is unknown takes the longest branch. If False, it
-        takes the shortest branch.
-      lockstep: the branches in the program's loop of ticks, or None without such a loop. They must
-        match the program (`jaxdist.hlo.lockstep.mismatch`).
+      dearest: whether a conditional whose branch is unknown takes the longest branch. If False,
+        such a conditional takes the shortest branch.
+      lockstep: the branches in the program's loop of ticks, or None without such a loop. The
+        branches must match the program (`jaxdist.hlo.lockstep.mismatch`).
     """
     player = _Player(module, layout, rates, max if dearest else min, lockstep)
     return player.computation(Frame(module, module.entry), {}).timeline
@@ -354,7 +354,8 @@ class _Run:
         """Record which instruction waits for an operation in flight.
 
         Args:
-          start: the instruction that starts the operation, or whose result contains it.
+          start: the instruction that starts the operation, or an instruction whose result contains
+            the operation in flight.
           flight: the operation.
           index: the index of the operation in the tuple of `start`, or None.
         """

@@ -17,7 +17,7 @@ class Lines:
     Args:
       text: the text of the compiled program.
       module: the same program, parsed.
-      libraries: parts of paths. A file whose path has any of them is skipped.
+      libraries: parts of paths. A file is skipped if its path contains any of these parts.
     """
 
     def __init__(self, text: str, module: Module, libraries: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def takes(x: jax.Array, sides: Sides) -> jax.Array:
 
     Args:
       x: the operand.
-      sides: the way in which each axis of the contract splits the operand.
+      sides: the dim of the operand that each axis of the contract splits, or None.
     """
     return _crossing(x, _contract(TAKES, sides), _contract(GIVES, sides, whole="sum"))
 
@@ -92,7 +92,7 @@ def gives(x: jax.Array, sides: Sides) -> jax.Array:
 
     Args:
       x: the result.
-      sides: the way in which each axis of the contract splits the result.
+      sides: the dim of the result that each axis of the contract splits, or None.
     """
     return _crossing(x, _contract(GIVES, sides), _contract(TAKES, sides))
 
