@@ -56,18 +56,22 @@ class MeshConfig(Config):
     """
 
     data: int | Split | None = None
-    """The size of the axis that splits the batch (and, with ZeRO, the training state)."""
+    """The size of the axis that splits the batch and, with ZeRO, the training state. -1 takes all
+    devices that the other axes leave over."""
     stage: int | Split | None = None
-    """The size of the axis that splits the layers into pipeline stages."""
+    """The size of the axis that splits the layers into pipeline stages; null has no such axis."""
     tensor: int | Split | None = None
-    """The size of the axis that splits the work within a layer (tensor parallelism)."""
+    """The size of the axis that splits the work within a layer (tensor parallelism); null has no
+    such axis."""
     context: int | Split | None = None
-    """The size of the axis that splits the sequence (context parallelism)."""
+    """The size of the axis that splits the sequence (context parallelism); null has no such axis.
+    """
     expert: int | Split | None = None
-    """The size of the axis that splits the experts of a mixture of experts."""
+    """The size of the axis that splits the experts of a mixture of experts; null has no such axis.
+    """
     fake_devices: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """The number of fake CPU devices to train on instead of the real devices, or null for the real
-    devices."""
+    """The number of fake CPU devices on which to train, for tests without accelerators; null trains
+    on the real devices."""
 
     _order: tuple[str, ...] = PrivateAttr(default=())
 

@@ -88,11 +88,11 @@ class Algorithm(Config):
     """
 
     accumulate: Literal["float32"] | None = None
-    """The dtype in which bfloat16 and float16 inputs are sent and summed, which doubles the bytes;
-    null keeps the dtype of the inputs."""
+    """The dtype in which bfloat16 and float16 inputs are sent and summed. float32 is more exact and
+    doubles the bytes; null keeps the dtype of the inputs."""
     bucket_bytes: Count | Literal["auto"] | None = "auto"
-    """The size in bytes of the buckets into which the leaves of a tree are fused. With `auto`
-    leaves are fused if that is faster, and with null never."""
+    """The size, in bytes, of the buckets into which the leaves of a tree are fused. With `auto`,
+    leaves are fused if that is predicted to be faster; with null, each leaf is sent by itself."""
 
     native: ClassVar[bool] = False
     """Whether JAX itself differentiates this algorithm and types its results as replicated."""

@@ -41,7 +41,7 @@ class Stages(Config):
     type: Literal["stages"] = "stages"
     """The name that selects a sequence of codecs in a config."""
     stages: tuple[Stage, ...]
-    """The stages in the order of their starts. The first stage starts at step 0."""
+    """The stages in the order of their starts. The first stage must start at step 0."""
 
     @field_validator("stages")
     @classmethod

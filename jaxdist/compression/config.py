@@ -36,13 +36,15 @@ class Compression(Config):
     """The settings of compressed gradients that do not depend on the codec."""
 
     error_feedback: bool | FeedbackConfig = True
-    """The error feedback, which sends the error of a message later. With true it is classic
-    feedback, and with false there is no feedback."""
+    """The error feedback, which adds the error of a message to a later message. true selects
+    classic feedback, false turns feedback off, and a mapping selects another feedback by its
+    `type`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of steps of the warm-up at the beginning of a run."""
+    """The number of steps of the warm-up, in which messages are compressed less than later, or not
+    at all. 0 compresses from the first step."""
     warmup: Literal["whole", "sparser"] = "whole"
-    """The messages in the warm-up. With `whole` gradients are sent uncompressed. With `sparser`,
-    which is only for topk, equal parts of the warm-up send 25%, 6.25%, 1.6% and 0.4% of the
+    """The messages in the warm-up. With `whole`, gradients are sent uncompressed. With `sparser`,
+    which works only with topk, equal parts of the warm-up send 25%, 6.25%, 1.6% and 0.4% of the
     elements."""
     axis: Literal["data", "data.dcn"] = "data"
     """The axis over which messages are sent: all devices that share the batch (data), or only the

@@ -32,19 +32,22 @@ class AugmentConfig(Scaled):
     """
 
     type: Literal["augment"]
-    """Selects this transform."""
+    """The name that selects this transform in a config."""
     crop: Count | None = None
-    """Side of the square that is cut out at random, in pixels; null keeps the image's size."""
+    """The side, in pixels, of the square that is cut out of each training image at a random
+    position. null keeps the image's size."""
     pad: NonNegativeInt = 0
-    """Width of the border of zeros that is added to a training image before the crop."""
+    """The width, in pixels, of the border of zeros that is added to a training image before the
+    crop."""
     flip: bool = False
-    """Mirror half of the training images, left to right."""
+    """Whether to mirror half of the training images, left to right."""
     cutout: NonNegativeInt = 0
-    """Side, in pixels, of a square at a random position that is replaced by the mean; 0 replaces
-    nothing (arXiv 1708.04552)."""
+    """The side, in pixels, of a square at a random position that is replaced by the mean (arXiv
+    1708.04552). 0 replaces nothing."""
     mixup: NonNegativeFloat = 0.0
-    """Parameter of the distribution Beta(mixup, mixup), from which the share is drawn with which
-    another example's image and label are mixed in (arXiv 1710.09412). 0 mixes nothing."""
+    """The parameter of the distribution Beta(mixup, mixup), from which the share of a second
+    example is drawn. The image and label of that example are mixed with those of the first (arXiv
+    1710.09412). 0 mixes nothing."""
 
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.

@@ -19,17 +19,20 @@ class ImportConfig(Config):
     """A user's data: a Dataset, a source to train on, or a pair (train, heldout) of sources."""
 
     type: Literal["import"] = "import"
-    """Selects your own data."""
+    """The name that selects your own data in a config."""
     path: str
-    """Import path `package.module:name` of the data, or of a function that builds it."""
+    """The import path `package.module:name` of the data, or of a function that builds the data."""
     args: Kwargs = Field(default={})
-    """Keyword arguments for that function."""
+    """The keyword arguments for that function, by name."""
     vocab_size: Count | None = None
-    """Size of the vocabulary: `tokens` are from 0 to vocab_size - 1; null if there are none."""
+    """The size of the vocabulary: `tokens` are numbers from 0 to vocab_size - 1. null is for data
+    without tokens."""
     classes: Count | None = None
-    """Number of classes: `label` is from 0 to classes - 1; null if there are no labels."""
+    """The number of classes: `label` is a number from 0 to classes - 1. null is for data without
+    labels."""
     unchecked: list[str] = Field(default=[])
-    """Fields that may hold out-of-range numbers, NaN or infinity, because your model uses them."""
+    """The names of the fields that may hold numbers out of range, NaN or infinity, because your
+    model uses these values. All other fields are checked."""
 
     def build(self) -> Dataset:
         """Import the data, or call the imported function, and check the first and last example.

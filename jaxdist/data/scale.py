@@ -14,9 +14,11 @@ class Scaled(Config):
     """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
 
     mean: float | list[float] = 0.0
-    """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
+    """The mean of a pixel's value, from 0 to 255, which is subtracted. A list has an entry for each
+    channel."""
     std: PositiveFloat | list[PositiveFloat] = 255.0
-    """Divisor of the difference from the mean; a list has one entry for each channel."""
+    """The number by which the difference from the mean is divided. A list has an entry for each
+    channel."""
 
     def scaled(self, batch: HostBatch) -> HostBatch:
         """Return a batch with scaled images.

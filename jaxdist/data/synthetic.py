@@ -33,34 +33,35 @@ class SyntheticConfig(Config):
     """Random examples with a structure that a model can learn."""
 
     type: Literal["synthetic"] = "synthetic"
-    """Selects synthetic data."""
+    """The name that selects synthetic data in a config."""
     kind: Literal["tokens", "labelled_tokens", "images"]
-    """tokens: tokens of a random bigram chain; labelled_tokens: such tokens, of which the first
-    determines the class; images: the picture of the image's class plus noise."""
+    """The kind of examples. tokens are drawn from a random bigram chain. labelled_tokens are such
+    tokens, of which the first determines the class. images are the picture of the image's class
+    plus noise."""
     examples: int = Field(default=65_536, ge=1, le=LARGEST)
-    """Number of training examples; they are generated, not stored."""
+    """The number of training examples, which are generated when they are read, and not stored."""
     heldout_examples: int = Field(default=1_024, ge=0, le=LARGEST)
-    """Number of held-out examples, none of which is a training example."""
+    """The number of held-out examples, none of which is a training example."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the examples; equal seeds give equal examples."""
+    """The seed of the examples; equal seeds give equal examples."""
     vocab_size: int = Field(default=257, ge=2, le=LARGEST)
-    """Tokens: size of the vocabulary."""
+    """The size of the vocabulary, for the kinds of tokens."""
     window: int = Field(default=256, ge=1, le=LARGEST)
-    """Tokens: number of tokens that an example predicts; labelled tokens: number of tokens of an
-    example."""
+    """The number of tokens that an example of the kind tokens predicts, or the number of tokens of
+    an example of the kind labelled_tokens."""
     masking: MaskingConfig | None = None
-    """Tokens: the tokens that are hidden from an encoder (bert), which predicts them; null hides
-    nothing."""
+    """The tokens to hide from an encoder (bert), which predicts the hidden tokens; only for the
+    kind tokens. null hides nothing."""
     height: int = Field(default=32, ge=1, le=LARGEST)
-    """Images: number of rows."""
+    """The number of rows of an image, in pixels."""
     width: int = Field(default=32, ge=1, le=LARGEST)
-    """Images: number of columns."""
+    """The number of columns of an image, in pixels."""
     channels: int = Field(default=3, ge=1, le=LARGEST)
-    """Images: number of values in a pixel."""
+    """The number of values in a pixel of an image."""
     classes: int = Field(default=10, ge=2, le=LARGEST)
-    """Images and labelled tokens: number of labels."""
+    """The number of labels, for images and labelled tokens."""
     transform: TransformConfig | None = None
-    """Images: transform of each image; null keeps uint8, 0 to 255."""
+    """The transform of each image; null keeps uint8 values from 0 to 255."""
 
     @model_validator(mode="after")
     def _other_kind_is_not_set(self) -> SyntheticConfig:

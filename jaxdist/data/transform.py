@@ -25,7 +25,7 @@ class ScaleConfig(Scaled):
     """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
 
     type: Literal["scale"]
-    """Selects this transform."""
+    """The name that selects this transform in a config."""
 
     def build(self) -> Transform:
         """Return the function from a batch of examples to the transformed batch."""
@@ -36,11 +36,11 @@ class ImportedTransformConfig(Config):
     """A user's transform: a function from a batch, a mapping of arrays [N, ...], to a new batch."""
 
     type: Literal["import"]
-    """Selects this transform."""
+    """The name that selects this transform in a config."""
     path: str
-    """Import path of the function, `mypkg.module:name`."""
+    """The import path of the function, `mypkg.module:name`."""
     args: Kwargs = Field(default={})
-    """Keyword arguments for the function."""
+    """The keyword arguments for the function, by name."""
 
     def build(self) -> Transform:
         """Return the imported function, whose errors on batches become errors of the config.

@@ -50,23 +50,24 @@ AnyOptimConfig = Annotated[
 
 
 class EvalConfig(Config):
-    """Interval and size of evaluations on the held-out split."""
+    """The interval and the size of evaluations on the held-out split."""
 
     every: Count | None = None
-    """Steps between two evaluations; null evaluates after the last step only."""
+    """The number of steps between two evaluations; null evaluates only after the last step."""
     batches: Count | None = None
-    """Batches of the held-out split to use, from its beginning; null uses all of it."""
+    """The number of batches of the held-out split to use, from its beginning; null uses the whole
+    split."""
 
 
 class HookConfig(Config):
     """A user's hook: a subclass of `jaxdist.Hook`, or a function that returns an instance."""
 
     type: Literal["import"] = "import"
-    """Selects a hook of your own."""
+    """The name that selects a hook of your own in a config."""
     path: str
-    """Import path of the class or function, `mypkg.module:Name`."""
+    """The import path of the class or function, `mypkg.module:Name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for the class or function."""
+    """The keyword arguments for the class or function, by name."""
 
 
 class RunConfig(Config):
@@ -75,46 +76,47 @@ class RunConfig(Config):
     directory: FilePath | None = None
     """The run directory; null means runs/NAME, where NAME is the name of the config file."""
     hooks: tuple[HookConfig, ...] = ()
-    """Hooks that the run calls, in this order."""
+    """The hooks that the run calls, in this order."""
     preemption: PreemptionConfig = PreemptionConfig()
-    """Sources of a preemption notice, in addition to signals."""
+    """The sources of a preemption notice, in addition to signals."""
 
 
 class ExperimentConfig(Config):
     """An experiment: model, data, mesh, and training."""
 
     model: ModelConfig
-    """The model, by type."""
+    """The model to train, selected by its `type`."""
     data: DataConfig
-    """The data, by type."""
+    """The data to train and evaluate on, selected by their `type`."""
     loss: LossConfig | None = None
-    """The loss to minimise; null is the model's default loss (an imported model has none)."""
+    """The loss to minimize. null takes the model's default loss; an imported model has no default
+    loss."""
     optim: AnyOptimConfig
-    """The optimizer, by type."""
+    """The optimizer, selected by its `type`, with the learning rate and its schedule."""
     train: TrainConfig
-    """Length of training and batch size."""
+    """The length of training, the batch size and the number of microbatches."""
     eval: EvalConfig = EvalConfig()
-    """Evaluation on held-out data."""
+    """The times and the size of evaluations on held-out data."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """The times, location and content of checkpoints."""
     elastic: ElasticConfig = ElasticConfig()
-    """Elastic runs, whose hosts may join and leave."""
+    """The settings of elastic runs, whose hosts may join and leave."""
     mesh: MeshConfig = MeshConfig()
-    """Devices as named axes."""
+    """The arrangement of the devices along named axes."""
     sharding: ShardingConfig = ShardingConfig()
-    """Mesh axes of the model's logical dims."""
+    """The mesh axes of the model's logical dims."""
     parallel: ParallelConfig = ParallelConfig()
-    """Communication that jaxdist, rather than XLA, places in the step."""
+    """The communication that jaxdist, rather than XLA, inserts into the step."""
     strategy: StrategyConfig = Synchronous()
-    """The division of a run into steps and processes, by type."""
+    """The division of a run into steps and processes, selected by its `type`."""
     metrics: MetricsConfig = MetricsConfig()
-    """Trackers of the run's numbers."""
+    """The trackers that receive the run's numbers."""
     energy: EnergyConfig = EnergyConfig()
     """The meter of energy, and the carbon intensity of the electricity."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed for parameter initialization, data order and dropout."""
+    """The seed of parameter initialization, data order and dropout."""
     run: RunConfig = RunConfig()
-    """Files of the run, hooks, and preemption notices."""
+    """The directory of the run, its hooks, and the sources of preemption notices."""
 
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig

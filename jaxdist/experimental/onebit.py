@@ -205,7 +205,7 @@ class OnebitAdamConfig(OnebitConfig):
     """1-bit Adam (Tang et al., arXiv 2102.02888), with decoupled weight decay."""
 
     type: Literal["onebit_adam"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     eps: PositiveFloat = 1e-8
     """A small number that is added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0

@@ -304,7 +304,7 @@ class OnebitLambConfig(OnebitConfig):
     """1-bit LAMB (Li et al., arXiv 2104.06069)."""
 
     type: Literal["onebit_lamb"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     eps: PositiveFloat = 1e-6
     """A small number that is added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01

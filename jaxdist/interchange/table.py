@@ -36,15 +36,15 @@ class Table(Config):
     """The tensors that fill a model's parameters, and their layouts."""
 
     rename: dict[str, str] = Field(default_factory=dict)
-    """Tensor of each parameter, by patterns: `*` matches the same text in both names, and {layer}
-    is the number of a layer that the parameter stacks. The first pattern that matches applies. If
-    no
-    pattern matches a parameter, its tensor has the same name, with dots for slashes."""
+    """The tensor of each parameter, by patterns. In a pattern, `*` matches the same text in both
+    names, and {layer} is the number of a layer that the parameter stacks. The first pattern that
+    matches applies. If no pattern matches a parameter, its tensor has the same name, with dots for
+    slashes."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
-    """Order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
-    parameters. The first pattern that matches applies."""
+    """The order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
+    parameters. The first pattern that matches applies; without a match the order is unchanged."""
     ignore: tuple[str, ...] = ()
-    """Patterns of tensors that fill no parameter."""
+    """The patterns of the names of tensors that fill no parameter."""
 
     @field_validator("transpose")
     @classmethod

@@ -47,42 +47,44 @@ class BertConfig(PartConfig):
     """
 
     type: Literal["bert"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     head: Literal["tokens", "classes"] = "tokens"
-    """Output of the model: tokens, the originals of masked tokens; or classes, a class for each
-    sequence, which two dense layers (with tanh between them) compute from the state of its first
-    token."""
+    """The output of the model. tokens predicts the originals of masked tokens. classes predicts a
+    class for each sequence: two dense layers, with tanh between them, compute it from the state of
+    the first token."""
     layers: Count
-    """Number of blocks."""
+    """The number of blocks."""
     embed: Count
-    """Width of the residual stream."""
+    """The width of the residual stream."""
     heads: Count
-    """Number of heads; must divide embed."""
+    """The number of attention heads, which must divide embed."""
     mlp: Count | None = None
-    """Hidden width of the MLP; null is 4 times embed."""
+    """The hidden width of the MLP; null means 4 times embed."""
     positions: Count = 512
-    """Number of learned positions, which is the length of the longest possible sequence."""
+    """The number of learned positions, which is the largest length of a sequence."""
     token_types: Count = 2
-    """Number of kinds of tokens (first and second sentence); all tokens of data without kinds have
-    the first kind."""
+    """The number of kinds of tokens (first and second sentence). All tokens of data without kinds
+    have the first kind."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    """Epsilon that norms add to a variance."""
+    """The number that norms add to a variance before they divide by its root."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the embeddings and of the residual branches that training drops; the paper has
-    0.1."""
+    """The fraction of the embeddings and of the residual branches that training sets to zero. The
+    paper uses 0.1; 0 drops nothing."""
     vocab_multiple: Count = 64
-    """The embedding table is padded to a multiple of this number, as in gpt."""
+    """The number to whose multiple the embedding table is padded, so that a mesh axis can divide
+    it. See the same setting of gpt."""
     isolate_documents: bool = False
-    """Block attention between the documents that are packed in a window, and to padding; the
-    positions of each document start at 0."""
+    """Whether to block attention between the documents that are packed in a window, and to padding.
+    The positions of each document then start at 0."""
     attention: KernelName = "auto"
-    """Attention kernel, as for gpt."""
+    """The kernel of attention; see the same setting of gpt."""
     compute_dtype: ComputeDtype = "float32"
-    """Dtype of activations and matmuls; parameters are float32."""
+    """The dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig = "none"
-    """Activations that the backward pass recomputes, as for gpt."""
+    """The activations that the backward pass recomputes; see the same setting of gpt."""
     scan_unroll: Count = 1
-    """Blocks per iteration of the loop over layers."""
+    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
+    compile and has less overhead."""
 
     @model_validator(mode="after")
     def _check(self) -> BertConfig:

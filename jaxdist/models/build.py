@@ -42,11 +42,11 @@ class ImportedModelConfig(PartConfig):
     """
 
     type: Literal["import"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     path: str
-    """Import path of the function, `mypkg.module:name`."""
+    """The import path of the function, `mypkg.module:name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for the function."""
+    """The keyword arguments for the function, by name."""
 
 
 ModelConfig = Annotated[

@@ -40,67 +40,73 @@ class GptConfig(PartConfig):
     """A decoder-only transformer for next-token prediction."""
 
     type: Literal["gpt"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     layers: Count
-    """Number of blocks."""
+    """The number of blocks."""
     embed: Count
-    """Width of the residual stream."""
+    """The width of the residual stream."""
     heads: Count
-    """Number of query heads; unless head_size is set, embed / heads must be an even number."""
+    """The number of query heads. Unless head_size is set, embed / heads must be an even number."""
     head_size: Count | None = None
-    """Width of a head, an even number; null is embed / heads."""
+    """The width of a head, which must be even; null means embed / heads."""
     kv_heads: Count | None = None
-    """Key and value heads, shared by groups of query heads; null gives each query head its own."""
+    """The number of key and value heads, each of which a group of query heads shares. null gives
+    every query head its own key and value head."""
     mlp: Count | None = None
-    """Hidden width of the MLP; null is 8/3 of embed, rounded up to a multiple of 64."""
+    """The hidden width of the MLP; null means 8/3 of embed, rounded up to a multiple of 64."""
     vocab_multiple: Count = 64
-    """The embedding table is padded to a multiple of this number, so that it divides over a mesh.
-    Padding is zero, has probability 0 and is not trained, so losses do not depend on it."""
+    """The number to whose multiple the embedding table is padded, so that a mesh axis can divide
+    the table. The padding is zero, has probability 0 and is not trained, so it does not change
+    losses."""
     tied_head: bool = True
-    """Use the embedding table as the output head."""
+    """Whether to use the embedding table as the output head as well."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base wavelength of the rotary positions."""
+    """The base wavelength of the rotary positions. Models for long sequences use a larger value."""
     rope_scaling: RopeScaling | None = None
-    """Change of the rotary frequencies for longer sequences, selected by `type`; null changes
-    nothing."""
+    """The change of the rotary frequencies for longer sequences, selected by its `type`; null
+    changes nothing."""
     positions: Count | None = None
-    """Number of learned positions, which replace rotary positions; null keeps rotary positions."""
+    """The number of learned positions, which replace rotary positions; null keeps rotary positions.
+    """
     norm: Norm = "rms"
-    """Norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
+    """The norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Epsilon that norms add to a variance."""
+    """The number that norms add to a variance before they divide by its root."""
     mlp_type: Mlp = "swiglu"
-    """MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (the tanh form without a gate), or
-    gelu_erf (the exact form without a gate)."""
+    """The kind of MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (the tanh form without
+    a gate), or gelu_erf (the exact form without a gate)."""
     biases: Biases = "none"
-    """Products with a bias: none, qkv (query, key and value), attention (also attention's output),
-    or all (also the MLP's products)."""
+    """The products with a bias: none, qkv (query, key and value), attention (also attention's
+    output), or all (also the MLP's products)."""
     qk_norm: bool = False
-    """Normalize the features of each head of queries and keys, before the rotation."""
+    """Whether to normalize the features of each head of queries and keys, before the rotation."""
     scale_embeddings: bool = False
-    """Multiply embeddings by the square root of their width."""
+    """Whether to multiply embeddings by the square root of their width."""
     experts: ExpertsConfig | None = None
-    """A mixture of experts, which replaces the MLP of some or all blocks; null has no experts."""
+    """A mixture of experts, which replaces the MLP of some or all blocks; null uses no experts."""
     isolate_documents: bool = False
-    """Block attention between the documents that are packed in a window."""
+    """Whether to block attention between the documents that are packed in a window."""
     attention: KernelName = "auto"
-    """Kernel of attention: plain (XLA's, whose memory grows with the square of the sequence),
-    blockwise (in blocks, whose memory grows linearly, on any device), splash (fused, TPU) or cudnn
-    (fused, GPU, bfloat16). auto selects a fused kernel if it runs, otherwise blockwise from 2048
-    positions on, otherwise plain."""
+    """The kernel of attention: plain (XLA's kernel, whose memory grows with the square of the
+    sequence), blockwise (in blocks, with memory that grows linearly, on any device), splash (fused,
+    for TPUs) or cudnn (fused, for GPUs and bfloat16). auto selects a fused kernel if one runs here,
+    otherwise blockwise from 2048 positions on, and otherwise plain."""
     attention_window: Count | None = None
-    """Number of earlier positions that each position attends to; null is all."""
+    """The number of earlier positions to which each position attends; null means all earlier
+    positions."""
     compute_dtype: ComputeDtype = "float32"
-    """Dtype of activations and matmuls; parameters are float32."""
+    """The dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
-    """Activations that the backward pass recomputes: `none`; `elementwise`, the cheap operations
-    (rotations, products, masks); `dots`, all but matmul results; `full`, whole blocks; a preset,
-    all but its activations; a mapping such as `{query: save, attention: offload}` (offload is to
-    the host's memory; activations without an entry are recomputed); or a list with an entry for
+    """The activations that the backward pass recomputes. `none` recomputes nothing, `elementwise`
+    the cheap operations (rotations, products, masks), `dots` everything except the results of
+    matmuls, and `full` whole blocks. A preset keeps its activations and recomputes all others. A
+    mapping such as `{query: save, attention: offload}` names the activations to keep on the device
+    (save) or in the host's memory (offload), and all others are recomputed. A list has an entry for
     each block, repeated over the layers (from its start in each chunk of a pipeline): `[full,
     none]` recomputes every other block."""
     scan_unroll: Count = 1
-    """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
+    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
+    compile and has less overhead."""
 
     @model_validator(mode="after")
     def _check(self) -> GptConfig:

@@ -106,11 +106,11 @@ class NextTokenConfig(Config):
 
     needs: ClassVar[Needs] = {"tokens": ("length + 1",), "segments": ("length",)}
     type: Literal["next_token"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of chunks of the sequence whose logits are computed one after another, and again in
-    the backward pass. With a large vocabulary, this avoids that all logits are in memory together.
-    The number must divide the sequence."""
+    """The number of chunks of the sequence whose logits are computed one after another, and again
+    in the backward pass. More chunks save memory with a large vocabulary, because not all logits
+    are in memory together. The number must divide the sequence."""
 
     def build(self, hint: Hint = no_hint) -> Loss:
         """Return the loss function, which calls the module as `module(tokens, segments)`.
@@ -137,7 +137,7 @@ class MaskedTokensConfig(Config):
         "targets": ("predicted",),
     }
     type: Literal["masked_tokens"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
 
     def build(self) -> Loss:
         """Return the loss function, which calls `module.hidden(tokens, segments)` and a head."""
@@ -150,10 +150,10 @@ class ClassificationConfig(Config):
     needs: ClassVar[Needs] = {"image": None, "label": ()}
     of_text: ClassVar[Needs] = {"tokens": ("length",), "segments": ("length",), "label": ()}
     type: Literal["classification"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of each target's probability that is spread over all classes, in training and
-    evaluation."""
+    """The fraction of each target's probability that is spread over all classes, in training and
+    evaluation. 0 changes no target."""
 
     def build(self) -> Loss:
         """Return the loss function, which calls the module as `module(image)`, with values in 0..1.
@@ -168,11 +168,11 @@ class ImportedLossConfig(Config):
 
     needs: ClassVar[Needs] = {}
     type: Literal["import"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
     path: str
-    """Import path of the function, `mypkg.module:name`."""
+    """The import path of the function, `mypkg.module:name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for the function."""
+    """The keyword arguments for the function, by name."""
 
     def build(self) -> Loss:
         """Return the user's function with its keyword arguments bound."""

@@ -23,9 +23,9 @@ class LinearScaling(Config):
     """A scaling that divides positions by a factor."""
 
     type: Literal["linear"]
-    """Selects this scaling."""
+    """The name that selects this scaling in a config."""
     factor: PositiveFloat
-    """Number by which positions are divided."""
+    """The number by which positions are divided."""
 
     def scaled(self, frequency: Any, xp: Any) -> Any:
         """Return the frequencies, in radians per position, of scaled positions."""
@@ -37,17 +37,17 @@ class Llama3Scaling(Config):
     """A scaling that slows long waves, keeps short waves, and interpolates between the two."""
 
     type: Literal["llama3"]
-    """Selects this scaling."""
+    """The name that selects this scaling in a config."""
     factor: PositiveFloat
-    """Number by which the frequencies of long waves are divided."""
+    """The number by which the frequencies of long waves are divided."""
     low_freq_factor: PositiveFloat
-    """Limit of long waves: the frequencies of waves longer than original_length / low_freq_factor
-    are divided."""
+    """The limit of long waves: the frequencies of waves longer than original_length /
+    low_freq_factor are divided."""
     high_freq_factor: PositiveFloat
-    """Limit of short waves: waves shorter than original_length / high_freq_factor keep their
+    """The limit of short waves: waves shorter than original_length / high_freq_factor keep their
     frequencies."""
     original_length: Count
-    """Length of the sequences that the model was first trained on."""
+    """The length, in tokens, of the sequences on which the model was first trained."""
 
     def scaled(self, frequency: Any, xp: Any) -> Any:
         """Return the frequencies, in radians per position, of scaled positions."""

@@ -36,18 +36,19 @@ class ScaleFromConfig(Config):
     """A learning rate and warm-up that work at one batch size, and the rule that scales them."""
 
     batch_size: Count
-    """Batch size at which the learning rate and warm-up below work: examples per optimizer step,
-    over all devices and microbatches."""
+    """The batch size at which the learning rate and warm-up below work, in examples per optimizer
+    step over all devices and microbatches."""
     learning_rate: PositiveFloat
-    """Peak learning rate that works at scale_from.batch_size."""
+    """The peak learning rate that works at scale_from.batch_size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"
-    """Rule of scaling. linear and sqrt scale the learning rate with the batch size or its square
-    root, and keep the epochs of warm-up. lamb scales the learning rate as sqrt does, and scales the
-    epochs of warm-up with the batch size."""
+    """The rule of scaling. linear and sqrt scale the learning rate with the batch size or its
+    square root, and keep the epochs of warm-up. lamb scales the learning rate as sqrt does, and
+    scales the epochs of warm-up with the batch size."""
     warmup_epochs: PositiveFloat | None = None
-    """Epochs of warm-up at scale_from.batch_size; null if warmup_fraction sets the warm-up."""
+    """The number of epochs of warm-up at scale_from.batch_size; null if warmup_fraction sets the
+    warm-up."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Warm-up as a fraction of the run, for data without epochs; null if warmup_epochs sets the
+    """The warm-up as a fraction of the run, for data without epochs; null if warmup_epochs sets the
     warm-up."""
 
     @property
@@ -182,11 +183,12 @@ class BatchRampConfig(Config):
     """A batch size that grows by equal increments, at equal distances in examples."""
 
     start_batch_size: Count
-    """Examples per optimizer step at the start."""
+    """The number of examples per optimizer step at the start."""
     increment: Count
-    """Examples added by each stage; the growth must be a whole number of increments."""
+    """The number of examples that each stage adds to the batch. The growth must be a whole number
+    of increments."""
     ramp_examples: Count
-    """Examples that are trained on before the full batch size is reached."""
+    """The number of examples that are trained on before the full batch size is reached."""
 
 
 def ramp_stages(
@@ -239,15 +241,15 @@ class PhaseConfig(Config):
     """A part of a run with a batch size, a learning rate and a warm-up."""
 
     examples_fraction: Annotated[float, Field(gt=0, le=1)]
-    """Fraction of the run's examples."""
+    """The fraction of the run's examples that the phase trains on."""
     batch_size: Count
-    """Examples per optimizer step, over all devices and microbatches."""
+    """The number of examples per optimizer step, over all devices and microbatches."""
     learning_rate: PositiveFloat
-    """Peak learning rate of the phase."""
+    """The peak learning rate of the phase."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the phase's steps in which the learning rate rises from zero."""
+    """The fraction of the phase's steps in which the learning rate rises from zero."""
     end_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the linear decay, as a fraction of the peak."""
+    """The learning rate at the end of the linear decay, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)

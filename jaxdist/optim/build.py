@@ -69,15 +69,17 @@ class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     type: Literal["adamw"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     b1: Beta = 0.9
-    """Decay of the first moment."""
+    """The decay of the first moment, which is the running mean of gradients."""
     b2: Beta = 0.999
-    """Decay of the second moment."""
+    """The decay of the second moment, which is the running mean of squared gradients."""
     eps: PositiveFloat = 1e-8
-    """Small number added to the square root of the second moment."""
+    """A small number that is added to the square root of the second moment, so that no update
+    divides by zero."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
+    """The decoupled weight decay, which is multiplied by the learning rate. Biases and norm scales
+    do not decay."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
@@ -90,13 +92,13 @@ class SgdConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     type: Literal["sgd"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     momentum: Beta = 0.9
-    """Decay of the velocity; 0 is gradient descent without momentum."""
+    """The decay of the velocity; 0 is gradient descent without momentum."""
     nesterov: bool = False
-    """Use Nesterov's momentum, which looks one step ahead along the velocity."""
+    """Whether to use Nesterov's momentum, which looks one step ahead along the velocity."""
     weight_decay: NonNegativeFloat = 0.0
-    """L2 decay that is added to the gradient; biases and norm scales do not decay."""
+    """The L2 decay that is added to the gradient. Biases and norm scales do not decay."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
@@ -115,14 +117,14 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """
 
     type: Literal["import"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     path: str
-    """Import path of the function, `mypkg.module:name`."""
+    """The import path of the function, `mypkg.module:name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for the function."""
+    """The keyword arguments for the function, by name."""
     eval_params: str | None = None
-    """Import path of a function of (the optimizer's state, the trained parameters) that returns the
-    parameters to evaluate. Null evaluates the trained parameters, or the average of
+    """The import path of a function of the optimizer's state and the trained parameters that
+    returns the parameters to evaluate. null evaluates the trained parameters, or the average of
     `optax.contrib.schedule_free`."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:

@@ -30,34 +30,39 @@ class OptimizerConfig(Config):
     """The settings that every optimizer has."""
 
     type: Any  # Each optimizer narrows the type to the literal that selects it.
-    """Selects the optimizer."""
+    """The name that selects the optimizer in a config."""
     learning_rate: PositiveFloat | None = None
-    """Peak learning rate."""
+    """The peak learning rate, which the schedule reaches after the warm-up; null if scale_from
+    derives the learning rate."""
     rates: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Factors on the learning rate, by patterns of parameter names, in which `*` matches any
-    characters; the first pattern that matches a name counts, and without a match the factor is
-    1."""
+    """The factors on the learning rate, by patterns of parameter names, in which `*` matches any
+    characters. The first pattern that matches a name applies, and without a match the factor is 1.
+    """
     scale_from: ScaleFromConfig | None = None
-    """Values that work at another batch size, from which learning rate and warm-up are derived."""
+    """The values that work at another batch size, from which the learning rate and the warm-up are
+    derived; null takes both from learning_rate and schedule."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Warm-up and decay of the learning rate."""
+    """The warm-up and decay of the learning rate."""
     clip_norm: PositiveFloat | None = None
-    """Scale the gradient down to this global norm when it is larger; null never clips."""
+    """The global norm to which larger gradients are scaled down; null never clips."""
     skip_nonfinite: bool = False
-    """Skip steps whose gradients hold a NaN or an infinity, instead of ending the run."""
+    """Whether to skip steps whose gradients contain a NaN or an infinity, instead of ending the
+    run."""
     skip_spikes: SkipSpikesConfig | None = None
-    """Also skip steps whose gradients are much larger than recent gradients; null skips no step
-    for the size of its gradients."""
+    """The rule for skipping steps whose gradients are much larger than recent gradients; null skips
+    no step for the size of its gradients."""
     max_skipped: Count | None = None
-    """Number of consecutive steps that may be skipped before the run ends; null is 20 if steps may
-    be skipped."""
+    """The number of consecutive steps that may be skipped before the run ends; null means 20 if
+    steps may be skipped."""
     bf16_moments: bool = False
-    """Keep the optimizer's moments in bfloat16, with stochastic rounding after each step."""
+    """Whether to keep the optimizer's moments in bfloat16, with stochastic rounding after each
+    step, which halves their memory."""
     master_weights: Literal["bfloat16", "float16"] | None = None
-    """Keep the model's parameters in this dtype, and float32 copies in the optimizer's state."""
+    """The dtype of the model's parameters, if the optimizer's state keeps float32 copies of the
+    parameters; null keeps only the model's parameters."""
     loss_scale: DynamicLossScaleConfig | None = None
-    """Factor on the loss that keeps float16 gradients from vanishing; steps whose gradients
-    overflow are skipped."""
+    """The factor on the loss that keeps float16 gradients from vanishing. Steps whose gradients
+    overflow are skipped. null does not scale the loss."""
 
     @property
     def skips(self) -> bool:
@@ -165,16 +170,17 @@ class LayerwiseConfig(OptimizerConfig):
     """The settings that LAMB and LARS share, in addition to the settings of every optimizer."""
 
     layer_dims: tuple[str, ...] = ("layers",)
-    """Names of dims along which each index has a separate norm; add heads or expert for a norm of
-    each head or expert."""
+    """The names of dims along which each index has a separate norm. Add heads or expert for a norm
+    of each head or expert."""
     exclude_vectors: bool | None = None
-    """Exclude biases and norm scales from weight decay and from the trust ratio; null leaves both
-    to the variant."""
+    """Whether to exclude biases and norm scales from weight decay and from the trust ratio; null
+    leaves both to the variant."""
     adapt_undecayed: bool | None = None
-    """Scale also parameters without weight decay by the trust ratio; null leaves this to the
-    variant."""
+    """Whether to scale parameters without weight decay by the trust ratio too; null leaves this to
+    the variant."""
     nesterov: bool | None = None
-    """Use Nesterov's momentum, which looks one step ahead; null leaves it to the variant."""
+    """Whether to use Nesterov's momentum, which looks one step ahead; null leaves this to the
+    variant."""
 
     def by_layer(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
         """Return keyword arguments of `lamb` or `lars`: dims, masks, and fields of the rule.

@@ -257,30 +257,32 @@ class LambConfig(LayerwiseConfig):
     """LAMB (You et al., arXiv 1904.00962): Adam with a trust ratio per layer, for large batches."""
 
     type: Literal["lamb"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     variant: LambVariant = "paper"
-    """Implementation to follow; it gives the values of the settings below that are null."""
+    """The implementation to follow, which gives the values of the settings that are null."""
     b1: Beta = 0.9
-    """Decay of the first moment."""
+    """The decay of the first moment, which is the running mean of gradients."""
     b2: Beta = 0.999
-    """Decay of the second moment."""
+    """The decay of the second moment, which is the running mean of squared gradients."""
     eps: PositiveFloat = 1e-6
-    """Small number added to the square root of the second moment."""
+    """A small number that is added to the square root of the second moment, so that no update
+    divides by zero."""
     weight_decay: NonNegativeFloat = 0.01
-    """Weight decay; decay_in_ratio determines whether the trust ratio scales it too."""
+    """The weight decay; decay_in_ratio determines whether the trust ratio scales the decay too."""
     bias_correction: bool | None = None
-    """Divide the moments by 1 - b^t in step t, since they start at zero; null leaves it to the
-    variant."""
+    """Whether to divide the moments by 1 - b^t in step t, since they start at zero; null leaves
+    this to the variant."""
     decay_in_ratio: bool | None = None
-    """Include weight decay in the direction that the ratio scales; false adds it after the ratio,
-    null leaves it to the variant."""
+    """Whether to include weight decay in the direction that the trust ratio scales. false adds the
+    decay after the ratio, and null leaves this to the variant."""
     max_grad_norm: PositiveFloat | Literal["off"] | None = None
-    """Global norm to which larger gradients are scaled down before they enter the moments; null
-    leaves it to the variant."""
+    """The global norm to which larger gradients are scaled down before they enter the moments, or
+    `off`; null leaves this to the variant."""
     phi: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
-    """Bounds of the norm of the weights in the trust ratio; null leaves them to the variant."""
+    """The bounds of the norm of the weights in the trust ratio, or `off`; null leaves them to the
+    variant."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
-    """Bounds of the trust ratio itself; null leaves them to the variant."""
+    """The bounds of the trust ratio itself, or `off`; null leaves them to the variant."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""

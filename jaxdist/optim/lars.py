@@ -198,30 +198,30 @@ class LarsConfig(LayerwiseConfig):
     """LARS (You et al., arXiv 1708.03888): momentum scaled by layer, for large batch sizes."""
 
     type: Literal["lars"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     variant: LarsVariant = "paper"
-    """Implementation to follow; it gives the values of the settings below that are null."""
+    """The implementation to follow, which gives the values of the settings that are null."""
     momentum: Beta = 0.9
-    """Decay of the velocity."""
+    """The decay of the velocity."""
     weight_decay: NonNegativeFloat = 1e-4
-    """L2 decay that is added to the gradient."""
+    """The L2 decay that is added to the gradient."""
     trust_coefficient: PositiveFloat = 0.001
-    """Distance that a layer moves at a learning rate of 1, as a fraction of the norm of its
+    """The distance that a layer moves at a learning rate of 1, as a fraction of the norm of its
     weights."""
     eps: NonNegativeFloat = 0.0
-    """Small number added to the denominator of the trust ratio."""
+    """A small number that is added to the denominator of the trust ratio."""
     norm_of_sum: bool | None = None
-    """Divide by the norm of the sum of gradient and decay rather than by the sum of their norms;
-    null leaves it to the variant."""
+    """Whether to divide by the norm of the sum of gradient and decay rather than by the sum of
+    their norms; null leaves this to the variant."""
     rate_in_momentum: bool | None = None
-    """Multiply by the learning rate before the momentum; false multiplies after it, null leaves it
-    to the variant."""
+    """Whether to multiply by the learning rate before the momentum. false multiplies after the
+    momentum, and null leaves this to the variant."""
     clip_to_rate: bool | None = None
-    """Never make a larger step than plain momentum would make (LARC); null leaves this to the
-    variant."""
+    """Whether to make no step larger than the step of plain momentum (LARC); null leaves this to
+    the variant."""
     decay_zero_grads: bool | None = None
-    """Apply weight decay also to layers whose trust ratio is undefined; null leaves it to the
-    variant."""
+    """Whether to apply weight decay also to layers whose trust ratio is undefined; null leaves this
+    to the variant."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""

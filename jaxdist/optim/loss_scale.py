@@ -18,19 +18,19 @@ class DynamicLossScaleConfig(Config):
     """A factor on the loss that grows after steps without overflow and shrinks at each overflow."""
 
     type: Literal["dynamic"]
-    """Selects this rule."""
+    """The name that selects this rule in a config."""
     init_scale: PositiveFloat = 2.0**15
-    """Scale of the first step; a power of two scales without rounding."""
+    """The scale of the first step; a power of two scales without rounding."""
     growth: Annotated[float, Field(gt=1)] = 2.0
-    """Factor on the scale after `growth_steps` steps without overflow."""
+    """The factor on the scale after `growth_steps` steps without overflow."""
     backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Factor on the scale after a step with overflow, which is skipped."""
+    """The factor on the scale after a step with overflow, which is skipped."""
     growth_steps: Count = 2000
-    """Number of consecutive steps without overflow after which the scale grows."""
+    """The number of consecutive steps without overflow after which the scale grows."""
     min_scale: PositiveFloat = 1.0
-    """Lower bound of the scale."""
+    """The lower bound of the scale."""
     max_scale: PositiveFloat = 2.0**24
-    """Upper bound of the scale."""
+    """The upper bound of the scale."""
 
     def build(self) -> DynamicLossScale:
         """Build the loss scale from these settings.

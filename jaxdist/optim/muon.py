@@ -140,40 +140,44 @@ class MuonAdamW(Config):
     """The settings of AdamW, which updates vectors, embeddings and output heads."""
 
     params: tuple[str, ...] = ()
-    """Patterns for the names of further parameters that AdamW updates, for example of an output
+    """The patterns for the names of further parameters that AdamW updates, for example of an output
     head whose dims have no names."""
     rate: PositiveFloat = 1.0
-    """Factor on the learning rate of the parameters that AdamW updates."""
+    """The factor on the learning rate of the parameters that AdamW updates."""
     b1: Beta = 0.9
-    """Decay of the first moment."""
+    """The decay of the first moment, which is the running mean of gradients."""
     b2: Beta = 0.95
-    """Decay of the second moment."""
+    """The decay of the second moment, which is the running mean of squared gradients."""
     eps: PositiveFloat = 1e-8
-    """Small number added to the square root of the second moment."""
+    """A small number that is added to the square root of the second moment, so that no update
+    divides by zero."""
 
 
 class MuonConfig(OptimizerConfig):
     """Muon, which orthogonalizes the momentum of matrices, and AdamW for all other parameters."""
 
     type: Literal["muon"]
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     momentum: Beta = 0.95
-    """Decay of the momentum."""
+    """The decay of the momentum."""
     nesterov: bool = True
-    """Use Nesterov's momentum, which looks one step ahead."""
+    """Whether to use Nesterov's momentum, which looks one step ahead."""
     ns_steps: Count = 5
-    """Number of Newton-Schulz steps, which bring the singular values near 1."""
+    """The number of Newton-Schulz steps, which bring the singular values near 1. More steps are
+    more exact and cost more matmuls."""
     eps: PositiveFloat = 1e-8
-    """Small number added to the norm of a matrix, by which Newton-Schulz first divides it."""
+    """A small number that is added to the norm of a matrix, by which the matrix is divided before
+    the Newton-Schulz steps."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, scaled by the learning rate; biases and norm scales do not decay."""
+    """The decoupled weight decay, which is multiplied by the learning rate. Biases and norm scales
+    do not decay."""
     scale: Scale = "match_rms"
-    """Size of the updates of matrices. `match_rms` gives these updates the root mean square of
+    """The size of the updates of matrices. `match_rms` gives these updates the root mean square of
     AdamW's updates, so that both share a learning rate. `spectral` multiplies the updates by
-    sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set
-    adamw.rate)."""
+    sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set adamw.rate).
+    """
     split_heads: bool = False
-    """Treat each head of the query, key and value projections as a separate matrix."""
+    """Whether to treat each head of the query, key and value projections as a separate matrix."""
     adamw: MuonAdamW = MuonAdamW()
     """The settings of AdamW, which updates vectors, embeddings and output heads."""
 

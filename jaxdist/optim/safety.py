@@ -125,9 +125,9 @@ class SkipSpikesConfig(Config):
     """The limit above which the norm of gradients is too large for a step."""
 
     factor: Annotated[float, Field(gt=1)] = 4.0
-    """Multiple of the recent mean gradient norm above which a step is skipped."""
+    """The multiple of the recent mean gradient norm above which a step is skipped."""
     window: Count = 100
-    """Number of steps over which the mean is taken; none of the first `window` steps is skipped
+    """The number of steps over which the mean is taken. None of the first `window` steps is skipped
     for a large norm."""
 
 
@@ -171,9 +171,9 @@ class SkipState(NamedTuple):
 
     inner: OptState
     skipped: jax.Array
-    """Number of steps skipped since the start."""
+    """The number of steps skipped since the start."""
     consecutive: jax.Array
-    """Number of steps skipped since the last accepted step."""
+    """The number of steps skipped since the last accepted step."""
     rule: RuleMemory
 
 

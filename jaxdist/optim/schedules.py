@@ -21,13 +21,13 @@ class ScheduleConfig(Config):
     """A linear warm-up to the peak over `warmup_steps`, then a decay until the end of the run."""
 
     type: Literal["constant", "cosine", "linear", "poly"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    """The shape of the decay after the warm-up. constant does not decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of steps of linear warm-up."""
+    """The number of steps in which the learning rate rises linearly from zero to the peak."""
     end_fraction: Fraction = 0.0
-    """Learning rate at the end of the decay, as a fraction of the peak."""
+    """The learning rate at the end of the decay, as a fraction of the peak."""
     power: Annotated[float, Field(gt=0)] | None = None
-    """Exponent of `poly`; null is 1."""
+    """The exponent of the decay of type poly; null means 1."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:

@@ -73,10 +73,10 @@ class XlaConfig(Config):
     """Options for the compiler of the train step and of the evaluation."""
 
     preset: PresetName = "default"
-    """The set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
-    collectives during computation; `collective_matmul` lets XLA cut a matmul into parts that run
-    during the collective of its operand or result; `none` sets no options. A tensor axis has such
-    collectives with `residual_seq: tensor` (compare `sharding.collective_matmul`)."""
+    """The set of options for TPUs. `default` gathers whole operands of matmuls. `overlap` also runs
+    collectives during computation. `collective_matmul` lets XLA cut a matmul into parts that run
+    during the collective of its operand or result; a tensor axis has such collectives with
+    `residual_seq: tensor` (compare `sharding.collective_matmul`). `none` sets no options."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
     """Further options, by XLA's names without leading dashes. An option that is set here overrides
     the same option of the preset."""

@@ -32,7 +32,7 @@ class Direct(Config):
     """Direct pushes of workers to servers: N workers send N times the parameters' bytes."""
 
     type: Literal["direct"] = "direct"
-    """Select direct pushes."""
+    """The name that selects direct pushes in a config."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return an empty tuple, because direct pushes use no racks."""
@@ -61,7 +61,7 @@ class Racks(Config):
     """
 
     type: Literal["racks"] = "racks"
-    """Select aggregation by racks."""
+    """The name that selects aggregation by racks in a config."""
     size: Annotated[int, Field(ge=2, le=LARGEST)]
     """The number of workers in each rack. Racks are filled in the order of the workers' numbers,
     and the last rack may have fewer workers."""
@@ -107,7 +107,7 @@ class Secure(Config):
     """
 
     type: Literal["secure"] = "secure"
-    """Select secure aggregation."""
+    """The name that selects secure aggregation in a config."""
     dropouts: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     """The number of workers that a round can lose. Null takes the largest number that leaves more
     than half of the workers, and at least two. If a round loses more, the run ends."""

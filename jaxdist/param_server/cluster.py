@@ -38,16 +38,17 @@ class Cluster(Config):
     servers: Count = 1
     """The number of servers that share the parameters."""
     consistency: ConsistencyConfig = SSP()
-    """The consistency model, by type: when changes are applied, and which versions workers may
-    read."""
+    """The consistency model, selected by its `type`, which determines when changes are applied and
+    which versions workers may read."""
     placement: PlacementConfig = Balanced()
-    """The assignment of parameters to servers, by type."""
+    """The assignment of parameters to servers, selected by its `type`."""
     aggregation: AggregationConfig = Direct()
-    """The combination of pushes on their way to the servers, by type."""
+    """The combination of pushes on their way to the servers, selected by its `type`."""
     codec: CodecConfig | None = None
-    """The compression of pushes, by type, except for norms and biases; null compresses nothing."""
+    """The compression of pushes, selected by its `type`. Norms and biases are never compressed.
+    null compresses nothing."""
     error_feedback: bool = True
-    """Whether a client adds what compression leaves out of a push to its next push."""
+    """Whether a client adds the error of a compressed push to its next push."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
     """The division of a batch among workers: equal, by_speed (by simulation.step_seconds), or the
     number of examples of each worker."""

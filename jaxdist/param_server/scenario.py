@@ -20,11 +20,11 @@ class Straggler(Config):
     worker: WorkerNumber
     """The number of the worker."""
     factor: PositiveFloat
-    """The factor on the time of the worker's steps."""
+    """The factor by which the time of the worker's steps is multiplied."""
     start_seconds: NonNegativeFloat = 0.0
-    """The virtual time from which the worker is slow."""
+    """The virtual time, in seconds, from which the worker is slow."""
     stop_seconds: NonNegativeFloat | None = None
-    """The virtual time until which the worker is slow; null means until the end."""
+    """The virtual time, in seconds, until which the worker is slow; null means until the end."""
 
 
 class Crash(Config):
@@ -33,9 +33,10 @@ class Crash(Config):
     worker: WorkerNumber
     """The number of the worker."""
     at_seconds: NonNegativeFloat
-    """The virtual time at which the worker dies."""
+    """The virtual time, in seconds, at which the worker dies."""
     back_seconds: NonNegativeFloat | None = None
-    """The virtual time at which the worker restarts, as a new client; null means never."""
+    """The virtual time, in seconds, at which the worker restarts, as a new client; null means
+    never."""
 
 
 class Pause(Config):
@@ -44,55 +45,59 @@ class Pause(Config):
     server: Annotated[int, Field(ge=0)]
     """The number of the server."""
     at_seconds: NonNegativeFloat
-    """The virtual time at which the server stops."""
+    """The virtual time, in seconds, at which the server stops."""
     back_seconds: NonNegativeFloat
-    """The virtual time at which the server continues; messages that arrive in the meantime are lost
-    and sent again."""
+    """The virtual time, in seconds, at which the server continues. Messages that arrive in the
+    meantime are lost and sent again."""
 
 
 class NetworkConfig(Config):
     """The network links between workers and servers."""
 
     bytes_per_second: PositiveFloat = 1.25e9
-    """The bandwidth of a worker's card, in each direction; the default is 10 Gbit/s."""
+    """The bandwidth of a worker's network card, in bytes per second in each direction; the default
+    is 10 Gbit/s."""
     server_bytes_per_second: PositiveFloat = 1.25e9
-    """The bandwidth of a server's card, in each direction."""
+    """The bandwidth of a server's network card, in bytes per second in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
-    """The latency from one card to another, in addition to the time for the bytes."""
+    """The latency from one network card to another, in seconds, in addition to the time for the
+    bytes."""
     jitter_seconds: NonNegativeFloat = 0.0
-    """The largest random latency, drawn for each message, so that messages can overtake each
-    other."""
+    """The largest random latency, in seconds, which is drawn for each message, so that messages can
+    overtake each other."""
     unevenness: NonNegativeFloat = 0.1
     """The standard deviation of the logarithm of a random factor on each message's weight. Messages
     that use a card at the same time share its bandwidth by their weights."""
     loss: Chance = 0.0
-    """The share of messages that do not arrive."""
+    """The share of messages that do not arrive, from 0 to 1."""
     copies: Chance = 0.0
-    """The share of messages that arrive twice."""
+    """The share of messages that arrive twice, from 0 to 1."""
     retry_seconds: PositiveFloat = 0.2
-    """The time from the loss of a message or a reply until the message is sent again."""
+    """The time, in seconds, from the loss of a message or a reply until the message is sent again.
+    """
 
 
 class SimulationConfig(Config):
     """The workers' speeds, the network and the failures; the same seed gives the same bits."""
 
     step_seconds: PositiveFloat | tuple[PositiveFloat, ...] = 0.1
-    """The seconds for a gradient of an equal share of the batch: one number for all workers, or one
-    number for each worker."""
+    """The time, in seconds, for a gradient of an equal share of the batch: a number for all
+    workers, or a list with a number for each worker."""
     noise: NonNegativeFloat = 0.0
     """The standard deviation of the logarithm of a step's time, drawn for each step."""
     stragglers: tuple[Straggler, ...] = ()
     """The workers that are slow for a time."""
     crashes: tuple[Crash, ...] = ()
-    """The deaths of workers."""
+    """The deaths of workers, each with its time."""
     pauses: tuple[Pause, ...] = ()
-    """The pauses of servers."""
+    """The pauses of servers, each with its time."""
     detect_seconds: NonNegativeFloat = 1.0
-    """The time from a worker's death until the others no longer wait for it."""
+    """The time, in seconds, from a worker's death until the other workers no longer wait for it."""
     link: NetworkConfig = NetworkConfig()
     """The network links, and the faults of the network."""
     seconds: PositiveFloat | None = None
-    """The virtual time that ends the run; null ends it when all workers have taken their steps."""
+    """The virtual time, in seconds, that ends the run; null ends the run when all workers have
+    taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of noise, jitter, losses and duplicates."""
 

@@ -107,11 +107,12 @@ class PreemptionConfig(Config):
     """The sources of a preemption notice, besides signals; a notice from any source is enough."""
 
     file: FilePath | None = None
-    """A file whose appearance is the notice; null uses no file."""
+    """A file whose appearance is a preemption notice; null watches no file."""
     file_seconds: PositiveFloat = 0.5
-    """The seconds between two checks for the file."""
+    """The time, in seconds, between two checks for the file."""
     gce: bool = False
-    """Whether to poll Google's metadata server."""
+    """Whether to ask Google's metadata server for a preemption notice. Set it on preemptible VMs of
+    Google Cloud."""
     gce_url: str = GCE_URL
     """The address of the metadata server."""
 

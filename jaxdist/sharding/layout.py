@@ -63,9 +63,9 @@ class ShardingConfig(Config):
     params: dict[str, Literal["whole"] | list[str | None]] = Field(default_factory=dict)
     """The dims of parameters for which the model does not name dims, by pattern of names. In a
     pattern such as `blocks/*/kernel`, `*` matches any text, including `/`. The first pattern in the
-    order of the file that matches a name is used. A dim `null` is never split; `...` represents any
-    number of such dims, as in `[..., mlp]`; `whole` means that no dim is split. For stacked layers
-    a pattern names the dims of a single layer."""
+    order of the file that matches a name is used. A dim `null` is never split, and `...` represents
+    any number of such dims, as in `[..., mlp]`. `whole` means that no dim is split. For stacked
+    layers, a pattern names the dims of a single layer."""
 
     collective_matmul: bool = False
     """Whether MLPs (gpt) send chunks of the sequence around the axis of `residual_seq` during their
@@ -76,16 +76,17 @@ class ShardingConfig(Config):
     ragged (all-to-all of only the rows with tokens, not on CPU), or auto (the exchange that sends
     the fewest bytes)."""
     context: Way | Literal["auto"] = "auto"
-    """The method by which the devices of mesh axis `context` share the attention of a sequence:
-    gather (each device gathers all keys and values), ring (keys and values rotate), ulysses
-    (devices exchange chunks of the sequence for heads), ring_ulysses or gather_ulysses (ulysses in
-    groups of devices, ring or gather between groups), or auto (the method that sends the fewest
-    bytes; on TPU, auto prefers the other methods to ring, for which jaxdist has no kernel)."""
+    """The method by which the devices of mesh axis `context` share the attention of a sequence.
+    With gather, each device gathers all keys and values. With ring, keys and values rotate. With
+    ulysses, devices exchange chunks of the sequence for heads. ring_ulysses and gather_ulysses use
+    ulysses in groups of devices, and ring or gather between groups. auto takes the method that
+    sends the fewest bytes; on TPU, auto prefers the other methods to ring, for which jaxdist has no
+    kernel."""
     context_order: Order | Literal["auto"] = "auto"
     """The order of the positions of a training batch over the devices of axis `context`:
     contiguous, zigzag (each device has an early and a late chunk), striped (each device has every
     n-th position), or auto. With causal attention, zigzag and striped give all devices equal work,
-    and auto chooses one of them if possible."""
+    and auto chooses zigzag or striped if possible."""
 
     @field_validator("rules")
     @classmethod

@@ -19,7 +19,7 @@ class RowOptimizer(Config):
     """The settings of every row-wise optimizer."""
 
     learning_rate: PositiveFloat | None = None
-    """Constant learning rate of rows; null takes the learning rate of optim at each step."""
+    """The constant learning rate of rows; null takes the learning rate of optim at each step."""
 
     @abstractmethod
     def state_width(self, width: int) -> int:
@@ -40,7 +40,7 @@ class RowSgd(RowOptimizer):
     """Gradient descent, with the same result as a dense table with `{type: sgd, momentum: 0}`."""
 
     type: Literal["sgd"] = "sgd"
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
 
     def state_width(self, width: int) -> int:
         return 0
@@ -57,12 +57,13 @@ class RowAdagrad(RowOptimizer):
     """
 
     type: Literal["adagrad"] = "adagrad"
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     per: Literal["element", "row"] = "row"
-    """element keeps a sum of squares for each value. row keeps a sum for each row, of the mean
-    square of its gradient, which needs D times less memory."""
+    """The unit of the sums of squares. element keeps a sum for each value. row keeps a sum for each
+    row, of the mean square of its gradient, which needs D times less memory (D is the width of a
+    row)."""
     eps: PositiveFloat = 1e-8
-    """Number added to the root."""
+    """A small number that is added to the root of the sum, so that no update divides by zero."""
 
     def state_width(self, width: int) -> int:
         return width if self.per == "element" else 1
@@ -84,13 +85,14 @@ class RowLazyAdam(RowOptimizer):
     """
 
     type: Literal["lazy_adam"] = "lazy_adam"
-    """Selects this optimizer."""
+    """The name that selects this optimizer in a config."""
     b1: Beta = 0.9
-    """Decay of the first moment."""
+    """The decay of the first moment, which is the running mean of gradients."""
     b2: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Decay of the second moment."""
+    """The decay of the second moment, which is the running mean of squared gradients."""
     eps: PositiveFloat = 1e-8
-    """Number added to the root of the second moment."""
+    """A small number that is added to the root of the second moment, so that no update divides by
+    zero."""
 
     def state_width(self, width: int) -> int:
         return 2 * width + 1

@@ -31,26 +31,33 @@ class TrainConfig(Config):
     """The length of training, and its batch sizes."""
 
     steps: Count | None = None
-    """Optimizer steps; give either steps or epochs."""
+    """The number of optimizer steps of the run; set either steps or epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training split; the number of steps is rounded, and halves are rounded up."""
+    """The number of passes over the training split; the number of steps is rounded, and halves are
+    rounded up. Set either steps or epochs."""
     batch_size: Count
-    """Examples (windows, images) per optimizer step, over all devices and microbatches."""
+    """The number of examples (windows, images) per optimizer step, over all devices and
+    microbatches."""
     rescaled_from: Count | None = None
-    """Batch size of the full mesh, to which the learning rate and the length refer, if an agent has
-    changed batch_size (elastic.batch: rescale); null means batch_size."""
+    """The batch size of the full mesh, to which the learning rate and the length refer, if an agent
+    has changed batch_size (elastic.batch: rescale). null means batch_size. Agents set it; a config
+    leaves it out."""
     microbatches: Count = 1
-    """Number of parts of a batch that are computed one after another, to save memory."""
+    """The number of parts of a batch that are computed one after another. More parts need less
+    memory for activations."""
     batch_ramp: BatchRampConfig | None = None
-    """Begin with smaller batches; each size is compiled separately. Null always uses batch_size."""
+    """The smaller batches with which the run begins. Each size is compiled separately. null always
+    uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
-    """Parts of the run, each with a batch size and a learning rate; evaluation uses batch_size."""
+    """The parts of the run, each with a batch size and a learning rate; evaluation uses batch_size.
+    null trains the whole run with the same settings."""
     log_every: Count = 10
-    """Steps between two lines of metrics."""
+    """The number of steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
-    """Batches prefetched to the devices, in addition to the batch in use."""
+    """The number of batches that wait on the devices, in addition to the batch in use."""
     check_replicas: ReplicaCheckConfig | None = None
-    """Compare replicas of the state, to find a faulty device; null compares nothing."""
+    """The comparison of replicas of the state, which finds faulty devices; null compares nothing.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

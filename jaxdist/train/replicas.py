@@ -17,12 +17,14 @@ class ReplicaCheckConfig(Config):
     """The detection of faulty devices by a comparison of replicas of the state."""
 
     every: Count
-    """Steps between two comparisons; replicas are also compared before each evaluation and
-    checkpoint."""
+    """The number of steps between two comparisons. Replicas are also compared before each
+    evaluation and checkpoint."""
     on_difference: Literal["stop", "restore"] = "stop"
-    """Stop ends the run; restore repeats the steps since the newest complete checkpoint."""
+    """The reaction to a difference: stop ends the run, and restore repeats the steps since the
+    newest complete checkpoint."""
     max_restores: Count = _RESTORES
-    """Number of restores by one process before it ends the run."""
+    """The number of times that one process may restore the run; a further difference ends the run.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> ReplicaCheckConfig:

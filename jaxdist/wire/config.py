@@ -30,8 +30,8 @@ class ProcessesConfig(Config):
     host: str = "127.0.0.1"
     """The address that servers listen on; an address of a network requires tls."""
     port: Port = 0
-    """The first port, which server 0 takes; the other servers take the next ports, and then each
-    rack's aggregator takes as many ports as there are servers. 0 takes free ports."""
+    """The first port, which server 0 takes. The other servers take the next ports, and then each
+    rack's aggregator takes as many ports as there are servers. 0 takes any free ports."""
     token: FilePath | None = None
     """The file with the token that workers present; null creates a new token for each run."""
     tls: TlsConfig | None = None
@@ -41,10 +41,10 @@ class ProcessesConfig(Config):
     memory, which takes four times the shard's bytes for each worker; false sends them through the
     socket, as between machines."""
     deadline_seconds: PositiveFloat = 600.0
-    """The seconds that other processes wait for a worker before the worker is killed and replaced.
-    A process that waits twice as long fails, and its error names the late process."""
+    """The time, in seconds, that other processes wait for a worker before the worker is killed and
+    replaced. A process that waits twice as long fails, and its error names the late process."""
     retry_seconds: PositiveFloat = 30.0
-    """The seconds without an answer after which a message is sent again."""
+    """The time without an answer, in seconds, after which a message is sent again."""
     deaths: Annotated[int, Field(ge=1, le=100)] = 3
     """The number of successive deaths of a worker, without a step in between, that ends the run."""
 

@@ -47,7 +47,7 @@ class LinkConfig(Config):
     latency_seconds: NonNegativeFloat
     """The time from the start of a message until its first byte arrives, in seconds."""
     bytes_per_second: PositiveFloat
-    """The bytes per second in one direction, through one port."""
+    """The number of bytes per second in one direction, through one port of the device."""
     topology: Topology = "switch"
     """The topology of the links. A switch joins all devices. A torus joins neighbors only, and a
     device sends in both directions at the same time."""
@@ -90,7 +90,7 @@ class Auto(Algorithm):
     slow_axes: tuple[str, ...] | None = None
     """The slow axes, between slices or hosts; null means the axes whose names end in `_dcn`."""
     xla: bool = True
-    """Whether the collectives of XLA are among the alternatives."""
+    """Whether the collectives of XLA are among the algorithms to choose from."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return self._chosen("all_reduce", flat, axis).all_reduce(flat, axis, combine)

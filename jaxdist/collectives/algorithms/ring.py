@@ -36,9 +36,11 @@ class Ring(Algorithm):
     type: Literal["ring"] = "ring"
     """The name that selects this algorithm in a config."""
     directions: Annotated[int, Field(ge=1, le=2)] = 1
-    """The number of directions in which blocks are sent; 2 directions halve the number of steps."""
+    """The number of directions in which blocks are sent around the ring: 1, or 2 to halve the
+    number of steps on links that send in both directions at once."""
     chunks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """The number of chunks of each block. A chunk is reduced while the next chunk is sent."""
+    """The number of chunks of each block. A chunk is reduced while the next chunk is sent, so more
+    chunks overlap more work but send more messages."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         blocks = split_padded(flat, axis_size(axis))

@@ -42,7 +42,8 @@ class LowRank(LinearCodec):
     type: Literal["lowrank"] = "lowrank"
     """The name that selects this codec in a config."""
     rank: Count = 4
-    """The rank r, which is the number of columns of both factors."""
+    """The rank r of the approximation, which is the number of columns of both factors. A larger
+    rank sends more bytes and loses less of the gradient."""
     stacked_dims: Annotated[int, Field(ge=0, le=4)] = 0
     """The number of first dims that count separate matrices, such as the layers of a scanned model.
     """

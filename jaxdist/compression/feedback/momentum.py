@@ -31,7 +31,7 @@ class MomentumCorrection(Feedback):
     type: Literal["momentum"] = "momentum"
     """The name that selects this feedback in a config."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """The decay m of the velocity."""
+    """The decay of the velocity, m in the formula of `nesterov`."""
     nesterov: bool = False
     """Whether to use Nesterov's momentum: u = m (u + gradient), v = v + u + gradient."""
     clip_norm: PositiveFloat | None = None

@@ -30,25 +30,28 @@ class ImagesConfig(Config):
     """Images (uint8 [H, W, C], 0 to 255), each with a label."""
 
     type: Literal["images"] = "images"
-    """Selects labelled images."""
+    """The name that selects labelled images in a config."""
     source: Literal[
         "fashion-mnist", "digits", "idx", "cifar10", "cifar100", "npz", "folder", "tars"
     ]
-    """Fashion-MNIST (70,000 images, 28 x 28) or handwritten digits (1,797 images, 8 x 8), neither
-    of which needs a directory; IDX files; the binary files of CIFAR; an npz archive (x_train,
-    y_train, x_test, y_test); JPEG and PNG files in a folder for each class (train/CLASS/*.jpg,
-    val/CLASS/*.jpg); or tars of the
-    webdataset format (train-*.tar, val-*.tar, with NAME.jpg and NAME.cls)."""
+    """The origin of the images. fashion-mnist (70,000 images of 28 x 28 pixels) and digits (1,797
+    handwritten digits of 8 x 8 pixels) need no directory. idx reads IDX files, and cifar10 and
+    cifar100 read the binary files of CIFAR. npz reads an archive with x_train, y_train, x_test and
+    y_test. folder reads JPEG and PNG files in a folder for each class (train/CLASS/*.jpg,
+    val/CLASS/*.jpg). tars reads tars of the webdataset format (train-*.tar, val-*.tar, with
+    NAME.jpg and NAME.cls)."""
     directory: str | None = None
-    """Folder of the files; for npz, the path of the archive."""
+    """The folder of the files; for npz, the path of the archive. null is only for sources that need
+    no directory."""
     size: Count | None = None
-    """Side of the square to which images of folder and tars are scaled and cropped; null keeps
-    their size, which must then be the same for all."""
+    """The side, in pixels, of the square to which images of the sources folder and tars are scaled
+    and cropped. null keeps their size, which must then be the same for all images."""
     skip_broken: bool = False
-    """Leave out image files that cannot be decoded (each file is decoded once at the start); false
-    ends the run at the first broken file."""
+    """Whether to leave out image files that cannot be decoded. With true, each file is decoded once
+    at the start; with false, the first broken file ends the run."""
     transform: TransformConfig | None = None
-    """Transform of each image; null keeps uint8, 0 to 255 (jaxdist's loss divides by 255)."""
+    """The transform of each image. null keeps uint8 values from 0 to 255, which jaxdist's losses
+    divide by 255."""
 
     @model_validator(mode="after")
     def _check_directory(self) -> ImagesConfig:

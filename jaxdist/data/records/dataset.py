@@ -26,29 +26,32 @@ class RecordsConfig(Config):
     """Columns of numbers and images, in files of other frameworks."""
 
     type: Literal["records"]
-    """Selects records."""
+    """The name that selects data in records in a config."""
     format: Literal["huggingface", "array_record"]
-    """huggingface: a data set of the package datasets, from save_to_disk or a downloaded folder of
-    the hub. array_record: ArrayRecord files of tf.train.Example, as TensorFlow Datasets write them
-    (train*.array_record, NAME-train.array_record-00000-of-00001)."""
+    """The format of the files. huggingface is a data set of the package datasets, from save_to_disk
+    or from a downloaded folder of the hub. array_record is ArrayRecord files of tf.train.Example,
+    as TensorFlow Datasets writes them (train*.array_record,
+    NAME-train.array_record-00000-of-00001)."""
     directory: str
-    """Folder of the files."""
+    """The folder of the files."""
     columns: dict[str, str] = Field(default={})
-    """Names of an example's fields, each with the name of its column; {} takes all columns under
-    their own names."""
+    """The column of each field of an example, by the field's name. An empty mapping takes all
+    columns under their own names."""
     size: Count | None = None
-    """Side of the square to which images are scaled and cropped; null keeps their size, which must
-    then be the same for all."""
+    """The side, in pixels, of the square to which images are scaled and cropped. null keeps their
+    size, which must then be the same for all images."""
     skip_broken: bool = False
-    """Leave out records with an image that cannot be decoded (each record is decoded once at the
-    start); false ends the run at the first broken record."""
+    """Whether to leave out records with an image that cannot be decoded. With true, each record is
+    decoded once at the start; with false, the first broken record ends the run."""
     vocab_size: Count | None = None
-    """Size of the vocabulary: `tokens` are from 0 to vocab_size - 1; null if there are none."""
+    """The size of the vocabulary: `tokens` are numbers from 0 to vocab_size - 1. null is for data
+    without tokens."""
     classes: Count | None = None
-    """Number of classes: `label` is from 0 to classes - 1; null takes the number that the files
-    declare."""
+    """The number of classes: `label` is a number from 0 to classes - 1. null takes the number that
+    the files declare."""
     transform: TransformConfig | None = None
-    """Transform of each image; null keeps uint8, 0 to 255 (jaxdist's loss divides by 255)."""
+    """The transform of each image. null keeps uint8 values from 0 to 255, which jaxdist's losses
+    divide by 255."""
 
     def build(self) -> Dataset:
         """Open the files; records are read and decoded when a batch is read.

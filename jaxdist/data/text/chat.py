@@ -37,15 +37,18 @@ class ChatConfig(Config):
     """
 
     type: Literal["chat"]
-    """Selects conversations, packed into windows."""
+    """The name that selects conversations in a config."""
     files: tuple[str, ...] = Field(min_length=1)
-    """Glob patterns of .jsonl files, relative to the current directory."""
+    """The glob patterns of .jsonl files, relative to the current directory. A file has a
+    conversation in each line."""
     tokenizer: BpeTokenizerConfig
-    """The model's tokenizer; its folder must have the chat template."""
+    """The model's tokenizer, whose folder must have the chat template."""
     window: int = Field(default=512, ge=2, le=LARGEST)
-    """Tokens in an example; a longer conversation is cut, and none is spread over two examples."""
+    """The number of tokens in an example. A longer conversation is cut, and no conversation is
+    spread over two examples."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Fraction of conversations held out for evaluation, chosen by content; 0 holds out none."""
+    """The fraction of conversations that are held out for evaluation, chosen by their content. 0
+    holds nothing out."""
 
     def build(self) -> Dataset:
         """Read the conversations, apply the chat template, encode and pack them.

@@ -41,26 +41,30 @@ class TextConfig(Config):
     """Text files (.txt, .md, .py, .jsonl) as windows of tokens."""
 
     type: Literal["text"] = "text"
-    """Selects text, packed into windows."""
+    """The name that selects text data in a config."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """`python-stdlib` reads the Python files of the running interpreter's standard library; `files`
-    (implied if the key `files` is set) reads the files that the key names."""
+    """The origin of the text. `python-stdlib` reads the Python files of the running interpreter's
+    standard library. `files` reads the files that the key `files` names, and need not be written if
+    that key is set."""
     files: list[str] = Field(default=[])
-    """Glob patterns such as `books/**/*.txt`, relative to the current directory."""
+    """The glob patterns of the text files, such as `books/**/*.txt`, relative to the current
+    directory."""
     jsonl_field: str = "text"
-    """The key that holds the text in each line of a .jsonl file."""
+    """The key of the text in each line of a .jsonl file."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
-    """The tokenizer, by type."""
+    """The tokenizer, which turns text into tokens, selected by its `type`."""
     window: int = Field(default=256, ge=2, le=LARGEST)
-    """Tokens in an example: the context length."""
+    """The number of tokens in an example, which is the context length of the model."""
     masking: MaskingConfig | None = None
-    """Tokens that are hidden from an encoder (bert), which predicts them; null hides none."""
+    """The tokens to hide from an encoder (bert), which predicts the hidden tokens. null hides
+    nothing, as decoders need."""
     packing: Literal["stream", "documents"] = "stream"
-    """Content of windows: stream, consecutive parts of one stream of all text; or, with masking,
-    documents, whole documents, of which several share a window (a document longer than a window is
-    cut). See `model.isolate_documents`."""
+    """The content of windows. With stream, windows are consecutive parts of a single stream of all
+    text. With documents, which needs masking, each window has whole documents, and a document
+    longer than a window is cut. See also `model.isolate_documents`."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Fraction of files held out for evaluation, chosen by their names; 0 holds out none."""
+    """The fraction of files that are held out for evaluation, chosen by their names. 0 holds
+    nothing out."""
 
     @model_validator(mode="before")
     @classmethod

@@ -36,28 +36,31 @@ class LabelledTextConfig(Config):
     """Labelled text as sequences of tokens: rows of .jsonl files, or files that have a class."""
 
     type: Literal["labelled_text"]
-    """Selects labelled text."""
+    """The name that selects labelled text in a config."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """`python-stdlib` reads the Python files of the running interpreter's standard library; `files`
-    (implied if the key `files` is set) reads the files that the key names."""
+    """The origin of the text. `python-stdlib` reads the Python files of the running interpreter's
+    standard library. `files` reads the files that the key `files` names, and need not be written if
+    that key is set."""
     files: list[str] = Field(default=[])
-    """Glob patterns such as `reviews/*.jsonl`, relative to the current directory."""
+    """The glob patterns of the files, such as `reviews/*.jsonl`, relative to the current directory.
+    """
     text_field: str = "text"
-    """The key that holds the text in each line of a .jsonl file."""
+    """The key of the text in each line of a .jsonl file."""
     label_field: str = "label"
-    """The key that holds the class, a text or a number, in each line of a .jsonl file."""
+    """The key of the class, which is a text or a number, in each line of a .jsonl file."""
     classes: dict[str, Annotated[list[str], Field(min_length=1)]] | None = None
-    """Patterns of file names for each class of the files that are not .jsonl; the first pattern
-    that matches a name determines the class. Null takes the name of a file's folder."""
+    """The patterns of file names for each class, for files that are not .jsonl. The first pattern
+    that matches a name determines the class. null takes the name of a file's folder."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
-    """The tokenizer, by type."""
+    """The tokenizer, which turns text into tokens, selected by its `type`."""
     window: int = Field(default=128, ge=2, le=LARGEST)
-    """Tokens in an example; shorter documents are filled up."""
+    """The number of tokens in an example; shorter documents are padded."""
     pieces: Count | None = None
-    """Number of windows of a document, from its start, that are examples; null takes all."""
+    """The number of windows, from the start of each document, that become examples. null takes all
+    windows."""
     heldout_fraction: float = Field(default=0.1, gt=0, lt=1)
-    """Fraction of documents held out for evaluation, chosen by the names of files and by the
-    contents of rows."""
+    """The fraction of documents that are held out for evaluation, chosen by the names of files and
+    by the contents of rows."""
 
     @model_validator(mode="before")
     @classmethod

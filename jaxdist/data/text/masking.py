@@ -23,15 +23,16 @@ class MaskingConfig(Config):
     """The settings for hiding some tokens of each window, which an encoder must predict."""
 
     rate: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Fraction of the tokens that are predicted; every window has the same number of predicted
+    """The fraction of the tokens that are predicted. Every window has the same number of predicted
     tokens."""
     masked: _Fraction = 0.8
-    """Fraction of the predicted tokens that the mask replaces."""
+    """The fraction of the predicted tokens that the mask replaces."""
     random: _Fraction = 0.1
-    """Fraction of the predicted tokens that a random token replaces; the remaining predicted
+    """The fraction of the predicted tokens that a random token replaces. The remaining predicted
     tokens are kept."""
     token: str = "[MASK]"
-    """The tokenizer's token for the mask; the vocabulary of a tokenizer without it grows by one."""
+    """The tokenizer's token for the mask. If the tokenizer lacks this token, the vocabulary grows
+    by one token."""
 
     @model_validator(mode="after")
     def _check(self) -> MaskingConfig:

@@ -38,15 +38,17 @@ class PreferencesConfig(Config):
     """
 
     type: Literal["preferences"]
-    """Selects pairs of answers."""
+    """The name that selects pairs of answers in a config."""
     files: tuple[str, ...] = Field(min_length=1)
-    """Glob patterns of .jsonl files, relative to the current directory."""
+    """The glob patterns of .jsonl files, relative to the current directory. A file has a pair of
+    answers in each line."""
     tokenizer: BpeTokenizerConfig
-    """The model's tokenizer; its folder must have the chat template."""
+    """The model's tokenizer, whose folder must have the chat template."""
     window: int = Field(default=512, ge=2, le=LARGEST)
-    """Tokens of each conversation of a pair; longer conversations are cut."""
+    """The number of tokens of each conversation of a pair; longer conversations are cut."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Fraction of pairs held out for evaluation, chosen by content; 0 holds out none."""
+    """The fraction of pairs that are held out for evaluation, chosen by their content. 0 holds
+    nothing out."""
 
     def build(self) -> Dataset:
         """Read the pairs, apply the chat template, and encode them.

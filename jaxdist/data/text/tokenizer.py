@@ -160,7 +160,7 @@ class ByteTokenizerConfig(Config):
     """Bytes as tokens: a vocabulary of 257, which needs no training."""
 
     type: Literal["bytes"] = "bytes"
-    """Selects raw bytes."""
+    """The name that selects raw bytes in a config."""
 
     def build(self) -> ByteTokenizer:
         return ByteTokenizer()
@@ -170,14 +170,15 @@ class BpeTokenizerConfig(Config):
     """A byte-pair encoding, or another tokenizer of the tokenizers library, from a file."""
 
     type: Literal["bpe"]
-    """Selects a tokenizer of the tokenizers library."""
+    """The name that selects a tokenizer of the tokenizers library in a config."""
     file: str
-    """Path of the tokenizer.json; `jaxdist data tokenize` writes such a file."""
+    """The path of the tokenizer.json; `jaxdist data tokenize` writes such a file."""
     end_of_document: str | None = None
-    """A token of the file that ends a document, such as <|endoftext|>; null adds a token."""
+    """The token of the file that ends a document, such as <|endoftext|>. null adds a token to the
+    vocabulary."""
     vocab_size: Count | None = None
-    """Number of tokens of the model, if the model has more tokens than the file; null is the number
-    in the file."""
+    """The number of tokens of the model, if the model has more tokens than the file. null takes the
+    number in the file."""
 
     def build(self) -> BpeTokenizer:
         file = Path(self.file).expanduser()

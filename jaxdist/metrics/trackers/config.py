@@ -26,7 +26,7 @@ class PackagedConfig(Config):
     project: str = PROJECT
     """The project in which the run is listed."""
     name: str | None = None
-    """The name under which the run is listed; null uses the name of the run directory."""
+    """The name under which the project lists the run; null uses the name of the run directory."""
 
     def check(self) -> None:
         """Check that the package of the tracker is installed.

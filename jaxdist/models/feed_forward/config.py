@@ -18,38 +18,40 @@ class ExpertsConfig(Config):
     """Experts instead of the MLP: a router sends each token to a few experts."""
 
     count: Count
-    """Number of experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Count = 2
-    """Number of experts that each token is sent to."""
+    """The number of experts to which each token is sent."""
     mlp: Count | None = None
-    """Hidden width of an expert; null is the width of the model's MLP."""
+    """The hidden width of an expert; null takes the width of the model's MLP."""
     shared: Annotated[int, Field(ge=0)] = 0
-    """Number of further experts that every token is sent to, without the router."""
+    """The number of further experts that receive every token, without the router."""
     every: Count = 1
     """The distance n between blocks with experts: every n-th block has experts, and the other
     blocks have the model's MLP."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts, of which the largest are selected: a softmax over all experts, or a
-    sigmoid for each expert."""
+    """The scores of the experts, of which the largest are selected: a softmax over all experts, or
+    a sigmoid for each expert."""
     normalize: bool = True
-    """Divide the weights of a token's selected experts by their sum."""
+    """Whether to divide the weights of a token's selected experts by their sum."""
     scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the weights of the selected experts."""
+    """The factor by which the weights of the selected experts are multiplied."""
     balance_loss: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the auxiliary loss that balances the load of each sequence, as in the Switch
-    Transformer; null is 0.01, or 0 with bias_rate."""
+    """The weight of the auxiliary loss that balances the load of each sequence, as in the Switch
+    Transformer. null means 0.01, or 0 if bias_rate is set."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the auxiliary z-loss, the square of the logsumexp of router logits."""
+    """The weight of the auxiliary z-loss, which is the square of the logsumexp of the router's
+    logits. 0 adds no such loss."""
     bias_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Change per step of a bias that only selects experts: it rises for experts with less than the
-    mean load, and falls for others (arXiv 2408.15664). No gradient reaches it."""
+    """The change per step of a bias that only selects experts (arXiv 2408.15664). The bias rises
+    for experts with less than the mean load, and falls for other experts. No gradient reaches the
+    bias. 0 uses no bias."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """Limit on the tokens of a sequence that an expert takes, as a multiple of an even load
-    (rounded up). An expert drops the later tokens of the sequence; null drops none."""
+    """The largest number of tokens of a sequence that an expert takes, as a multiple of an even
+    load (rounded up). An expert drops the later tokens of the sequence; null drops no token."""
     product: ProductName = "auto"
-    """Method to multiply rows by the kernels of their experts: loop (over blocks of rows),
-    ragged_dot (XLA's, which on CPU computes every expert for every row) or megablox (a Pallas
-    kernel for TPU). auto is loop on CPU, megablox on TPU if its tiles fit, and otherwise
+    """The method to multiply rows by the kernels of their experts: loop (over blocks of rows),
+    ragged_dot (XLA's method, which on CPU computes every expert for every row) or megablox (a
+    Pallas kernel for TPU). auto takes loop on CPU, megablox on TPU if its tiles fit, and otherwise
     ragged_dot."""
 
     @model_validator(mode="after")

@@ -20,11 +20,11 @@ class CnnConfig(PartConfig):
     """A network of stages (convolution, ReLU, 2x2 max pooling), and then a hidden layer."""
 
     type: Literal["cnn"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     channels: Annotated[list[Count], Field(min_length=1)]
-    """Output channels of each 3x3 convolution."""
+    """The number of output channels of each 3x3 convolution."""
     hidden: Count
-    """Width of the hidden layer."""
+    """The width of the hidden layer."""
 
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint

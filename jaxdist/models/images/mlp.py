@@ -18,9 +18,9 @@ class MlpConfig(PartConfig):
     """A network of fully connected layers with ReLU between them."""
 
     type: Literal["mlp"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     hidden: Annotated[list[Count], Field(min_length=1)]
-    """Width of each hidden layer."""
+    """The width of each hidden layer."""
 
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint

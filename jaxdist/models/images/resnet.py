@@ -28,29 +28,30 @@ class ResnetConfig(PartConfig):
     """A residual network, version 1.5, in which a bottleneck's 3x3 convolution has the stride."""
 
     type: Literal["resnet"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     depth: Literal[18, 34, 50] | None = None
-    """Depth of a network of the paper, the number of its layers with weights (50 has bottlenecks);
-    null if `blocks` is set."""
+    """The depth of a network of the paper, which is its number of layers with weights; 50 has
+    bottlenecks. null is for a network whose `blocks` are set."""
     blocks: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Number of blocks of each stage, instead of depth: [3, 3, 3] with width 16 and the stem cifar
-    is the paper's ResNet-20."""
+    """The number of blocks of each stage, which replaces depth. For example, [3, 3, 3] with width
+    16 and the stem cifar is the paper's ResNet-20."""
     bottleneck: bool | None = None
-    """Blocks of three convolutions (1x1, 3x3, 1x1) instead of two 3x3 convolutions; null follows
-    depth."""
+    """Whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two 3x3 convolutions; null
+    follows depth."""
     width: Count = 64
-    """Channels of the first stage; each later stage has twice as many as the previous stage."""
+    """The number of channels of the first stage. Each later stage has twice as many channels as the
+    stage before it."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers: imagenet, a 7x7 convolution with stride 2 and a max pooling, which divide the
-    sides of the image by 4; or cifar, a 3x3 convolution that keeps the size, for images of about 32
-    pixels."""
+    """The first layers. imagenet has a 7x7 convolution with stride 2 and a max pooling, which
+    divide the sides of the image by 4. cifar has a 3x3 convolution that keeps the size, for images
+    of about 32 pixels."""
     norm: Literal["batch", "group"] = "batch"
-    """Norm: batch, with statistics of the whole batch (with `parallel.batch_norm: local`, of a
-    device's rows); or group, which has no state and also runs in pipelines."""
+    """The norm. batch uses statistics of the whole batch, or of a device's rows with
+    `parallel.batch_norm: local`. group has no state, and also runs in pipelines."""
     groups: Annotated[int, Field(ge=1)] = 32
-    """Number of groups of channels of the group norm; must divide width."""
+    """The number of groups of channels of the group norm, which must divide width."""
     compute_dtype: ComputeDtype = "float32"
-    """Dtype of activations and convolutions; parameters and statistics are float32."""
+    """The dtype of activations and convolutions; parameters and statistics are float32."""
 
     @model_validator(mode="after")
     def _check(self) -> ResnetConfig:

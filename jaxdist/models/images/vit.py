@@ -42,30 +42,31 @@ class VitConfig(PartConfig):
     """
 
     type: Literal["vit"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     patch: Count
-    """Side of a patch in pixels; must divide both sides of an image."""
+    """The side of a patch, in pixels, which must divide both sides of an image."""
     layers: Count
-    """Number of blocks."""
+    """The number of blocks."""
     embed: Count
-    """Width of the residual stream."""
+    """The width of the residual stream."""
     heads: Count
-    """Number of heads; must divide embed."""
+    """The number of attention heads, which must divide embed."""
     mlp: Count | None = None
-    """Hidden width of the MLP; null is 4 times embed."""
+    """The hidden width of the MLP; null means 4 times embed."""
     class_token: bool = False
-    """Read the class from the state of a learned token before the patches; false reads it from the
-    mean over the patches."""
+    """Whether to predict the class from the state of a learned token before the patches; false
+    predicts it from the mean over the patches."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Epsilon that norms add to a variance."""
+    """The number that norms add to a variance before they divide by its root."""
     attention: KernelName = "auto"
-    """Attention kernel, as for gpt."""
+    """The kernel of attention; see the same setting of gpt."""
     compute_dtype: ComputeDtype = "float32"
-    """Dtype of activations and matmuls; parameters are float32."""
+    """The dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig = "none"
-    """Activations that the backward pass recomputes, as for gpt."""
+    """The activations that the backward pass recomputes; see the same setting of gpt."""
     scan_unroll: Count = 1
-    """Blocks per iteration of the loop over layers."""
+    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
+    compile and has less overhead."""
 
     @model_validator(mode="after")
     def _check(self) -> VitConfig:

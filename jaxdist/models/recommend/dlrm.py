@@ -26,12 +26,12 @@ class DlrmConfig(RecommenderConfig):
     """A bottom MLP and table rows, whose dot products are the input of a top MLP."""
 
     type: Literal["dlrm"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
     bottom: Widths = (64,)
-    """Width of each hidden layer of the MLP on dense features, whose output has `width` values; it
-    has no effect on data without dense features."""
+    """The width of each hidden layer of the MLP on dense features, whose output has `width` values.
+    The setting has no effect on data without dense features."""
     top: Widths = (64, 32)
-    """Width of each hidden layer of the MLP on the dot products."""
+    """The width of each hidden layer of the MLP on the dot products."""
 
     def build(
         self,

@@ -22,7 +22,7 @@ class SquaredErrorConfig(Config):
 
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]] = _NEEDS
     type: Literal["squared_error"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
 
     def build(self) -> Callable[..., PyTree]:
         """Return the loss function, which calls the module as `module(ids, dense, pulled)`."""
@@ -34,7 +34,7 @@ class ClickConfig(Config):
 
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]] = _NEEDS
     type: Literal["click"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
 
     def build(self) -> Callable[..., PyTree]:
         """Return the loss function, which calls the module as `module(ids, dense, pulled)`."""

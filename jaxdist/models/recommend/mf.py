@@ -26,7 +26,7 @@ class MfConfig(RecommenderConfig):
     """Biased matrix factorisation of two fields: start + b_user + b_item + p_user . q_item."""
 
     type: Literal["mf"]
-    """Selects this model."""
+    """The name that selects this model in a config."""
 
     def form(self, fields: Mapping[str, int]) -> RowForm:
         """Return the form of the tables: a row has factors, and then a bias that begins at zero."""

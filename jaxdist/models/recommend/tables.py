@@ -32,14 +32,15 @@ class RecommenderConfig(PartConfig):
     """The settings of a model with a table for each categorical field of the data."""
 
     width: Count
-    """Number of factors in a row."""
+    """The number of factors in a row of a table."""
     row_scale: PositiveFloat = 0.1
-    """Bound of the initial factors, which are uniform between minus this number and this number."""
+    """The bound of the initial factors, which are uniform between minus this number and this
+    number."""
     penalty: NonNegativeFloat = 0.0
-    """Factor of the sum of squares of the rows that an example looks up; the product is added to
-    the loss of the example. Unlike optim.weight_decay, it affects only these rows."""
+    """The factor of the sum of squares of the rows that an example looks up. The product is added
+    to the loss of the example. Unlike optim.weight_decay, it affects only these rows."""
     start: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    """Initial value of the bias of all scores, such as the mean rating."""
+    """The initial value of the bias of all scores, such as the mean rating."""
 
     def form(self, fields: Mapping[str, int]) -> RowForm:
         """Return the form of the tables for the fields of the data.

@@ -30,9 +30,10 @@ class DpoConfig(Config):
         "answer": ("pair", "length"),
     }
     type: Literal["dpo"]
-    """Selects this loss."""
+    """The name that selects this loss in a config."""
     beta: PositiveFloat = 0.1
-    """Strength with which the model is kept near the reference."""
+    """The strength with which the model is kept near the reference model; a larger value allows
+    less change."""
 
     def build(self) -> Dpo:
         """Return the loss function, which calls the model and the reference."""

@@ -17,17 +17,18 @@ class LoraConfig(Config):
     """Low-rank adapters, which are trained instead of the model's parameters."""
 
     rank: Count
-    """Rank of an adapter."""
+    """The rank of an adapter, which is the number of columns of its first factor."""
     alpha: PositiveFloat
-    """Strength of an adapter, whose product is multiplied by alpha / rank."""
+    """The strength of an adapter, whose product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Pattern, ...], Field(min_length=1)]
-    """Patterns for names of the kernels that have adapters, such as `blocks/attention/*`."""
+    """The patterns for the names of the kernels that have adapters, such as `blocks/attention/*`.
+    """
     rslora: bool = False
-    """Multiply an adapter's product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv
-    2312.03732)."""
+    """Whether to multiply an adapter's product by alpha / sqrt(rank) instead of alpha / rank
+    (Kalajdzievski 2023, arXiv 2312.03732)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of a kernel's input features that its adapter drops in a step; a layer draws them
-    once for all rows of a device's batch."""
+    """The fraction of a kernel's input features that its adapter drops in a step. A layer draws the
+    features once for all rows of a device's batch. 0 drops nothing."""
 
     @property
     def scale(self) -> float:
@@ -39,11 +40,11 @@ class PartConfig(Config):
     """The settings, common to all models, that choose the parameters to train."""
 
     freeze: tuple[Pattern, ...] = ()
-    """Patterns for names of parameters that are not trained, such as `blocks/*`: they have neither
-    gradients nor optimizer state."""
+    """The patterns for the names of parameters that are not trained, such as `blocks/*`. Frozen
+    parameters have neither gradients nor optimizer state."""
     lora: LoraConfig | None = None
-    """Low-rank adapters; with them only the adapters are trained. Null trains the model's own
-    parameters."""
+    """The low-rank adapters that are trained instead of the model's own parameters; null trains the
+    model's own parameters."""
 
     @model_validator(mode="after")
     def _check_part(self) -> PartConfig:

@@ -33,17 +33,17 @@ class DelayCompensation(Config):
     strength: PositiveFloat = 0.04
     """The factor of the correction, lambda in the paper."""
     decay: Beta | None = None
-    """The decay of a running mean of squared gradients, whose root divides the correction. If null,
-    the correction is not divided."""
+    """The decay of a running mean of squared gradients, whose root divides the correction; null
+    does not divide the correction."""
 
 
 class OnArrival(Consistency):
     """The base class of models that apply each gradient on arrival, as a separate update."""
 
     gradient_weight: Literal["share", "whole"] = "share"
-    """The weight of a gradient. share: the learning rate is divided by the number of workers, so
-    that one gradient from each worker moves the parameters as far as one synchronous step. whole:
-    each gradient is a full step."""
+    """The weight of a gradient. With share, the learning rate is divided by the number of workers,
+    so that one gradient from each worker moves the parameters as far as one synchronous step. With
+    whole, each gradient is a full step."""
     staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
     """The power of the staleness by which the learning rate is divided, if the staleness is above
     1; with power 0, it is not divided. The staleness is in clocks with gradient_weight share, and
@@ -52,8 +52,8 @@ class OnArrival(Consistency):
     """The correction of gradients for the movement of the parameters since the worker read them;
     null corrects nothing."""
     value_bound: PositiveFloat | None = None
-    """A worker pauses while any element of its unapplied changes exceeds this bound divided by the
-    number of workers; null sets no bound."""
+    """The bound at which a worker pauses: it pauses while any element of its unapplied changes
+    exceeds this number divided by the number of workers. null sets no bound."""
 
     @model_validator(mode="after")
     def _counts(self) -> OnArrival:
@@ -121,7 +121,7 @@ class Asynchronous(OnArrival):
     """
 
     type: Literal["async"] = "async"
-    """Select this model."""
+    """The name that selects this model in a config."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
     """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
     computation begins, the worker pulls for the next computation, and does not wait for the
@@ -146,7 +146,7 @@ class SSP(OnArrival):
     """
 
     type: Literal["ssp"] = "ssp"
-    """Select this model."""
+    """The name that selects this model in a config."""
     bound: Bound = 2
     """The number of clocks that a worker may be ahead of the slowest worker."""
     reads: Reads = "each_clock"
@@ -176,7 +176,7 @@ class AdaptiveSSP(OnArrival):
     """
 
     type: Literal["adaptive"] = "adaptive"
-    """Select this model."""
+    """The name that selects this model in a config."""
     least: Bound = 1
     """The number of clocks that a worker may always be ahead of the slowest worker."""
     most: Bound = 8

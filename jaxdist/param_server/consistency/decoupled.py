@@ -25,15 +25,15 @@ class Decoupled(Consistency):
     """
 
     type: Literal["decoupled"] = "decoupled"
-    """Select this model."""
+    """The name that selects this model in a config."""
     payload: ClassVar[Payload] = "outer"
     local_steps: Count = 100
-    """The number of steps of a worker from a push to the next."""
+    """The number of steps that a worker takes from one push to the next."""
     quorum: Count | None = None
     """The number of pending changes that triggers a merge; null waits for all members."""
     grace_seconds: NonNegativeFloat | None = None
-    """The seconds from the first pending change to a merge that leaves out the missing changes;
-    null waits for the quorum."""
+    """The time, in seconds, from the first pending change to a merge that leaves out the missing
+    changes; null waits for the quorum."""
     at_least: Count = 1
     """The smallest number of changes that is merged when the grace window has closed."""
     oldest: Count | None = None
@@ -41,7 +41,7 @@ class Decoupled(Consistency):
     learning_rate: PositiveFloat = 0.7
     """The learning rate of the outer optimizer."""
     momentum: Beta = 0.9
-    """The momentum of the outer optimizer; 0 keeps none."""
+    """The momentum of the outer optimizer; 0 uses no momentum."""
     nesterov: bool = True
     """Whether the outer momentum is Nesterov's."""
 

@@ -27,18 +27,18 @@ class Elastic(Consistency):
     """
 
     type: Literal["elastic"] = "elastic"
-    """Select this model."""
+    """The name that selects this model in a config."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
-    """The number of steps of a worker from an exchange to the next; tau in the paper."""
+    """The number of steps that a worker takes from one exchange to the next, tau in the paper."""
     alpha: PositiveFloat | None = None
     """The fraction of the distance between worker and centre by which an exchange moves both; null
     takes beta divided by the number of workers."""
     beta: PositiveFloat | None = None
     """The product of alpha and the number of workers. If alpha and beta are null, beta is 0.9."""
     order: Literal["arrival", "rounds"] = "arrival"
-    """The order of exchanges. arrival: each exchange is applied separately. rounds: the centre
-    moves once for all workers."""
+    """The order of exchanges. arrival applies each exchange separately. rounds moves the center
+    once for all workers."""
     curvature: Annotated[float, Field(gt=0)] = 1.0
     """The largest curvature of the loss, by which the stability check multiplies the learning
     rate."""

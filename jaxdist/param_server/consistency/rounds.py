@@ -41,9 +41,10 @@ class BSP(Rounds):
     """
 
     type: Literal["bsp"] = "bsp"
-    """Select this model."""
+    """The name that selects this model in a config."""
     backups: Annotated[int, Field(ge=0)] = 0
-    """The number of workers whose gradients a round does not wait for."""
+    """The number of workers whose gradients a round does not wait for, so that slow workers delay
+    no round. 0 waits for all workers."""
 
     def check(self, *, workers: int, learning_rate: float) -> None:
         if self.backups >= workers:

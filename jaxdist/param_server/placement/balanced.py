@@ -21,7 +21,7 @@ class Balanced(PlacementRule):
     """
 
     type: Literal["balanced"] = "balanced"
-    """Select this placement."""
+    """The name that selects this placement in a config."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         loads = [(0, server) for server in servers]

@@ -17,7 +17,7 @@ class Central(PlacementRule):
     """
 
     type: Literal["central"] = "central"
-    """Select this placement."""
+    """The name that selects this placement in a config."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         if len(servers) > 1:

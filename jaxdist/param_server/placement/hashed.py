@@ -23,11 +23,11 @@ class Hashed(PlacementRule):
     """
 
     type: Literal["hashed"] = "hashed"
-    """Select this placement."""
+    """The name that selects this placement in a config."""
     virtual_nodes: Annotated[int, Field(ge=1, le=2**16)] = 128
-    """The number of points of each server on the circle."""
+    """The number of points of each server on the circle. More points balance the bytes better."""
     seed: Annotated[int, Field(ge=0, le=2**63)] = 0
-    """The seed of the hash."""
+    """The seed of the hash, which determines the points of servers and ranges."""
 
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         circle = sorted(

@@ -34,7 +34,8 @@ class ZBAuto(Config):
     type: Literal["zb_auto"] = "zb_auto"
     """The name that selects this schedule in a config."""
     memory_limit: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    """The limit of the activations on each stage, in units of the maximum of 1F1B."""
+    """The limit of the activations on each stage, as a multiple of the most activations that 1F1B
+    keeps on a stage."""
     costs: CostsConfig = CostsConfig()
     """The times of the tasks and the memory of activations, by stage."""
     search: Annotated[int, Field(ge=0, le=100_000)] = 30

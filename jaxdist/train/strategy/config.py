@@ -26,7 +26,7 @@ class Synchronous(Config):
     """A strategy in which all processes take every step together; only steps change parameters."""
 
     type: Literal["synchronous"] = "synchronous"
-    """Selects this strategy."""
+    """The name that selects this strategy in a config."""
 
     def outer(self) -> None:
         return None
@@ -40,7 +40,7 @@ class ParameterServer(Cluster):
     """
 
     type: Literal["parameter_server"] = "parameter_server"
-    """Selects this strategy."""
+    """The name that selects this strategy in a config."""
 
     def outer(self) -> None:
         return None
@@ -55,21 +55,23 @@ class Hybrid(Config):
     """
 
     type: Literal["hybrid"] = "hybrid"
-    """Selects this strategy."""
+    """The name that selects this strategy in a config."""
     servers: Count = 1
-    """Number of servers that share the rows of all tables."""
+    """The number of servers that share the rows of all tables."""
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
-    """Number of servers that have each row; with 2, a follower takes over when a server dies."""
+    """The number of servers that have each row. With 2, a follower takes over when a server dies.
+    """
     takeover_seconds: PositiveFloat = 10.0
-    """Seconds without an answer after which a server is killed and followers take over, if replicas
-    is 2; the death of a process is detected immediately."""
+    """The time without an answer, in seconds, after which a server is killed and followers take
+    over, if replicas is 2. The death of a process is detected immediately."""
     optimizer: RowOptimizerConfig = RowAdagrad()
-    """Optimizer of rows, by type; optim is the optimizer of all other parameters."""
+    """The optimizer of rows, selected by its `type`; optim is the optimizer of all other
+    parameters."""
     consistency: RowConsistency = BSP()
-    """Consistency model of rows, by type; with bsp, a pull includes all earlier pushes of all
-    processes."""
+    """The consistency model of rows, selected by its `type`. With bsp, a pull includes all earlier
+    pushes of all processes."""
     processes: ProcessesConfig = ProcessesConfig()
-    """Settings of the server processes, which process 0 starts on its machine."""
+    """The settings of the server processes, which process 0 starts on its machine."""
 
     @field_validator("consistency")
     @classmethod

@@ -32,16 +32,16 @@ class Lookahead(Config):
     """
 
     type: Literal["lookahead"] = "lookahead"
-    """Selects this strategy."""
+    """The name that selects this strategy in a config."""
     steps: Count = 5
-    """Number of steps from one update of the slow weights to the next."""
+    """The number of steps from one update of the slow weights to the next."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.5
-    """Learning rate of the slow weights: without momentum, 0.5 keeps half of the change over the
-    steps, and 1 keeps the whole change."""
+    """The learning rate of the slow weights. Without momentum, 0.5 keeps half of the change over
+    the steps, and 1 keeps the whole change."""
     momentum: Beta = 0.0
-    """Momentum of the SGD of the slow weights; 0 uses no momentum."""
+    """The momentum of the SGD of the slow weights; 0 uses no momentum."""
     nesterov: bool = False
-    """Use Nesterov momentum for the slow weights."""
+    """Whether to use Nesterov momentum for the slow weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Lookahead:

@@ -54,7 +54,7 @@ class PipelineConfig(Config):
     layer at a time, but sends 2 m times the bytes, where m is the number of microbatches."""
     ahead: bool = False
     """Whether stages run forward passes earlier than in the schedule. Early forward passes reduce
-    waiting, but need memory for up to twice the activations."""
+    waiting, but need up to twice the memory for activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """The number of layers, or of parts, of each chunk. With null all chunks get the same number of
     layers if the number of chunks divides the number of layers. Otherwise, and for a model of
