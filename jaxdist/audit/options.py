@@ -38,8 +38,8 @@ class OptionEffect:
       value: the option's value, or None for `ALL`.
       verdict: "changes" or "same program" for the compiled program, or "refused" if the compiler
         refuses the option.
-      effect: the differences between the programs, or the compiler's error. It is empty for the
-        same program.
+      effect: the differences between the programs, or the compiler's error. The text
+        is empty for the same program.
     """
 
     preset: str

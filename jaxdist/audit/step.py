@@ -45,8 +45,8 @@ class KnobEffect:
       knob: the knob's dotted path.
       value: the knob's value in the config.
       origin: the file and line, or the override, that sets the knob.
-      verdict: "ok" if the knob has an effect, "NO EFFECT" if it has none and should have, or the
-        reason why it needs none.
+      verdict: "ok" if the knob has an effect, "NO EFFECT" if the knob should have an effect and has
+        none, or the reason why the knob needs no effect.
       effect: a description of the effect, or the reason why the effect was not examined.
     """
 

@@ -191,8 +191,8 @@ def batch_scaling(
     The command trains on all devices along axis data, and ignores the mesh of CONFIG. If the study
     is interrupted, the same command continues it.
     """
-    # The new mesh comes first. It drops the fake devices of the config's mesh, but an override can
-    # still request fake devices.
+    # The new mesh comes first. The new mesh drops the fake devices of the config's mesh, but an
+    # override can still request fake devices.
     extra = shared.prepare_devices(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy

@@ -95,7 +95,7 @@ def check(
 ) -> None:
     """Check a schedule in a CSV file.
 
-    If it breaks a rule, the first violation is printed, and the exit code is 2.
+    If the schedule breaks a rule, the first violation is printed, and the exit code is 2.
     """
     from jaxdist.commands.pipelines import check_csv as judge
     from jaxdist.commands.pipelines import schedule_json

@@ -74,8 +74,8 @@ def eject(
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
-    The file has only the model, loss, optimizer, shardings and communication of
-    CONFIG, to read and to change. It trains to the same losses.
+    The file has only the model, loss, optimizer, shardings and communication of CONFIG, to read and
+    to change. The file trains to the same losses.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.commands.eject.eject import Keep

@@ -206,9 +206,9 @@ def prove(
 ) -> None:
     """Prove for each parameter that CONFIG's plan computes what a single device would.
 
-    The command checks the types of values, numbers of a smaller model, and the
-    bytes of the compiled step. It writes the certificate that `jaxdist train
-    --proved` needs. The exit code is 1 if anything is wrong or undecided.
+    The command checks the types of values, numbers of a smaller model, and the bytes of the
+    compiled step. The command writes the certificate that `jaxdist train --proved` needs. The exit
+    code is 1 if anything is wrong or undecided.
     """
     extra = shared.compile_for(devices, None, overrides or [])
     shared.set_environment((config, extra), devices=8)

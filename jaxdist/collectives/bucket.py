@@ -154,7 +154,7 @@ def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
 def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
     """Return whether the leaves of a bucket are packed into one array.
 
-    This is false only if `Auto` with `bucket_bytes: auto` chooses `Xla`, since XLA merges
+    The answer is false only if `Auto` with `bucket_bytes: auto` chooses `Xla`, since XLA merges
     collectives itself.
 
     Args:

@@ -199,7 +199,8 @@ def all_to_all(
 def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
     """Divide `x` along `dim` into `size` blocks, and return `[size, width, ...]`.
 
-    The second dim of the result is the dim that is divided. It is padded with zeros at the end.
+    The second dim of the result is the dim that is divided. This dim is padded with zeros at the
+    end.
     """
     rows = jnp.moveaxis(x, dim, 0)
     width = -(-rows.shape[0] // size)

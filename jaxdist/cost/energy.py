@@ -1,8 +1,8 @@
 """Energy and carbon: the power of chips, and the conversion of joules to kWh and to grams of CO2.
 
 A chip is estimated to draw `idle + (most - idle) u` watts, where u is the fraction of time in which
-the chip is busy. This is a straight line between two published points. The site's power usage
-effectiveness (PUE) covers the power of hosts, network and cooling.
+the chip is busy. The estimate is a straight line between two published points. The site's power
+usage effectiveness (PUE) covers the power of hosts, network and cooling.
 
 The figures of TPU v4 are from Jouppi et al. 2023 (arXiv 2304.01433, table 4: 90 W when idle, 192 W
 at most, 170 W on average in MLPerf). The figures of GPUs are the board power in the SXM data

@@ -12,7 +12,8 @@ from pathlib import Path
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of the cache, which may not exist yet.
 
-    It is the value of JAXDIST_CACHE, or else jaxdist in XDG_CACHE_HOME, or else ~/.cache/jaxdist.
+    The directory is the value of JAXDIST_CACHE, or else jaxdist in XDG_CACHE_HOME, or else
+    ~/.cache/jaxdist.
 
     Args:
       environ: the environment variables.

@@ -34,8 +34,8 @@ def able(
       quarantined: the hosts that ask to be left out.
       least: the smallest number of hosts of a generation.
       most: the largest number of hosts of a generation.
-      fits: the function that returns whether hosts can work together, for example in a mesh. It is
-        called only if a host is quarantined.
+      fits: the function that returns whether hosts can work together, for example in a mesh. The
+        function is called only if a host is quarantined.
     """
     everyone = tuple(alive)
     ready = tuple(host for host in everyone if host not in quarantined)

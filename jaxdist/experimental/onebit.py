@@ -136,8 +136,8 @@ def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax
 def adam_bound(b1: float, b2: float) -> float:
     """Return the largest distance that Adam can move an element in a step at learning rate 1.
 
-    The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), or infinite if b1^2 >= b2. It follows
-    from the Cauchy-Schwarz inequality for the weights of both moments. Kingma and Ba (arXiv
+    The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), or infinite if b1^2 >= b2. The bound
+    follows from the Cauchy-Schwarz inequality for the weights of both moments. Kingma and Ba (arXiv
     1412.6980, section 2.1) have special cases.
 
     >>> round(adam_bound(0.9, 0.999), 2)
@@ -173,10 +173,10 @@ class OnebitConfig(OptimizerConfig):
     """The settings that 1-bit optimizers share."""
 
     freeze_step: Count
-    """The number of steps after which the second moment is frozen. It must equal
+    """The number of steps after which the second moment is frozen. The number must equal
     parallel.compression.warmup_steps."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """The decay of the first moment. It must equal the b1 of the error_feedback
+    """The decay of the first moment. The decay must equal the b1 of the error_feedback
     compressed_momentum."""
     b2: Beta = 0.999
     """The decay of the second moment."""

@@ -26,8 +26,8 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
     """Return the ledger of a compiled program: what a run communicates, computes and stores.
 
     Args:
-      compiled: the program, as `jax.jit(f).lower(...).compile()` returns it. It may be for CPU, GPU
-        or TPU, or be compiled ahead of time.
+      compiled: the program, as `jax.jit(f).lower(...).compile()` returns it. The program may be for
+        CPU, GPU or TPU, or be compiled ahead of time.
       mesh: the mesh that the program was compiled for.
       text: the program's text from `compile_with_text`, or the parsed text. If None, XLA prints the
         text of `compiled`.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TuplePath = tuple[int, ...]
-"""The indices that lead to an element of nested tuples. They are empty for a value that is not a
-tuple."""
+"""The indices that lead to an element of nested tuples. There are no indices for a value that is
+not a tuple."""
 
 _DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
 _SHIFT_LEFT_MOST = 64
@@ -113,8 +113,8 @@ def compute(
     Args:
       opcode: the name of the operation in HLO.
       type_text: the text of the result's type, which is an integer or bool scalar.
-      direction: the name of a comparison's direction in HLO, such as "LT". It is None for other
-        operations.
+      direction: the name of a comparison's direction in HLO, such as "LT". Other operations have
+        the direction None.
       values: the operands.
 
     >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])

@@ -68,8 +68,8 @@ class Inspection:
       tokens: the number of tokens in a step, or of examples if an example has no tokens.
       estimate_seconds: the wall time for reading the program and predicting the time of the step.
       worker: the worker whose step was compiled, or None without parameter servers.
-      update_flops: the FLOPs of the optimizer's update in a step. They are 0 unless the optimizer
-        multiplies matrices, as Muon does.
+      update_flops: the FLOPs of the optimizer's update in a step. The FLOPs are 0 unless the
+        optimizer multiplies matrices, as Muon does.
     """
 
     config: str

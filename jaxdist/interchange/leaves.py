@@ -39,7 +39,7 @@ class Leaf:
       filled: the shape of the part that the tensors fill.
       dtype: the dtype of the parameter.
       tensors: the parameter's tensor, or a tensor for each layer, or for each expert of each layer.
-        It is empty if the files have no such tensor; the parameter is then 0.
+        The tuple is empty if the files have no such tensor; the parameter is then 0.
       layout: the layout of each tensor.
       stacked: whether the parameter's first dim counts layers, each of which has separate tensors.
       by_expert: whether the next dim counts experts, each of which has a separate tensor.

@@ -300,8 +300,8 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
     """Return a module as pure functions; of its parameters, only the shapes are computed.
 
     Args:
-      make: a function that builds the module from `nnx.Rngs`. It is traced here, and called again
-        by `init`.
+      make: a function that builds the module from `nnx.Rngs`. The function is traced here, and
+        called again by `init`.
     """
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))

@@ -178,7 +178,7 @@ class GptConfig(PartConfig):
         """Return the FLOPs in a training step for scores that the causal mask hides.
 
         Attention has 2 products in the forward pass and 4 in the backward pass, each of 2 B L^2 H d
-        FLOPs. The mask hides half of them.
+        FLOPs. The mask hides half of these products.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 

@@ -1,7 +1,7 @@
 """The values that a loss returns: sums with weights, and scalars that cannot be added up.
 
-A loss returns each value as a total and a weight. Both are added over rows, microbatches and
-devices, and the total is divided by the weight once, at the end.
+A loss returns each value as a total and a weight. Totals and weights are added over rows,
+microbatches and devices, and the total is divided by the weight once, at the end.
 """
 
 from __future__ import annotations

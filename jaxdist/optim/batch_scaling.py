@@ -227,7 +227,7 @@ def ramp_stages(
     stages: list[BatchPhase] = []
     step = seen = 0
     # The last step of a stage is a whole batch, so the next stage may begin after its planned
-    # start. If it would begin after its planned end, it has no step.
+    # start. A stage that would begin after its planned end has no step.
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))

@@ -217,6 +217,7 @@ class Exchange(Protocol):
 
         Args:
           params: the new parameters with the shardings of `placements.shares`.
-          into: the old parameters. If they are donated, the new parameters use the same memory.
+          into: the old parameters. If the old parameters are donated, the new parameters use the
+            same memory.
         """
         ...

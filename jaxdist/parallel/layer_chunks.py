@@ -17,8 +17,8 @@ from jaxdist.trees import leaf_bytes
 Layers = list[jax.Array]
 """A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
-"""A function of the positions of some leaves and of these leaves. It returns new leaves, which have
-the same number of layers."""
+"""A function of the positions of some leaves and of these leaves. The function returns new leaves,
+which have the same number of layers."""
 
 
 def by_layers(

@@ -101,8 +101,8 @@ class Objective:
     ) -> Gradients:
         """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
-            # The loss scale is chosen for the mean loss. Its product with the total loss could
-            # overflow.
+            # The loss scale is chosen for the mean loss. The product of the loss scale and the
+            # total loss could overflow.
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))

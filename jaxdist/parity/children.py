@@ -162,8 +162,8 @@ class _Child:
 def _cpu_seconds(pid: int) -> float:
     """Return the CPU time of all threads of a process, in seconds.
 
-    On systems other than Linux the result is the monotonic time. It is 0 for a process that has
-    ended.
+    On systems other than Linux the result is the monotonic time. The time is 0 for a process that
+    has ended.
     """
     if not sys.platform.startswith("linux"):
         return time.monotonic()

@@ -106,7 +106,7 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
     """Return the results that an interrupted run wrote to a file.
 
     Args:
-      file: the file of the interrupted run. If it does not exist, there are no results.
+      file: the file of the interrupted run. If this file does not exist, there are no results.
       empty: the report of the present run without results, with which the file must agree. The
         losses on a single device are part of the report, since models of the same name may differ.
 

@@ -190,9 +190,9 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
     """Train a combination, and return its comparison with a single device.
 
     A combination is skipped if the model cannot be built, for example because axis tensor does not
-    divide its heads. It is also skipped if the model gives other numbers for a part of a batch. A
-    combination that XLA refuses to compile differs, with the first line of XLA's message as the
-    reason.
+    divide its heads. A combination is also skipped if the model gives other numbers for a part of a
+    batch. A combination that XLA refuses to compile differs, with the first line of XLA's message
+    as the reason.
     """
     try:
         experiment = experiment_of(subject.sections, cell)

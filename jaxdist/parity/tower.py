@@ -40,8 +40,8 @@ class Tower(nnx.Module):
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
-        # The fast variance is a difference of two means. Its rounding error would exceed the limits
-        # on differences.
+        # The fast variance is a difference of two means. The rounding error of such a difference
+        # would exceed the limits.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None

@@ -6,8 +6,8 @@ measured, so that the same limits are suited to any model:
 - the loss of each step, relative to its value on a single device;
 - the gradient of the first step, as the optimizer receives it: for each parameter, the norm of the
   difference, divided by the gradient's norm on a single device;
-- the update, which is the parameters after the last step minus the initial parameters. Its
-  difference is measured like the gradient's.
+- the update, which is the parameters after the last step minus the initial parameters. The
+  difference of the update is measured like the gradient's.
 
 All plans begin with the state that a single device initialized. Tests check that every mesh
 initializes the same state.
@@ -44,8 +44,8 @@ COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""The options with which XLA compiles. They do not change how XLA partitions a program, but XLA
-optimizes its loops less. This saves time, since each program only runs for `STEPS` steps."""
+"""The options with which XLA compiles. The options do not change how XLA partitions a program, but
+XLA optimizes its loops less. This saves time, since each program only runs for `STEPS` steps."""
 
 
 @dataclass(frozen=True)
@@ -359,8 +359,8 @@ def norms_at_least(
       limit: the limits on differences.
       moved: further results of a single device: with `nudged` initial parameters and, if
         `reference` is in half precision, in float32.
-      times: the allowed multiple of a change in `moved`. It is 2 if a plan and the reference both
-        round to bfloat16, since then both have the error of rounding.
+      times: the allowed multiple of a change in `moved`. The multiple is 2 if a plan and the
+        reference both round to bfloat16, since then both have the error of rounding.
     """
     total = math.hypot(*map(_norm, reference.gradients.values()))
     gradients = dict.fromkeys(reference.gradients, SMALL * total)

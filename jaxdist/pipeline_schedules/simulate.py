@@ -81,7 +81,8 @@ class Timeline:
     def flushed_bubble_fraction(self) -> float:
         """The fraction of the makespan in which the busiest stage waits.
 
-        This is the bubble fraction if all stages end a step before any stage begins the next step.
+        The value is the bubble fraction if all stages end a step before any stage begins the next
+        step.
         """
         return 1 - max(self.busy, default=0) / self.makespan if self.makespan else 0.0
 

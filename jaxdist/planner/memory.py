@@ -3,8 +3,8 @@
 The size of the training state is exact: the formula splits the state by the rules of ZeRO and of
 the mesh. The size of kept activations is exact too, and gradients have the dtypes and shards that
 XLA:TPU gives them. The memory of a block, the head and gathered parameters during computation is an
-estimate. The factors in `WORK` say how much of this memory is live at once. They are fitted to the
-buffer assignments of compiled programs (`jaxdist.planner.laid_out`).
+estimate. The factors in `WORK` say how much of this memory is live at once. The factors are fitted
+to the buffer assignments of compiled programs (`jaxdist.planner.laid_out`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Result:
     def seconds(self) -> float:
         """The seconds of a step with the first plan, from its compiled program if there is one.
 
-        They are infinite if there is no plan, or if the compiler refuses all printed plans.
+        The time is infinite if there is no plan, or if the compiler refuses all printed plans.
         """
         if not self.top or self.refused:
             return math.inf

@@ -60,9 +60,9 @@ WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
 a slice instead of a reduce-scatter. The number is 3 for families that are not listed. On tpu7x
 libtpu always uses a reduce-scatter."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
-"""The fraction of the time of ZeRO 3's gathers for which a step without axis tensor waits. It is
-fitted to compiled steps, and it is 1 for families that are not listed. The remaining time overlaps
-with computation. On tpu7x the SparseCores gather."""
+"""The fraction of the time of ZeRO 3's gathers for which a step without axis tensor waits. The
+fraction is fitted to compiled steps, and is 1 for families that are not listed. The remaining time
+overlaps with computation. On tpu7x the SparseCores gather."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
     each = 2 * model.param_bytes + rates.update
     found = (mine.trained_shard if plan.zero else mine.trained) * each
     found += 2 * optimizer_bytes(model, plan)
-    # Each microbatch reads its gradients and their sum, and writes the sum. It also casts the
-    # parameters if their stored dtype is wider than the dtype of the computation.
+    # Each microbatch reads its gradients and their sum, and writes the sum. Each microbatch also
+    # casts the parameters if their stored dtype is wider than the dtype of the computation.
     summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     if count > 1:
         found += 3 * count * summed * model.param_bytes
@@ -395,7 +395,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
     """Return the seconds of a step's further waits for the fast and for the slow network.
 
-    These are the waits that are not part of `_layer_waits`.
+    Further waits are those that are not part of `_layer_waits`.
     """
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes

@@ -315,7 +315,7 @@ class Layout:
     ) -> jax.Array:
         """Return the weighted sums of the experts' results for each token.
 
-        Each device computes the experts that it has. This is the method of
+        Each device computes the experts that it has. The method implements the method of
         `jaxdist.models.hints.Hint` with the same name. A further axis may split the hidden width of
         the kernels; the results are then summed over this axis.
 

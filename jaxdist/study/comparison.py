@@ -25,8 +25,8 @@ class VariantResult:
       variant: the variant.
       sent_bytes: the bytes that a device sends in a step over the mesh axes that share the batch.
       base_bytes: the bytes that a device sends in a step with the baseline.
-      outcomes, base: the runs of this variant and of the baseline. Both have a run for each seed,
-        in the same order.
+      outcomes, base: the runs of this variant and of the baseline. Variant and baseline have a run
+        for each seed, in the same order.
     """
 
     variant: Variant

@@ -76,7 +76,7 @@ def _draw(axes: Axes, place: int, row: VariantResult) -> None:
 def _scale(axes: Axes, changes: Sequence[float]) -> None:
     """Make the horizontal axis linear within 1% and logarithmic beyond.
 
-    Both 0.5% and 50% are then visible.
+    Changes of 0.5% and of 50% are then both visible.
     """
     low, high = min([-1.0, *changes]), max([1.0, *changes])
     axes.set_xscale("symlog", linthresh=1.0, linscale=0.7)

@@ -115,7 +115,7 @@ class StudyCell:
     def spread(self) -> float:
         """The sample standard deviation of the metric.
 
-        It is NaN for a single run, and if any run diverged.
+        The deviation is NaN for a single run, and if any run diverged.
         """
         if self.diverged or len(self.outcomes) < 2:
             return math.nan

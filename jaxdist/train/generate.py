@@ -184,7 +184,7 @@ class Generator:
     def _begin(self) -> Any:
         """A compiled function that returns the state after the prompts, with a cache.
 
-        Its last two arguments are the positions of the prompts and of the cache.
+        The last two arguments of the function are the positions of the prompts and of the cache.
         """
 
         def begin(
@@ -241,8 +241,8 @@ class Generator:
     def _loop(self) -> Any:
         """A compiled loop over tokens, which donates the state.
 
-        It ends when all tokens are added, when all texts are done, or when a text fills the window
-        and the state has a cache.
+        The loop ends when all tokens are added, when all texts are done, or when a text fills the
+        window and the state has a cache.
         """
 
         def run(

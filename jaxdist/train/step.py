@@ -372,8 +372,8 @@ class Program:
     def evaluated(self, state: TrainState) -> Params:
         """Return the parameters to evaluate and to generate with, in stored form.
 
-        These are the parameters of the state, unless the optimizer or the exchange between steps
-        keeps other parameters for this purpose (an average, slow weights).
+        The result is the parameters of the state, unless the optimizer or the exchange between
+        steps keeps other parameters for this purpose (an average, slow weights).
         """
         if self.optimizer.eval_params is None and self.outer is None:
             return state.params

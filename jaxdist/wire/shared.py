@@ -113,7 +113,8 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 def make(most_bytes: int) -> Shared | None:
     """Create memory for payloads of at most `most_bytes`, or return None if none can be used.
 
-    This is the case if the platform has no such memory, or if `most_bytes` is below `LEAST_BYTES`.
+    No memory can be used if the platform has no such memory, or if `most_bytes` is below
+    `LEAST_BYTES`.
 
     The kernel allocates pages of the memory only when they are written.
     """

@@ -43,8 +43,8 @@ class Residual(Feedback):
         residual = x - decoded
         if "rounding" not in memory:
             return {"residual": residual}
-        # This is the two-sum of x and -decoded: residual + rounding is exactly x - decoded. A
-        # simpler order of these operations would lose the rounding error.
+        # The lines below compute the two-sum of x and -decoded: residual + rounding is exactly x -
+        # decoded. A simpler order of these operations would lose the rounding error.
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}

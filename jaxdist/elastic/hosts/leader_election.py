@@ -4,8 +4,8 @@ The host that last swapped the rendezvous's token is the leader. In each turn th
 requests of the hosts and computes the new state of the registry. If the state has changed, the
 leader writes the state. The leader then swaps the token for its next token, and answers only if the
 swap has succeeded. If another host sees the same token for too long, by its clock, this host swaps
-the token for a token with its name. The host is then the leader. It reads the registry and
-continues as `Registry.restarted` describes.
+the token for a token with its name. The host is then the leader. The new leader reads the registry
+and continues as `Registry.restarted` describes.
 
 The following argument shows that two generations are never active at once. Suppose that a leader
 was suspended at any point, that another host took the token at time T, and that the first leader

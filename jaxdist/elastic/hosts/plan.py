@@ -6,13 +6,13 @@ hosts as can form a mesh. The other hosts wait, ready to replace a host that is 
 
 The batch does not change, so every step takes the same examples in the same order and learns at the
 same rate as without failures. If fewer devices share the batch, the batch is computed in more
-microbatches. Their number is the smallest that divides the batch and for which no device has more
-rows at the same time than on the full mesh. The full mesh is the mesh of the config; if the config
-has data: -1, the full mesh is the mesh of the first generation. In formulas, let D be the number of
-devices along data, m the number of microbatches, B the batch size, and D0 and m0 the values of D
-and m on the full mesh. Then m is the smallest number for which D m >= D0 m0 and B is a multiple of
-D m. With `elastic.batch: rescale` in the config, the batch is B D / D0 instead, and each device has
-as many rows as on the full mesh.
+microbatches. The number of microbatches is the smallest that divides the batch and for which no
+device has more rows at the same time than on the full mesh. The full mesh is the mesh of the
+config; if the config has data: -1, the full mesh is the mesh of the first generation. In formulas,
+let D be the number of devices along data, m the number of microbatches, B the batch size, and D0
+and m0 the values of D and m on the full mesh. Then m is the smallest number for which D m >= D0 m0
+and B is a multiple of D m. With `elastic.batch: rescale` in the config, the batch is B D / D0
+instead, and each device has as many rows as on the full mesh.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ class EnergyConfig(Config):
 
     meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
     """The meter of energy: the counters of GPUs (nvml) or of CPUs (rapl), the published power of
-    the chip (model), or none. auto takes the counters of the devices that compute. If they cannot
-    be read, auto takes the model if the power is known, and otherwise none."""
+    the chip (model), or none. auto takes the counters of the devices that compute. Without readable
+    counters, auto takes the model if the power is known, and otherwise none."""
     watts: PositiveFloat | None = None
-    """The power of a busy device, in watts, which replaces the published power. It is necessary for
-    v5e, v5p and v6e, for which Google publishes no power."""
+    """The power of a busy device, in watts, which replaces the published power. The setting is
+    necessary for v5e, v5p and v6e, for which Google publishes no power."""
     idle_watts: Annotated[float, Field(ge=0)] | None = None
     """The power of an idle device, in watts, which may be set only together with `watts`; null
     takes `watts` for idle time too."""

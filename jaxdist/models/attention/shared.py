@@ -119,8 +119,8 @@ def attend_shared(
 
     Args:
       split: the method by which devices share the sequence.
-      kernel: the kernel for whole sequences. It is used only if there is a single group, whose
-        devices then have whole sequences of some heads.
+      kernel: the kernel for whole sequences. This kernel is used only if there is a single group,
+        whose devices then have whole sequences of some heads.
       most: the largest number of positions in a block.
       pieces: a function with the arguments of `Splash.pieces`, for the queries of a piece and
         gathered keys, or None. If `pieces` is None, or if keys rotate, attention is computed block

@@ -163,7 +163,7 @@ class Pieces:
             both = (BlockPairs(jnp.asarray(i + n), jnp.asarray(j + n), within) for n in (0, m))
             return [*both, *found]
         # If the keys are from an earlier group, both chunks of queries see the first chunk of keys.
-        # If they are from a later group, the second chunk of queries sees both chunks of keys.
+        # If the keys are from a later group, the second chunk of queries sees both chunks of keys.
         earlier = group >= t
         step = jnp.where(earlier, 0, m)
         distance = jnp.where(earlier, t, R - t) * self.chunk + within

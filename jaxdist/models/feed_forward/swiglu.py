@@ -85,7 +85,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        # These are the input kernels in the order of `_activated`: gate, if any, then up.
+        # The input kernels have the order of `_activated`: gate, if any, then up.
         names = ("gate", "up") if self.kind in GATED else ("up",)
         into = [getattr(self, name)[...] for name in names]
         down_FD, ring = self.down[...], self.hint.ring

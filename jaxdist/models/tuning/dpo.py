@@ -55,7 +55,8 @@ class Dpo:
     def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
         """Compute the mean loss of pairs, and the fraction of pairs with a positive margin.
 
-        Both are weighted. A pair's margin is positive if it exceeds the margin in the reference.
+        The weights of the pairs apply to both means. A pair's margin is positive if it exceeds the
+        margin in the reference.
 
         Args:
           batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight

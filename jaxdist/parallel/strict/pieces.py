@@ -1,6 +1,6 @@
 """Functions that are applied to a shard in pieces, with the same code on any number of devices.
 
-XLA:CPU decides for each loop whether it rounds a product before it adds the product to a sum. It
+XLA:CPU decides for each loop whether it rounds a product before it adds the product to a sum. XLA
 may decide differently for a loop over a shard of another length. A shard is therefore divided into
 pieces that have the same shape on any number of devices, and each iteration of a loop updates one
 piece.

@@ -47,8 +47,8 @@ class Reduction:
     def everywhere(self, blocks: PyTree) -> PyTree:
         """Gather the blocks of all devices on every device, and sum all logical shards there.
 
-        This is for small leaves `[blocks, ...]`. An integer leaf is not summed: the result is its
-        last block.
+        The function is meant for small leaves `[blocks, ...]`. An integer leaf is not summed: the
+        result is its last block.
         """
 
         def total(flat: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ class Reduction:
         """Divide a dim of each block among devices: `[blocks, ...]` to `[devices, blocks, ...]`.
 
         The dim is padded with zeros to a multiple of the number of logical shards, as in
-        `plan_zero`. Its index `dim` does not count the dim of blocks.
+        `plan_zero`. The index `dim` does not count the dim of blocks.
         """
         assert dim is not None
         rows = jnp.moveaxis(blocks, dim + 1, 1)

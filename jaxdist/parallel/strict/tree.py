@@ -160,8 +160,8 @@ def add_blocks(
         for level in range(local.levels):
             found = jax.tree.map(partial(_joined, level, complete), waiting, found)
         found = settled(found, flat=flat)
-        # The sum of a complete block waits at no level. It is written to the last level here, but
-        # the next block overwrites it before it is read.
+        # The sum of a complete block waits at no level. This sum is written to the last level here,
+        # but the next block overwrites it before it is read.
         if local.levels:
             waiting = _put(waiting, found, jnp.minimum(complete, local.levels - 1))
         # Each iteration overwrites the entry of its block, so that the complete sum remains.

@@ -1,8 +1,8 @@
 """The entry point of a run's processes: servers, aggregators and workers.
 
-The supervisor starts this module with `python -m`. Its process imports everything and forks the
-other processes. The first line of a forked process's input contains its role and its setup, and
-each later line contains an order. The process ends when its input ends.
+The supervisor starts this module with `python -m`. The process of this module imports everything
+and forks the other processes. The first line of a forked process's input contains its role and its
+setup, and each later line contains an order. The process ends when its input ends.
 """
 
 from __future__ import annotations

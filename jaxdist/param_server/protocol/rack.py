@@ -37,8 +37,8 @@ class RackState:
     """The state of an aggregator for one range, without arrays.
 
     Attributes:
-      inner: the state towards the workers. Its versions are the rounds of the rack, numbered like
-        the rack's pushes.
+      inner: the state towards the workers. The versions of this state are the rounds of the rack,
+        numbered like the rack's pushes.
       outer: the state towards the servers.
       read: the oldest version that workers received for the open round, or None before the first
         answer.

@@ -276,7 +276,7 @@ def _by_own_names(
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
     """Return the key of the range that a leaf belongs to, or None for a leaf without a range.
 
-    This is the longest key that the leaf's path contains.
+    The key of a range is the longest key that the leaf's path contains.
     """
     # A key can be the end of another key, as `w[0:2]` is of `layer/w[0:2]`.
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]

@@ -1,7 +1,7 @@
 """The settings that are drawn in addition to a mesh, a model and an optimizer.
 
-The function of each setting takes all sections of a config. It returns the sections that the
-setting changes, or None if the setting does not combine with the other settings. A setting that
+The function of each setting takes all sections of a config. The function returns the sections that
+the setting changes, or None if the setting does not combine with the other settings. A setting that
 also changes the numbers on a single device is *shared* by both plans of a draw. Every other setting
 belongs to a single plan.
 """

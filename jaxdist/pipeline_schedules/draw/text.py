@@ -108,8 +108,8 @@ def _line(
       row: the tasks of the stage.
       cells: the number of cells.
       unit: the time of a cell.
-      wide: the width of a cell, in characters. If it is more than 1, only the first cell of a task
-        has the label.
+      wide: the width of a cell, in characters. With a width of more than 1, only the first cell of
+        a task has the label.
       label: the function from a task to its label.
       colour: whether to color the cells.
     """

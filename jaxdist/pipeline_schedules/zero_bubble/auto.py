@@ -229,8 +229,8 @@ class _Problem:
 def _descend(problem: _Problem, found: _Found, tries: int) -> _Found:
     """Return the result of a local search from `found`.
 
-    The search moves to the first neighbor with a shorter period. It ends if no neighbor is better,
-    or after `tries` schedules.
+    The search moves to the first neighbor with a shorter period. The search ends if no neighbor is
+    better, or after `tries` schedules.
     """
     neighbours = problem.around(found)
     for _ in range(tries):

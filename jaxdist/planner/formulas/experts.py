@@ -90,7 +90,7 @@ class PlannedExperts:
     def row_elements(self) -> int:
         """Return the number of activation elements for a row.
 
-        They are its input, its output, and three hidden values of the expert.
+        The elements of a row are its input, its output, and three hidden values of the expert.
         """
         return 2 * self.embed + 3 * self.mlp
 

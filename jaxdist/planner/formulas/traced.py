@@ -113,8 +113,8 @@ class Traced:
         """Return the FLOPs of a step, without recomputation.
 
         Args:
-          masked: whether products that a mask discards count. It has no effect, since a trace does
-            not show which products a mask discards.
+          masked: whether products that a mask discards count. The argument has no effect, since a
+            trace does not show which products a mask discards.
         """
         return self.batch * self.flops
 

@@ -237,8 +237,8 @@ class Save(LoopHook):
     """A hook that saves a checkpoint when due, when the run stops, and at the best loss so far.
 
     Attributes:
-      save: the function that saves a checkpoint. Its arguments are the state, the best held-out
-        loss so far or None, and the held-out loss after this step or None.
+      save: the function that saves a checkpoint. The arguments of the function are the state, the
+        best held-out loss so far or None, and the held-out loss after this step or None.
       evaluate: the hook that records the best loss, or None without a held-out split.
     """
 

@@ -66,5 +66,6 @@ def _specs(arrays: Path) -> dict[int, list[Any]]:
 
 def _over_two_axes(entry: str | list[str] | None) -> bool:
     names = entry if isinstance(entry, list) else []
-    # data_dcn and data_ici are parts of the config's data axis. Their shards were always in order.
+    # data_dcn and data_ici are parts of the config's data axis. The shards along both axes were
+    # always in order.
     return len({name.removesuffix(DCN).removesuffix(ICI) for name in names}) > 1

@@ -28,8 +28,8 @@ from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, TickTasks], tuple[StageState, Activation]]
-"""A function of a stage, its state and the entries of the tables for this tick. It returns the next
-state and the gradient of the chunk's input."""
+"""A function of a stage, its state and the entries of the tables for this tick. The function
+returns the next state and the gradient of the chunk's input."""
 
 
 def backward(

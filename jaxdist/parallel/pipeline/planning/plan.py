@@ -80,8 +80,8 @@ class ChunkPlan:
     def stored(self, layout: Layout) -> Layout:
         """Return the layout with which the training state is stored.
 
-        This is `layout`, unless its rules split the layers over the stages and the number of stages
-        does not divide the number of layers. In that case every stage stores all layers.
+        The result is `layout`, unless its rules split the layers over the stages and the number of
+        stages does not divide the number of layers. In that case every stage stores all layers.
         """
         if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
             return layout

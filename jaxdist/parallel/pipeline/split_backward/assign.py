@@ -67,7 +67,7 @@ def assign(
       jaxpr: the traced function, with calls inlined.
       at_hand: for each argument, whether both halves receive it at no cost in memory. Equations
         that depend only on these arguments may run in both halves.
-      outside: for each argument, whether W can read it although it is not at hand. This is true for
+      outside: for each argument, whether W can read it although it is not at hand. W can so read
         the arguments of a scan's body that are not carries.
       in_b: for each result, whether B computes it. W computes the other results.
     """
@@ -147,8 +147,8 @@ def reads(step: Step, half: Half) -> set[Var]:
         if half == "b":
             skipped = {consts + i for i in late}
         else:
-            # The scan in W reads the initial values of its carries. It also reads the constants
-            # and slices that its body reads.
+            # The scan in W reads the initial values of its carries. The scan in W also reads the
+            # constants and slices that its body reads.
             used = {i for i, var in enumerate(inside) if var in step.assignment.w_inputs}
             skipped = {*range(len(inside))} - used - {consts + i for i in late}
         read = [var for i, var in enumerate(equation.invars) if i not in skipped]
