@@ -90,7 +90,8 @@ class ProgramTimeline:
     seconds: float
     entries: Mapping[str, Entry]
     unknown_loops: tuple[str, ...] = ()
-    """The loops whose length only a run would show. A single iteration of each is counted."""
+    """The loops whose length only a run would show. A single iteration of each such loop is
+    counted."""
     has_branches: bool = False
     """Whether the program has a conditional whose branch is unknown."""
 

@@ -143,8 +143,8 @@ class ImportedOptimizerConfig(OptimizerConfig):
 def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
     """Refuse a transformation whose first update is not finite, for parameters and gradients of 1.
 
-    For example, with a decay of 1 the bias correction is 0 / 0. No other check finds this before
-    the run.
+    For example, with a decay of 1 the bias correction is 0 / 0. No other check finds such a mistake
+    before the run.
 
     Raises:
       ConfigError: the update is not finite.

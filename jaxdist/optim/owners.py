@@ -26,7 +26,7 @@ class Owner:
     Attributes:
       name: the '/'-joined name of the parameter.
       dims: for each dim of the leaf, the index of the same dim in the parameter. The entry is None
-        if the parameter lacks the dim, or if several dims of the parameter may be the same.
+        if the parameter lacks the dim, or if the dim could be any of several dims of the parameter.
     """
 
     name: str

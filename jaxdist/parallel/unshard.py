@@ -172,8 +172,8 @@ def _gathered_forward(
     wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
     # The backward pass needs only the dtypes of the arguments, but a residual must be an array, so
-    # scalars carry the dtypes. The gradient of `seconds` is zero, because the gradient of the
-    # shards is the whole gradient.
+    # scalars carry the dtypes. The second copies of the shards (`seconds`) get a gradient of
+    # zero, because the gradient of the shards is already the whole gradient.
     like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
     return _gathered(wire, splits, shards, seconds), like
 

@@ -156,7 +156,7 @@ class ZeroSplit:
         if dim is None:
             return leaf
         length, filled = self.padded[owner.name]
-        # The comparison is 0 or 1, so only this dim is padded.
+        # `i == dim` is 1 for the padded dim and 0 for all other dims, which get no padding.
         more = [(0, (filled - length) * (i == dim)) for i in range(leaf.ndim)]
         return jnp.pad(leaf, more)
 

@@ -32,7 +32,7 @@ class PlannedParameter:
       name: the parameter's name.
       shape: the shape in a single layer, without the dim of layers.
       split: the index of the dim that axis tensor splits, or None for a parameter that is not
-        split. In a traced model it is the dim that axis expert splits.
+        split. In a traced model, `split` is the dim that axis expert splits.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
     """

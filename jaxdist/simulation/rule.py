@@ -126,6 +126,6 @@ def _bare(array: PyTree) -> PyTree:
 
 
 def _alone(params: Params, name: str, array: PyTree) -> PyTree:
-    """Return the tree of the parameters with a single leaf; the others are None."""
+    """Return the tree of the parameters with `array` as the leaf `name`, and None elsewhere."""
     leaves = [array if other == name else None for other, _ in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

@@ -79,7 +79,7 @@ class StudyCell:
     Attributes:
       optimizer: the name of the optimizer.
       batch_size: the batch size.
-      tuned: whether a search at this batch size found the learning rate. If not, the rule scaled
+      tuned: whether a search at this batch size found the learning rate. If false, the rule scaled
         the best rate of the base batch size.
       outcomes: the runs, one for each seed.
     """

@@ -38,7 +38,7 @@ class View(Protocol):
     Attributes:
       in_steps: whether steps compute with leaves in the devices' form.
       in_files: whether checkpoints have leaves in the devices' form.
-      params: whether the view converts parameters and the optimizer's state, or only the latter.
+      params: whether the view converts the parameters in addition to the optimizer's state.
     """
 
     @property
@@ -255,7 +255,7 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Convert the optimizer's leaves that belong to a parameter, and parameters if `params`."""
+        """Convert the optimizer's leaves that have a parameter, and parameters if `params` is true."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)

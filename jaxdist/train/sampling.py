@@ -18,8 +18,8 @@ class Sampling:
     Attributes:
       temperature: the divisor of the logits; 0 always selects the most likely token.
       top_k: the number of most likely tokens to choose among, or None for all tokens.
-      top_p: a probability; the choice is among the fewest, most likely tokens that reach it
-        together.
+      top_p: a probability. The choice is among the most likely tokens, as few as possible, whose
+        probabilities add up to `top_p`.
       seed: the seed of the choices, which depend on the index of a text in its batch, but not on
         the other texts.
     """

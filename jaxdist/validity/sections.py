@@ -10,8 +10,8 @@ from jaxdist.compression.config import CompressAuto
 from jaxdist.validity.features import FEATURES, Facts, Feature, shown_mesh
 
 LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
-"""The optimizers whose steps are linear in the momentum. The second moment of those that have one
-must be frozen."""
+"""The optimizers whose steps are linear in the momentum. An optimizer with a second moment is
+linear only if that moment is frozen."""
 
 
 def _setting(path: str) -> Feature:

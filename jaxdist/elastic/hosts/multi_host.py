@@ -196,7 +196,9 @@ class MultiHost:
             count = assignment.total - assignment.count
             self._remote = RemoteProgress(self.here.host, assignment.generation, count)
         if self._remote.due(now):
-            with suppress(RendezvousError):  # The membership records it; the lease expires.
+            # No error is raised here: the membership notices a rendezvous that does not answer, and
+            # ends the generation when the lease expires.
+            with suppress(RendezvousError):
                 self._remote.read(self.members.others(), now)
         return self._remote.statuses
 

@@ -47,7 +47,8 @@ class RemoteProgress:
         """Store the last messages of all hosts.
 
         Args:
-          said: each host's message, from `jaxdist.elastic.hosts.leader_election.encode_renewal`.
+          said: each host's last message, as `jaxdist.elastic.hosts.leader_election.encode_renewal`
+            has written it.
           now: the current time in seconds. The age of a message counts from the time at which this
             host first read the message, so that a status can only appear younger than it is.
         """

@@ -181,7 +181,8 @@ class Sessions:
         """Switch a link to a new client; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
-            self._left.append(session)  # The thread closes it, since closing may wait for the lock.
+            # The keeper's thread closes the session, since closing may wait for the lock.
+            self._left.append(session)
         self._lost.notify_all()
 
     def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:

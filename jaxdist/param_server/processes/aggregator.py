@@ -18,9 +18,9 @@ STATS_SECONDS = 1.0
 class AggregatorProcess:
     """The aggregator of a rack: a server to its workers, and a client of each server.
 
-    The aggregator's first client number is the number of the rack. Each time that the rack leaves
-    the servers, the client number grows by the number of racks; the supervisor admits the next
-    number.
+    The aggregator's first client number is the number of the rack. A client number is never used
+    twice: after the rack has left the servers, its next client number is larger by the number of
+    racks. The supervisor admits that number.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:

@@ -102,7 +102,8 @@ def _compare(drawn: Draw) -> JsonObject:
     """Train and compare a draw, and return the fields of `DrawOutcome` for the results.
 
     Raises:
-      Exception: any error of the draw. A refusal by jaxdist is returned instead.
+      Exception: any error of the draw. A config that jaxdist refuses raises no error: the result
+        has the verdict "refused".
     """
     plain = single_device(drawn.sections)
     reference = built(plain)

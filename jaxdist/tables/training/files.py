@@ -207,7 +207,7 @@ def _metadata(path: Path) -> JsonObject:
 
 
 def prune_tables(run: Path, kept: Sequence[int]) -> None:
-    """Delete the tables of all steps except `kept`, the newest `KEPT`, and what these need."""
+    """Delete the tables of all steps except `kept`, the newest `KEPT`, and the steps they need."""
     for directory in (run / FOLDER).glob("server_*"):
         steps = names.steps_present(directory)
         needed = {*kept, *sorted(steps)[-KEPT:]} & {*steps}
