@@ -255,7 +255,7 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Convert the optimizer's leaves that have a parameter, and parameters if `params` is true."""
+        """Convert the optimizer's leaves that have a parameter, and if `params`, the parameters."""
         opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)
