@@ -23,7 +23,7 @@ _NOT_THE_USERS = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     # A virtual environment may include the packages of another environment.
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
-    "<",  # This is as in <frozen importlib._bootstrap>.
+    "<",  # Frozen modules have names such as <frozen importlib._bootstrap> instead of paths.
 )
 
 

@@ -151,7 +151,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         branch, _ = conditional.branches[place_of(conditional, number)]
         sources = [i.source for i in module.computations[branch].instructions]
         found = {int(n) for source in sources for n in written.findall(source)}
-        # A branch may have no instruction that states a number.
+        # The sources of a branch may name no branch at all, and then contradict nothing.
         if found and number not in found:
             return f"branch {number} of {name} holds what the source places in {sorted(found)}"
     return None

@@ -319,8 +319,9 @@ class _Run:
             self._add(instruction, "links", what, seconds, waited, collective.axes)
             self.free.update(dict.fromkeys(links, self.now))
         cycles = estimated_cycles(instruction)
-        if cycles:  # the computation that is in the same fusion as the collective
-            # The seconds are added to the entry with `times=0`, since the fusion is counted above.
+        if cycles:
+            # The fusion contains computation besides the collective. Its seconds are added to the
+            # entry with `times=0`, since the fusion itself is counted above.
             extra = self.player.rates.cycles(cycles)
             self._add(instruction, "links", what, extra, extra, collective.axes, times=0)
 

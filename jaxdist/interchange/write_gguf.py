@@ -161,7 +161,7 @@ def _typed(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
-    # Only the array of merges, which are texts, can be empty.
+    # The first element shows the type. Only the array of merges can be empty, and merges are texts.
     text = not value or isinstance(value[0], str)
     items = (_text(one) if text else struct.pack("<i", one) for one in value)
     return struct.pack("<IIQ", 9, 8 if text else 5, len(value)) + b"".join(items)

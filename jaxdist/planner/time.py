@@ -381,7 +381,8 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
     """Return the seconds that a block of a microbatch waits for collectives over axis data."""
     layer = share(model, plan).layer * model.width
     if plan.zero < 2:
-        # XLA reduces the gradients of each microbatch. An explicit reduction is of their sum.
+        # XLA reduces the gradients of each microbatch. An explicit reduction sends only the
+        # sum of these gradients, after the last microbatch.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather_seconds(target, places.dims[1], plan.data, layer)
     dims = places.dims[1] + (places.inner_dims if plan.context > 1 else ())

@@ -101,7 +101,8 @@ def _products(jaxpr: Any) -> Iterator[Any]:
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape
             (contracted, _), _ = equation.params["dimension_numbers"]
-            if math.prod(left[dim] for dim in contracted) > 1:  # Otherwise it may be a broadcast.
+            # A product over a single element may be a broadcast, which is not written to memory.
+            if math.prod(left[dim] for dim in contracted) > 1:
                 yield equation.outvars[0].aval
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):

@@ -73,7 +73,7 @@ def _codec(facts: Facts) -> str:
     assert found is not None
     assert not isinstance(found, CompressAuto)
     why = "draws alike in every step" if found.codec.unbiased else "sums no shards"
-    # The last comma ends the clause. The message continues after it.
+    # The text ends with a comma, since the message continues after this relative clause.
     return f"parallel.compression.type {getattr(found, 'type', '')}, which {why},"
 
 

@@ -40,13 +40,15 @@ COMMON: Sequence[tuple[str, int]] = (
 )
 OF_SERVER: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.so_reuseport", 0),  # A second process cannot listen on the same port.
-    # Shorter than the workers' keepalive time: too frequent pings would end their connections.
+    # With SO_REUSEPORT, gRPC's default, two servers could listen on one port without an error.
+    ("grpc.so_reuseport", 0),
+    # The interval is shorter than the workers' keepalive time. A server ends the connection of a
+    # client that pings more often than this interval allows.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 OF_CLIENT: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.use_local_subchannel_pool", 1),  # A connection for each session.
+    ("grpc.use_local_subchannel_pool", 1),  # Each session gets a connection of its own.
     ("grpc.enable_retries", 0),  # The protocol's own retries settle each message once.
     ("grpc.enable_http_proxy", 0),
 )

@@ -130,7 +130,8 @@ def selected_lines(text: str, flags: Collection[str]) -> str:
             continue
         comment = f"  # {mark[3]}" if mark and mark[3] else ""
         kept.append(line[: mark.start()] + comment if mark else line)
-    # The blank lines around a dropped statement become one inside a function, two outside.
+    # The blank lines around a dropped statement become one blank line inside a function, and two
+    # blank lines outside of functions.
     return re.sub(r"\n{4,}", "\n\n\n", re.sub(r"\n\n\n+(?= )", "\n\n", "\n".join(kept)))
 
 

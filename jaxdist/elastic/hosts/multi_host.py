@@ -123,7 +123,8 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                with suppress(RendezvousError):  # The membership records it and tries again.
+                # The membership notices a rendezvous that does not answer; this loop tries again.
+                with suppress(RendezvousError):
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:
                         return assignment

@@ -81,7 +81,7 @@ class Experts:
           and the number of rows in a block.
         """
         tokens, k = ids_Tk.shape
-        # Of a token's copies, at most one belongs to each expert of this device.
+        # The k copies of a token are for different experts, so each expert gets at most one copy.
         most = tokens * min(k, experts)
         block = self.product.block(most, experts)
         rows = -(-(most + experts * (block - 1)) // block) * block

@@ -30,7 +30,7 @@ class RoutedStack(Stacked):
     """
 
     experts: ExpertsConfig | None = None
-    # `nnx.Module.eval` and `train` set it.
+    # `nnx.Module.eval` and `nnx.Module.train` set this attribute by its name.
     deterministic: bool = False
 
     def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array:

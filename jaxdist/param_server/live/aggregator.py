@@ -166,7 +166,8 @@ class Aggregator(Reception):
         for arrival in effect.merge.arrivals:
             self._release(arrival.client, arrival.sequence)
         self.forwarded += 1
-        # Not `effect.message`, because `_written` may have marked the push as unusable.
+        # The message is read from the state again: `_written` may have marked the push as unusable,
+        # and `effect.message` lacks that mark.
         self._link.send(self.state.outer.under_way[sequence])
 
     def _written(self, effect: Forward, sequence: int) -> np.ndarray:

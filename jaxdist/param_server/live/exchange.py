@@ -192,7 +192,8 @@ class Sessions:
         if session is not None:
             self._left.append(session)
         self._lost.notify_all()
-        # The other thread may wait for the earlier server, which does not answer.
+        # A new thread opens the session, since the keeper's thread may still wait for the earlier
+        # server, which does not answer.
         threading.Thread(target=self._open, args=(link,), name="moved", daemon=True).start()
 
     def wake(self) -> None:
@@ -247,7 +248,8 @@ class Sessions:
         def ended(reason: str) -> None:
             with self.changed:
                 link.ended(over)
-                if "UNAUTHENTICATED" in reason:  # A retry would have the same token.
+                # A retry would present the same token, which the server has refused.
+                if "UNAUTHENTICATED" in reason:
                     self._failed(f"{link.name} refuses to admit it: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()

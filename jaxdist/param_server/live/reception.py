@@ -94,7 +94,7 @@ class Reception(ABC):
 
     def _resume(self, client: int, sequence: int) -> None:
         """Begin a session of a member, whose messages before a sequence all have final replies."""
-        del client, sequence  # A server that has heard all messages knows this already.
+        del client, sequence  # This server has received all messages, so it learns nothing new.
 
     @abstractmethod
     def _message(self, message: Message) -> None:

@@ -192,7 +192,7 @@ class MaskingClient(Client):
     def _secured(self, link: ServerLink, envelope: Envelope) -> None:
         asked = link.asked
         if asked is None or (asked.sequence, asked.clock) != (envelope.sequence, envelope.clock):
-            return  # The answer is repeated.
+            return  # This answer was received before, and the server has repeated it.
         assert envelope.payload is not None
         link.asked = None
         try:

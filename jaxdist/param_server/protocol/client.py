@@ -94,9 +94,11 @@ def ready(model: Consistency, state: ClientState) -> bool:
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:
-        return False  # Publications do not say at which clock the client joined.
+        # No pull was answered yet, and a published version does not show the clock of a new client.
+        return False
     if state.admitted == state.clock:
-        return True  # The pull followed the last push, so the server has handled both.
+        # The answered pull was sent after the last push, so the server has handled that push too.
+        return True
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
 

@@ -86,7 +86,8 @@ class EssentialProcesses:
         """
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
-        # The rack's next number is admitted already, so this is the number after it.
+        # A rack's client numbers differ by the number of racks. The next number is admitted
+        # already, so the number after the next is admitted now.
         server.say({"admit": client + 2 * len(self.cluster.racks)})
 
     def end(self) -> None:

@@ -169,7 +169,7 @@ class Supervisor:
         try:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
-            # An empty event, so that the deadlines are checked.
+            # Nothing has arrived: an empty event lets the checks below see the deadlines.
             event = Event(self.fleet.servers[0], {})
         self._check_stop(what)
         # A server reports counters even while all wait, so such a report is not a sign of life.

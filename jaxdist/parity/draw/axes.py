@@ -117,7 +117,8 @@ def context_axis(random: Random, config: Sections) -> Sections | None:
         return None
     way = random.choice(_ways(config, size))
     order = random.choice(_orders(config, way, size))
-    if way == "ring_ulysses" and random.random() < 0.5:  # last, so that no other draw changes
+    # This choice was added later and draws last, so that the other draws of a seed are unchanged.
+    if way == "ring_ulysses" and random.random() < 0.5:
         way = "gather_ulysses"
     sharding: Sections = {"context": way, "context_order": order}
     found = {**placed, **with_values(config, "sharding", **sharding)}

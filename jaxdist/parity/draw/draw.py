@@ -116,7 +116,8 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
-    apart = Random(f"other model {seed}")  # a separate stream for the same reason
+    # These models were added later: a separate stream keeps all other draws of a seed unchanged.
+    apart = Random(f"other model {seed}")
     if kind == "cnn" and apart.random() < 0.5:
         common |= {"model": resnet(apart, needs)}
     if kind == "gpt" and apart.random() < 0.2:

@@ -123,7 +123,7 @@ class Guard(LoopHook):
         if self.max_skipped is not None:
             row = int(found["skipped_in_a_row"])
             check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
-            if row:  # The step has not changed the state.
+            if row:  # This step was skipped, so its bad values have not changed the state.
                 return found
         # A gradient that is not finite has already made the parameters wrong, although the loss
         # shows this only one step later.

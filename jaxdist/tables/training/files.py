@@ -224,7 +224,7 @@ def _bases(directory: Path, step: int) -> Iterator[int]:
             base = _metadata(names.step_directory(directory, step)).get("base")
             step = base["step"] if base else -1
         except (OSError, ValueError, KeyError, TypeError):
-            return  # A reader of the step reports the error.
+            return  # A later load of this step reports the error.
         if step < 0:
             return
         yield step

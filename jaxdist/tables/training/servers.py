@@ -73,7 +73,8 @@ def with_tables(
         _follow_moves(team, client, wires, stack)
         rows.fetch = client.pull
         rate, processes = strategy.optimizer.learning_rate, jax.process_count()
-        (stage,) = prepared.stages  # Batches of several sizes are refused.
+        # A run with batches of several sizes was refused, so there is exactly one stage.
+        (stage,) = prepared.stages
         loader: Any = LookAheadLoader(stage.loader)
         ahead = strategy.consistency.ahead
         following = (lambda: loader.following) if ahead else (lambda: None)
