@@ -50,6 +50,9 @@ class ScaleFromConfig(Config):
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The warm-up as a fraction of the run, for data without epochs; null if warmup_epochs sets the
     warm-up."""
+    warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The warm-up as a fraction of the run, for data without epochs, or null if warmup_epochs sets
+    the warm-up."""
 
     @property
     def warmup(self) -> str:
@@ -72,7 +75,7 @@ class ScaleFromConfig(Config):
 
 @dataclass(frozen=True)
 class Derived:
-    """A derived value, and a line on how it was derived."""
+    """A derived value, and a line of text that explains the derivation."""
 
     value: float
     why: str
@@ -97,8 +100,8 @@ def scale(
 
     With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
     sqrt(k) (sqrt, lamb). With linear and sqrt, the warm-up takes the same fraction of the run. With
-    lamb, it takes k times that fraction. If the number of epochs is fixed, lamb's warm-up therefore
-    has the same number of steps.
+    lamb, the warm-up takes k times that fraction. If the number of epochs is fixed, lamb's warm-up
+    therefore has the same number of steps.
 
     Args:
       examples_per_epoch: the size of the training split, which warmup_epochs needs.
@@ -180,7 +183,7 @@ class BatchPhase:
 
 
 class BatchRampConfig(Config):
-    """A batch size that grows by equal increments, at equal distances in examples."""
+    """A batch size that grows by equal increments, each after the same number of examples."""
 
     start_batch_size: Count
     """The number of examples per optimizer step at the start."""
@@ -264,8 +267,9 @@ class PhasePlan:
 def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhasePlan:
     """Plan consecutive phases, each with a warm-up from zero and a linear decay.
 
-    The mixed-batch recipe of "BERT in 76 minutes" has two phases: 9/10 of the examples, as short
-    sequences at batch size 65536, then 1/10, as long sequences at 32768, after a second warm-up.
+    The mixed-batch recipe of "BERT in 76 minutes" has two phases. The first phase has 9/10 of the
+    examples, as short sequences, at batch size 65536. The second phase has 1/10 of the examples, as
+    long sequences, at batch size 32768, and begins with a second warm-up.
 
     Raises:
       ConfigError: there are no phases; the fractions do not sum to 1; a phase has no step.

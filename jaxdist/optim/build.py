@@ -111,7 +111,7 @@ class SgdConfig(OptimizerConfig):
 
 
 class ImportedOptimizerConfig(OptimizerConfig):
-    """A user's optimizer: a function (learning_rate, **args) -> an optax transformation.
+    """A user's optimizer: a function from (learning_rate, **args) to an optax transformation.
 
     The learning rate that the function receives is an `optax.Schedule`, a function of the step.
     """
@@ -167,7 +167,7 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
 
 
 def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation so that it receives only the extra arguments in its own signature.
+    """Wrap a transformation so that it receives only the extra arguments that its signature names.
 
     Some transformations take extra arguments but refuse unknown names (`optax.contrib.sam`).
     """
@@ -215,8 +215,8 @@ class Optimizer:
       param_dtype: the dtype of the stored parameters, or None to keep the model's dtypes.
       loss_scale: the rule for the factor by which the loss is multiplied before its gradient is
         taken, or None without such a factor.
-      max_skipped: the number of consecutive skipped steps that end a run, or None if no step is
-        ever skipped.
+      max_skipped: the largest number of consecutive skipped steps with which a run continues, or
+        None if no step is ever skipped.
       skips_empty: whether a step whose batch has no weight is skipped before the update.
       clock: the counter of skipped steps for the schedule inside the transformation.
       rule: the optimizer's transformation without the wrappers of this module.
@@ -301,9 +301,10 @@ def plan_rate(
     """Plan the learning rate of a run of `total_steps`.
 
     Args:
-      batch_size: the number of examples in an optimizer step, over all devices and microbatches,
-        which scale_from needs.
-      examples_per_epoch: the size of the training split, which scale_from.warmup_epochs needs.
+      batch_size: the number of examples in an optimizer step, over all devices and microbatches.
+        None is allowed if the config has no scale_from.
+      examples_per_epoch: the size of the training split. None is allowed if the config has no
+        scale_from.warmup_epochs.
 
     Raises:
       ConfigError: neither learning_rate nor scale_from is given; the warm-up is too long.
@@ -331,7 +332,7 @@ def plan_rate(
 
 
 def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
-    """Return a line that the run ends within its warm-up, or () for a longer run."""
+    """Return a line which says that the run ends within its warm-up, or () for a longer run."""
     if warmup <= total_steps:
         return ()
     return (
@@ -359,7 +360,8 @@ def build_optimizer(
       rate: the learning rate to use, or None for the result of `plan_rate`.
 
     Raises:
-      ConfigError: `plan_rate` raises it; the settings of the loss scale contradict each other.
+      ConfigError: `plan_rate` raises this error, or the settings of the loss scale contradict each
+        other.
     """
     rate = rate or plan_rate(
         config,
@@ -433,7 +435,7 @@ def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.Gradi
 def _wrapped(
     inner: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an update rule in the wrappers of `precision.py`, and then in those of `safety.py`."""
+    """Wrap an update rule in wrappers of `precision.py`, and then in wrappers of `safety.py`."""
     if config.bf16_moments:
         inner = bf16_moments(inner)
     if config.master_weights is not None:

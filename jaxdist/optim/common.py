@@ -122,7 +122,7 @@ def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
 
 @dataclass(frozen=True)
 class NamedParams:
-    """A tree of parameters and the logical dims of each, by '/'-joined name.
+    """A tree of parameters, and the logical dims of each parameter by its '/'-joined name.
 
     Attributes:
       shares: the sharding of each parameter in the optimizer's update, as a tree like the

@@ -130,7 +130,7 @@ def lamb(
 def _step(
     now: RuleInputs, *, b1: float, b2: float, eps: float, rule: LambRule
 ) -> tuple[Leaves, ...]:
-    """Compute the updates of a step, and the moments after it."""
+    """Compute the updates of a step, and the moments after the step."""
     mu, nu = now.moments
     g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
     look = _Look.at(now.count, b1, b2, eps, rule)
@@ -217,7 +217,7 @@ class _Look(NamedTuple):
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """Return the direction whose norm the ratio uses; no weight decay if `decay` is None."""
+        """Return the direction for the ratio's norm, with weight decay unless `decay` is None."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 

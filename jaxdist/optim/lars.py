@@ -127,7 +127,7 @@ def lars(
 def _step(
     now: RuleInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
 ) -> tuple[Leaves, ...]:
-    """Compute the updates of a step, and the momentum after it."""
+    """Compute the updates of a step, and the momentum after the step."""
     leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)
     tensors = [_Tensors(*x) for x in leaves]
     ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=now.rate, rule=rule)
@@ -164,7 +164,10 @@ class _Tensors(NamedTuple):
         return wide + decay * self.p if self.decay else wide
 
     def pair(self, rule: LarsRule) -> tuple[jax.Array, jax.Array]:
-        """Return the two tensors whose norms the trust ratio compares: the weights come first."""
+        """Return the weights and the gradient, whose norms the trust ratio compares.
+
+        If the rule has `norm_of_sum`, the second tensor is the sum of gradient and weight decay.
+        """
         return self.p, self.direction(self.decay) if rule.norm_of_sum else self.g
 
 

@@ -21,7 +21,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
-"""The number of elements that a reduction first adds up in parallel; XLA:CPU unrolls and vectorises
+"""The number of elements that a reduction first adds up in parallel; XLA:CPU unrolls and vectorizes
 no more."""
 
 StepCount: TypeAlias = Any
@@ -78,7 +78,7 @@ class LayeredLeaf:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The positions of all other dims, over which a norm is summed."""
+        """The positions of the dims over which a norm is summed: the dims not in `kept`."""
         return tuple(i for i in range(self.ndim) if i not in self.kept)
 
     @property
@@ -101,11 +101,11 @@ class LayeredLeaf:
         return tuple(jnp.sum(x, self.summed, keepdims=True) for x in folded)
 
     def _folded(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Add up at most `FOLD` neighbours along a summed dim of all tensors, in a single pass.
+        """Add up at most `FOLD` adjacent elements along a summed dim, in a pass over all tensors.
 
         XLA would compute two full sums either in two passes over the inputs, or in one pass as two
         chains of additions, each of which waits for its predecessor. Here the elements of a row are
-        independent of each other, so that their additions are vectorised.
+        independent of each other, so that their additions are vectorized.
         """
         rows = [i for i in self.summed if i != self.ndim - 1]
         shape = tensors[0].shape if tensors else ()

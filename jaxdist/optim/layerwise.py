@@ -138,7 +138,7 @@ def decays_and_adapts(
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
 ) -> tuple[list[float], list[bool]]:
-    """Return each leaf's rate of weight decay, and whether the trust ratio applies to it."""
+    """Return each leaf's rate of weight decay, and whether the trust ratio applies to the leaf."""
 
     def chosen(mask: Mask | None, name: str, vectors: bool) -> list[bool]:
         if mask is not None:

@@ -1,4 +1,7 @@
-"""Muon for matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), else AdamW."""
+"""Muon for matrices, and AdamW for all other parameters.
+
+The source of Muon is Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ UPDATE_RMS = 0.2
 """The usual root mean square of AdamW's updates (Liu et al. 2025, arXiv 2502.16982, section
 2.2)."""
 ENDS = ("vocab", "classes")
-"""Dims that only embeddings and output heads have; AdamW updates parameters with such a dim."""
+"""The dims that only embeddings and output heads have. AdamW updates parameters with such a dim."""
 BATCH = 2**24
 """The largest number of elements that are orthogonalized together. If the matrices have more
 elements, they are orthogonalized in several batches, one after another."""
@@ -42,8 +45,8 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
     """Replace the singular values of each matrix of `[K, m, n]` by values near 1.
 
     First X <- X / (||X||_F + eps). Then, `steps` times, A = X X^T and X <- a X + (b A + c A^2) X.
-    If m > n, the transposed matrix is used instead, for which X X^T is smaller. The cost is
-    `newton_schulz_flops`.
+    If m > n, the transposed matrix is used instead, for which X X^T is smaller. The function
+    `newton_schulz_flops` returns the cost.
 
     >>> found = newton_schulz(jnp.array([[[3.0, 0.0], [0.0, -0.5]]]))[0]
     >>> [round(float(x), 2) for x in (found[0, 0], found[1, 1])]

@@ -20,9 +20,10 @@ NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
 
-    The result is one of the two neighbouring values in bfloat16; the probability of the upper value
+    The result is one of the two neighboring values in bfloat16; the probability of the upper value
     is (x - lower) / (upper - lower). Representable values, NaN and infinities do not change. Values
-    beyond the largest bfloat16 are rounded to it. Cost: 16 random bits for each element.
+    beyond the largest bfloat16 are rounded to the largest bfloat16. Cost: 16 random bits for each
+    element.
 
     >>> stochastic_round(jnp.float32([1.5, -2.0, jnp.inf]), jax.random.key(0)).tolist()
     [1.5, -2.0, inf]
@@ -56,9 +57,9 @@ def bf16_moments(
     """Keep the float32 moments of `inner` in bfloat16 between steps, stochastically rounded.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
-    decreases by at most 1/1000 of its value in a step. Neighbouring bfloat16 values differ by about
-    1/256 of their value, so rounding to nearest would always undo that change. Inside
-    `jax.shard_map` all shards of a tensor draw the same noise, and the rounding of each is
+    decreases by at most 1/1000 of its value in a step. Neighboring bfloat16 values differ by about
+    1/256 of their value, so rounding to nearest would always undo such a change. Inside
+    `jax.shard_map` all shards of a tensor draw the same noise, and the rounding of each shard is
     unbiased.
 
     Raises:
@@ -89,7 +90,7 @@ def bf16_moments(
 
 
 def _are_moments(state: OptState, like: Params) -> list[bool]:
-    """Return, for each leaf of an inner state, whether it is a moment.
+    """Return, for each leaf of an inner state, whether the leaf is a moment.
 
     Args:
       like: a tree like the parameters.
@@ -151,17 +152,17 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
-    After `optax.apply_updates` the narrow parameters equal the master weights rounded to nearest,
-    to the bit, if they did before the step. There is one exception: a parameter that was rounded up
-    to a power of two, and whose update nearly cancels it. Such a parameter differs by at most
-    2**-23 of its old value for one step, because not every narrow value can be reached by a float32
-    update. The updates are float32, since their sum with the narrow parameters would otherwise be
-    rounded twice. Gradients may have any floating dtype. `init` accepts float32 parameters, and the
-    model then starts from their rounded values.
+    The narrow parameters equal the master weights rounded to nearest. If this is true to the bit
+    before a step, it is true to the bit after `optax.apply_updates` too. There is one exception: a
+    parameter that was rounded up to a power of two, and that the update changes to nearly zero.
+    Such a parameter differs by at most 2**-23 of its old value for one step, because not every
+    narrow value can be reached by a float32 update. The updates are float32, since their sum with
+    the narrow parameters would otherwise be rounded twice. Gradients may have any floating dtype.
+    `init` accepts float32 parameters, and the model then starts from their rounded values.
 
     Raises:
-      ConfigError: the dtype is neither bfloat16 nor float16; an update lacks the parameters, or
-        their dtype is not `dtype`.
+      ConfigError: the dtype is neither bfloat16 nor float16; an update lacks the parameters, or the
+        dtype of the parameters is not `dtype`.
 
     >>> tx, params = master_weights(optax.sgd(1e-3)), jnp.bfloat16(1)
     >>> state = tx.init(params)

@@ -48,8 +48,9 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Return the Euclidean norm of all leaves together, summed in float32 for every dtype.
 
     Args:
-      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes.
-        A leaf counts once, even if several devices hold replicas.
+      specs: the leaves' partition specs inside `jax.shard_map`, or None elsewhere. With specs the
+        function needs an all-reduce of 4 bytes. A leaf counts once, even if several devices hold
+        replicas.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
@@ -92,7 +93,8 @@ def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) ->
     """Return the sum of the squares of all elements, including shards on other devices.
 
     Args:
-      specs: the partition spec of each leaf inside `jax.shard_map`; none outside of it.
+      specs: the partition spec of each leaf inside `jax.shard_map`, or () outside of
+        `jax.shard_map`.
     """
     # Squares of float16 values above 255 overflow, so each value is widened before it is squared.
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
@@ -112,7 +114,8 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Return whether all elements of all leaves are finite, as a bool scalar.
 
     Args:
-      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes.
+      specs: the leaves' partition specs inside `jax.shard_map`, or None elsewhere. With specs the
+        function needs an all-reduce of 4 bytes.
     """
     fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
@@ -134,10 +137,11 @@ class SkipSpikesConfig(Config):
 def clip_to_norm(
     inner: optax.GradientTransformation, limit: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner` to gradients that are scaled down to the global norm `limit` if they exceed it.
+    """Apply `inner` to gradients, which are first scaled down if their norm exceeds `limit`.
 
-    If the norm is already known, pass it to the update as `grad_norm`, which saves a read of the
-    gradients. The state is the state of `inner`. With a limit of None gradients are never scaled.
+    The norm is the norm of all gradients together. If this norm is already known, pass it to the
+    update as `grad_norm`, which saves a read of the gradients. The state is the state of `inner`.
+    With a limit of None gradients are never scaled.
 
     >>> tx = clip_to_norm(optax.sgd(1.0), 0.5)
     >>> float(tx.update(jnp.float32(2), tx.init(jnp.float32(0)))[0])

@@ -57,7 +57,7 @@ def norms_of(
 def clip_global_norm(
     grads: Sequence[jax.Array], leaves: Sequence[LayeredLeaf], max_norm: float
 ) -> list[jax.Array]:
-    """Scale the gradients down to the global norm `max_norm` if they exceed it.
+    """Scale the gradients down to the global norm `max_norm` if their norm is larger.
 
     The cost is at most one all-reduce.
     """

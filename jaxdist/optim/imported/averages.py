@@ -1,4 +1,4 @@
-"""The parameters to evaluate, for optimizers that evaluate other parameters than they train.
+"""The parameters to evaluate, for optimizers whose model differs from the trained parameters.
 
 Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients at a point between an
 average and the last iterate, and the average is the model. Other optimizers keep an average of the
@@ -36,8 +36,9 @@ def eval_params_of(
     The result is None if the trained parameters are to be evaluated.
 
     Args:
-      path: the import path of a function of (the rule's state, trained parameters). None means that
-        only the state of `optax.contrib.schedule_free` is recognized, whose function is known.
+      path: the import path of a function of (the rule's state, trained parameters). If the path is
+        None, the function is known only for `optax.contrib.schedule_free`, and for all other
+        optimizers the result is None.
       rule: the optimizer without the wrappers of `jaxdist.optim.build`.
       params: the parameters, or their shapes.
     """

@@ -27,17 +27,17 @@ def by_layer(
     """Apply `transform` to stacked parameters as if they were lists of layers.
 
     The state has the structure of the state for a single layer, and each leaf that belongs to a
-    stack has a leading dim for the layers. The cost depends on what traces of the rule prove. If
-    every element is updated in the same manner, apart from norms over all parameters, there is no
-    cost. If every layer is updated independently, the cost is a `jax.vmap`. For any other rule, the
-    length of the program grows with the number of layers.
+    stack has a leading dim for the layers. The cost depends on the properties that traces prove of
+    the rule. If every element is updated in the same manner, apart from norms over all parameters,
+    there is no cost. If every layer is updated independently, the cost is a `jax.vmap`. For any
+    other rule, the length of the program grows with the number of layers.
 
     Args:
       stacked: the '/'-joined names of the parameters whose first dim counts layers.
 
     Raises:
-      ConfigError: while tracing, if layers of a stack have results of different structures, shapes
-        or dtypes.
+      ConfigError: the layers of a stack have results of different structures, shapes or dtypes. The
+        error is raised while the update is traced.
 
     >>> scaled = by_layer(optax.with_extra_args_support(optax.scale_by_trust_ratio()), ["w"])
     >>> grads, params = {"w": jnp.ones((2, 3))}, {"w": jnp.array([[1.0] * 3, [4.0] * 3])}

@@ -1,9 +1,9 @@
 """Three methods to apply a function on lists of layers to stacks of layers.
 
-The first method, which is the cheapest, calls the function on the stacks. The second is a
-`jax.vmap` of the function over layers. The third unstacks the layers and calls the function on the
-lists. The first two are used only if a comparison of traces (`jaxdist.optim.stacks.terms`) proves
-that their results equal those of the third.
+The first method, which is the cheapest, calls the function on the stacks. The second method is a
+`jax.vmap` of the function over layers. The third method unstacks the layers and calls the function
+on the lists. The first two methods are used only if a comparison of traces
+(`jaxdist.optim.stacks.terms`) proves that they have the results of the third method.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call
 
     Args:
       function: a function on lists of layers.
-      listed: a function to the shapes of the arguments, with lists; see `Listed`.
+      listed: the function from a number of layers to the shapes of the arguments, with lists
+        (`Listed`).
       shapes: the shapes of the arguments, with stacks.
     """
     lists = listed(COMPARED)
@@ -90,7 +91,7 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """Return a term for each leaf of the arguments; for a stack, it is the term of a layer."""
+        """Return a term for each leaf of the arguments; for a stack, the term of a layer."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]
