@@ -43,7 +43,8 @@ def assemble(
       dims: the logical dims of each parameter, by name.
       batch: the shape, dtype and sharding of each field of a global batch.
       seed: the seed of the initial parameters and of the random layers.
-      microbatches: the number of microbatches. A pipeline ignores it: its schedule has the number.
+      microbatches: the number of microbatches. With `pipeline` the argument is ignored, since the
+        pipeline's schedule has the number.
       exchange: the exchange of gradients, or None if XLA places the communication.
       pipeline: the stages that hold the layers, or None if each device has all layers.
       outer: the exchange of parameters between steps, or None without such an exchange.
@@ -52,7 +53,7 @@ def assemble(
         skipped if a trace of the loss shows that the weight of a batch depends on its values.
 
     Raises:
-      ShardingError: a parameter does not divide over the mesh.
+      ShardingError: the mesh cannot split a parameter into equal parts.
     """
     if exchange is None:
         exchange = XlaExchange(

@@ -43,7 +43,7 @@ class Cache(NamedTuple):
 
 
 def reason_against(model: Functional, hint: Hint) -> str | None:
-    """Return a clause that explains why decoding cannot use a cache, or None if it can."""
+    """Return a clause that explains why decoding cannot use a cache, or None if a cache works."""
     module: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if not isinstance(module, Gpt):
         return f"{type(module).__name__} is not the decoder gpt"
@@ -68,7 +68,8 @@ def decode(
     """Run the model on tokens; return hidden states `[B, L, D]`, and the cache with these tokens.
 
     Args:
-      tokens_BL: the tokens: one of each sequence, or its first L tokens.
+      tokens_BL: the tokens: a single token of each sequence, or the first L tokens of each
+        sequence.
       at_BL: the positions of the tokens; if L is more than 1, they must be 0..L-1.
       cache: the cache of the earlier positions.
       window: the number of positions of a sequence in training, which exceeds all of `at_BL`.
@@ -160,8 +161,9 @@ def _laid_out(cache: Cache, hint: Hint) -> Cache:
 def turned(model: Functional, params: NestedDict, *, back: bool = False) -> NestedDict:
     """Move the embed dim of kernels for products with a single row on CPU, or move it back.
 
-    In a kernel that maps from embed, the dim becomes the last; in a kernel that maps to embed, it
-    becomes the first. XLA:CPU then multiplies a row by the kernel at the speed of memory.
+    In a kernel that maps from embed, the dim becomes the last dim. In a kernel that maps to embed,
+    the dim becomes the first dim after the dim of layers. XLA:CPU then multiplies a row by the
+    kernel at the speed of memory.
 
     Args:
       back: whether to invert the move.
@@ -181,7 +183,7 @@ def turned(model: Functional, params: NestedDict, *, back: bool = False) -> Nest
 def _moved(dims: Dims) -> tuple[int, int]:
     """Return the position of a kernel's embed dim before and after the move of `turned`.
 
-    The two are equal for a leaf that does not change.
+    The two positions are equal for a leaf that does not change.
 
     >>> _moved(("layers", "embed", "mlp")), _moved(("layers", "mlp", "embed"))
     ((1, 2), (2, 1))

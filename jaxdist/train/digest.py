@@ -80,7 +80,7 @@ class Coverage:
 
     Attributes:
       held_bytes: the bytes of one device's shards of all leaves.
-      compared_bytes: the bytes of those shards of which another device has a replica.
+      compared_bytes: the part of `held_bytes` of which another device has a replica.
     """
 
     held_bytes: int

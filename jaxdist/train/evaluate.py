@@ -16,17 +16,16 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
 
 AT_ONCE = 8
-"""The most batches that may be evaluated together as one batch, for a loss that returns scalars.
-
-Without gradients, such a batch needs less memory than in training."""
+"""The maximum number of batches that may be evaluated together as one batch, for a loss that
+returns scalars. Without gradients, such a batch needs less memory than in training."""
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
-    """Return why a held-out split cannot be a single batch without padding, or None if it can.
+    """Return why a held-out split cannot be a single batch without padding, or None if it can be.
 
     Args:
       rows: the number of examples in the split.
-      limit: the most batches to evaluate, or None without a limit.
+      limit: the maximum number of batches to evaluate, or None without a limit.
       batch_size: the number of examples in a batch.
       devices: the number of devices that share a batch.
 
@@ -55,7 +54,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
       rows: the number of rows of a batch.
 
     Raises:
-      ConfigError: see `check_adds_up`.
+      ConfigError: the loss returns scalars, for which `check_adds_up` has the message.
     """
     for sums in parts:
         if len(parts) > 1:
@@ -76,7 +75,7 @@ def evaluate(
       batches: padded batches, as `Loader.evaluation_batches` yields them.
 
     Raises:
-      RunError: all weights of the value named loss are 0.
+      RunError: all weights of the value `loss` are 0.
       ConfigError: the loss returns scalars, and the split is not a single batch without padding.
     """
     parts: list[Sums] = []

@@ -29,7 +29,7 @@ from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params, PyTree
 
 PIECE = 64
-"""The number to whose multiples prompts, texts and caches are padded, so that few shapes are
+"""The number that divides the padded lengths of prompts, texts and caches, so that few shapes are
 compiled and products are exact."""
 
 
@@ -37,8 +37,8 @@ class Text(NamedTuple):
     """A prompt and its continuation.
 
     Attributes:
-      tokens: the tokens of the prompt and of the continuation; if a stop token ended the text, that
-        token is the last.
+      tokens: the tokens of the prompt and of the continuation. If a stop token ended the text, the
+        stop token is the last token.
       log_probs: the logarithm of each added token's probability at temperature 1, or None if
         log-probabilities were not requested.
       stopped: whether a stop token ended the text.
@@ -75,7 +75,7 @@ class _Limits(NamedTuple):
     """The conditions that end a loop, and the random key; they change without a new program.
 
     Attributes:
-      most: the most tokens to add to a prompt, int32.
+      most: the maximum number of tokens to add to a prompt, int32.
       stops: the tokens that end a text, int32 `[S]`.
       key: the random key of the choices.
     """
@@ -115,12 +115,13 @@ class Generator:
 
         Each added token depends on at most `window` tokens before it. With `log_probs`, the forward
         pass of training runs once on the finished texts, in the shapes of training. Up to the
-        length of the window, the log-probabilities therefore equal those of training to the bit.
+        length of the window, the log-probabilities therefore equal the log-probabilities of
+        training to the bit.
 
         Args:
           params: the parameters, in the form in which the program stores them.
           prompts: the tokens of each prompt, at least one token.
-          count: the most tokens to add to a prompt.
+          count: the maximum number of tokens to add to a prompt.
           stops: the tokens that end a text.
           log_probs: whether to compute log-probabilities.
         """
@@ -171,7 +172,7 @@ class Generator:
 
     @cached_property
     def _merged(self) -> Any:
-        """A compiled function from stored parameters to those of the model without adapters."""
+        """A compiled function that merges adapters into the stored parameters of the model."""
         home, model = self.program.home, self.program.model
         return jax.jit(lambda params: model.merged(home.used_params(params)))
 
@@ -315,5 +316,5 @@ class Generator:
 
 
 def _padded(length: int) -> int:
-    """Return the next multiple of `PIECE`."""
+    """Round a length up to a multiple of `PIECE`."""
     return -(-length // PIECE) * PIECE

@@ -1,9 +1,9 @@
 """The conversions of a training state between its four forms.
 
 The model's form is that of a single device. The devices' form is stored between steps, and may be
-padded or reordered. Each `View` converts leaves between these two forms, and decides which of the
-two is the form that steps compute with and the form that checkpoints hold. Another method to store
-state (such as offloading) is another view.
+padded or reordered. Each `View` converts leaves between these two forms. The view decides with
+which of the two forms steps compute, and which of the two forms checkpoints hold. Another method to
+store state (such as offloading) is another view.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from jaxdist.types import Grads, Leaf, Params, PyTree
 Change = Callable[[Any, Owner], Any]
 """A function from (a leaf, its owner) to the converted leaf.
 
-The owner of a parameter is the parameter itself; the owner of a leaf of the optimizer's state is
-the
-parameter to which the leaf belongs."""
+The owner of a parameter is the parameter itself. The owner of a leaf of the optimizer's state is
+the parameter to which the leaf belongs."""
 
 
 class View(Protocol):
@@ -114,7 +113,7 @@ def views_of(
 
     Args:
       zero: the plan of ZeRO, which may pad uneven shards, or None without ZeRO.
-      stack: the order of the layers on a pipeline's stages, or None if the order is the model's.
+      stack: the order of the layers on a pipeline's stages, or None for the order of the model.
     """
     views: list[View] = []
     if stack is not None:

@@ -1,4 +1,4 @@
-"""The parts of a training state that evaluation needs, and those that checkpoints hold."""
+"""The parts of a training state that evaluation needs, and the parts that checkpoints hold."""
 
 from __future__ import annotations
 

@@ -98,9 +98,10 @@ class TrainPlan:
 
     Attributes:
       stages: the stages, in order.
-      rate: the learning rate that phases determine, or None if the optimizer's config does.
-      sizes: the batch sizes so far, for a run whose batch size follows the mesh. The only stage of
-        such a run has the last size.
+      rate: the learning rate that phases determine, or None if the optimizer's config determines
+        the learning rate.
+      sizes: the batch sizes so far of a run whose batch size follows the mesh, or () for other
+        runs. The only stage of such a run has the last size.
       full_steps: the number of steps that the run would take with batches of the full size, or 0
         if `sizes` is empty.
     """
@@ -200,8 +201,8 @@ def plan_learning_rate(
     """Derive the learning rate of a run with the stages of a plan.
 
     Raises:
-      ConfigError: `plan_rate` raises it; the optimizer's config has a learning rate that phases
-        would override; the warm-up is in epochs, but the batch size grows.
+      ConfigError: `plan_rate` raises this error; the optimizer's config has a learning rate that
+        phases would override; the warm-up is in epochs, but the batch size grows.
     """
     if plan.rate is not None:
         given = [
@@ -250,7 +251,7 @@ def check_stages(
     """Check that the batch of each stage divides over devices and microbatches.
 
     Args:
-      shards: as for `check_batch`.
+      shards: the argument of `check_batch`.
 
     Raises:
       ConfigError: a batch does not divide; the message names the stage, and the ramp or phase.
@@ -291,7 +292,7 @@ def check_batch(
         without logical shards.
 
     Raises:
-      ConfigError: the batch does not divide; the message gives the nearest sizes that do.
+      ConfigError: the batch does not divide; the message gives the nearest sizes that divide.
     """
     parts = (shards or layout.data_size) * microbatches
     if batch_size % parts:

@@ -1,4 +1,4 @@
-"""The sizes of batches that follow the mesh, and the learning rate of such a run.
+"""The batch sizes and the learning rate of a run whose batch size follows the mesh.
 
 The length of such a run is counted in examples, not in steps. A step of b examples counts as b / B
 of a step of the full size B. The step advances the run and the schedule of the learning rate by

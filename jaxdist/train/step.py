@@ -230,8 +230,8 @@ class Program:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state and further metrics of a step that the optimizer may have skipped.
 
-        After a skipped step, the buffers and the state of the exchange are those of the old state.
-        The loss scale shrinks after an overflow.
+        After a skipped step, the buffers and the state of the exchange are taken from the old
+        state. The loss scale shrinks after an overflow.
 
         Args:
           norm: the norm of the gradients.
@@ -287,8 +287,8 @@ class Program:
     def train_with(self, field: str) -> Compiled:
         """Return a function like `train` that also returns the gradient of a field of the batch.
 
-        This third result is the gradient of the mean loss, with the shape and sharding of the
-        field.
+        The third result of the returned function is the gradient of the mean loss, with the shape
+        and sharding of the field.
         """
         compute = self.compute
         assert isinstance(compute, WholeBatch), "a batch in one piece, on one stage"

@@ -49,9 +49,9 @@ class ParameterServer(Cluster):
 class Hybrid(Config):
     """A strategy with a model's tables on servers; all other parameters are trained synchronously.
 
-    In each step, every process pulls each row that its examples need once, and pushes the rows'
-    gradients. Li et al., "Scaling distributed machine learning with the parameter server" (OSDI
-    2014); Lian et al., "Persia" (arXiv 2111.05897).
+    In each step, every process pulls the rows that its examples need, each row once, and pushes the
+    rows' gradients. Li et al., "Scaling distributed machine learning with the parameter server"
+    (OSDI 2014); Lian et al., "Persia" (arXiv 2111.05897).
     """
 
     type: Literal["hybrid"] = "hybrid"

@@ -67,7 +67,7 @@ class Prepared:
         program.
       note: a function that prints a line for the user.
       record: a function that records the counts of servers and workers at a step.
-      account: the account of this process's time, in which hooks already count their time.
+      account: the account of this process's time, to which the hooks add the time that they take.
       rows: the reader of the table rows that a batch needs, or None unless servers hold the model's
         tables.
     """

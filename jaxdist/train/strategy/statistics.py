@@ -27,7 +27,7 @@ def with_statistics(params: Params, buffers: Buffers) -> PyTree:
 
 
 def divided(tree: PyTree, buffers: Buffers) -> tuple[Params, Buffers]:
-    """Divide a result of `held` into parameters and statistics.
+    """Divide a result of `with_statistics` into parameters and statistics.
 
     Args:
       buffers: the statistics to return if the tree has none.
@@ -48,7 +48,7 @@ def pushed_values(grads: Updates, before: Buffers, after: Buffers) -> PyTree:
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a leaf of a result of `held` is a statistic, given the leaf's name."""
+    """Return whether a leaf of a result of `with_statistics` is a statistic, given its name."""
     return name.startswith(f"{_KEY}/")
 
 
