@@ -50,9 +50,6 @@ class ScaleFromConfig(Config):
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The warm-up as a fraction of the run, for data without epochs; null if warmup_epochs sets the
     warm-up."""
-    warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The warm-up as a fraction of the run, for data without epochs, or null if warmup_epochs sets
-    the warm-up."""
 
     @property
     def warmup(self) -> str:
