@@ -1,4 +1,4 @@
-"""Data sources with random access by index, and the loader that makes global batches of them.
+"""Data sources with random access by index, and the loader that reads global batches from a source.
 
 The loader is not imported here, so that a configuration can be read before jax starts.
 """

@@ -1,7 +1,7 @@
 """Random changes of training images: crop, flip, cutout and mixup.
 
-Each change is a function of a key, which depends on the seed and on the position of the example in
-the order of training. Therefore a resumed run, or a run on other hosts, makes the same changes.
+Each change is a function of a key. The key depends on the seed and on the position of the example
+in the order of training. Therefore a resumed run, or a run on other hosts, makes the same changes.
 
 Dims: N examples, H height, W width, C channels.
 """
@@ -20,9 +20,9 @@ from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
 
 MIXED_LABEL = "mixed_label"
-"""The name of the field that mixup adds for the label of the other image."""
+"""The name of the field that mixup adds, with the label of the other image."""
 MIXED_SHARE = "mixed_share"
-"""The name of the field that mixup adds for the share of the other image."""
+"""The name of the field that mixup adds, with the share of the other image in the mixture."""
 
 
 class AugmentConfig(Scaled):
@@ -67,7 +67,7 @@ class AugmentConfig(Scaled):
         return found
 
     def changed(self, source: Source, indices: np.ndarray, keys: np.ndarray) -> HostBatch:
-        """Read examples, and change each at random by its key.
+        """Read examples, and change each example at random by its key.
 
         Args:
           source: the source of the examples, and of the other images for mixup.
@@ -114,7 +114,7 @@ class AugmentConfig(Scaled):
 
 
 def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns that a crop to height x width removes."""
+    """Return the number of rows and the number of columns that a crop to height x width removes."""
     H, W = image.shape[1:3]
     if height > H or width > W:
         raise DataError(
@@ -125,7 +125,7 @@ def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
 
 
 def _cut_out(image: np.ndarray, side: int, draws: Draws) -> None:
-    """Set a square around a random pixel of each scaled image to 0, which is the mean, in place."""
+    """Set a square around a random pixel of each scaled image to 0 (the mean), in place."""
     H, W = image.shape[1:3]
     near = []
     for size in (H, W):

@@ -1,4 +1,4 @@
-"""A cache of derived data between runs: whole folders, published atomically."""
+"""A cache of derived data between runs: each entry is a folder, which is published atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of the cache, which may not exist yet.
+    """Return the directory of the cache, which need not exist yet.
 
     The directory is the value of JAXDIST_CACHE, or else jaxdist in XDG_CACHE_HOME, or else
     ~/.cache/jaxdist.
@@ -30,8 +30,8 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, and then rename the folder to `target`.
 
-    If several processes publish the same target, the folder of the first remains, and the others
-    delete their equal folders.
+    If several processes publish the same target, the folder of the first process remains, and the
+    other processes delete their folders, which are equal to it.
 
     Raises:
       OSError: the folder cannot be written.

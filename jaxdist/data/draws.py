@@ -1,4 +1,4 @@
-"""Random numbers for examples, each a function of the example's key."""
+"""Random numbers for examples; each number is a function of the example's key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.data.permutation import mix
 
 @dataclass
 class Draws:
-    """The random numbers of N examples: a stream for each key. Each call draws from all streams."""
+    """The random numbers of N examples: each key has a stream, and a call draws from each."""
 
     keys: np.ndarray
     count: int = 0
@@ -27,5 +27,5 @@ class Draws:
 
     def uniform(self) -> np.ndarray:
         """Draw a float64 in [0, 1) from each stream, [N]."""
-        # Only 53 bits are used, which a float64 holds, so that no number is rounded up to 1.
+        # Only 53 bits are used. A float64 holds 53 bits, so no number is rounded up to 1.
         return (self.bits() >> np.uint64(11)) * 2.0**-53

@@ -1,4 +1,4 @@
-"""The loader of batches as global arrays, from any step on, in an order that depends on a seed.
+"""The loader of global batches, from any step, in an order that depends on a seed.
 
 The content of a batch depends only on the source, the seed and the step, and not on the number of
 processes or devices. Each process reads only the rows that its devices need.
@@ -45,13 +45,13 @@ class BatchRows(NamedTuple):
 
 
 class Loader:
-    """A loader of batches of a source as global arrays; resuming needs only the step.
+    """A loader of batches of a source as global arrays; only the step is needed to resume.
 
     A batch maps the source's names to arrays with the leading dim `batch_size`. Evaluation batches
-    also have a `weight` (float32): 1 for an example, 0 for padding. Training batches have no such
-    weight, because they have no padding: the compiled step then knows the sum of weights, and no
-    device waits for another device's sum. If the examples of a source have a `weight`, batches have
-    their weights too.
+    also have a `weight` (float32): 1 for an example, 0 for padding. Training batches have no
+    padding and therefore no such weight; the compiled step then knows the sum of weights, and no
+    device waits for the sums of other devices. If the examples of a source have a `weight`, all
+    batches have these weights.
 
     Attributes:
       batch_shapes: the shape, dtype and sharding of each array of a training batch.
@@ -79,7 +79,7 @@ class Loader:
           sharding: the sharding of each array: a mapping from names, or a function of (name,
             shape).
           seed: the seed of the order of the examples, any integer >= 0.
-          shuffle: whether each epoch has a different random order; false keeps the source's order.
+          shuffle: whether each epoch has a different random order; False keeps the source's order.
           start_example: the number of examples that were used before step 0, in batches of any
             size.
           prefetch: the number of batches that are loaded ahead, in addition to the batch in use.
@@ -118,9 +118,9 @@ class Loader:
         }
 
     def part(self, start: int, size: int) -> Loader:
-        """Return the loader of only the rows from `start` up to `start + size` of every batch.
+        """Return a loader of only the rows from `start` up to `start + size` of every batch.
 
-        Such rows are, for example, the share of a worker.
+        The rows may, for example, be the share of a worker.
 
         Raises:
           ShardingError: the rows do not divide over the devices.
@@ -131,7 +131,7 @@ class Loader:
         return found
 
     def at_once(self) -> Loader:
-        """Return a loader whose evaluation is a single batch, for losses that return a scalar."""
+        """Return a loader with a single evaluation batch, for losses that return a scalar."""
         found = copy(self)
         found._at_once = True
         return found
@@ -141,14 +141,14 @@ class Loader:
         return self._load(self._training_rows(step))
 
     def _training_rows(self, step: int) -> BatchRows:
-        # The seed is hashed first, so that the seeds 0 and 1 give unrelated keys.
+        # The seed is hashed first, so that seeds such as 0 and 1 give unrelated keys.
         seed = np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]
-        # The keys are mixed twice, so that they are unrelated to those that order the examples.
+        # The keys are mixed twice, so that they are unrelated to the keys that order the examples.
         keys = mix(mix(self._positions(step).astype(np.uint64)) ^ seed)
         return BatchRows(self.indices(step), keys=keys)
 
     def _positions(self, step: int) -> np.ndarray:
-        """Return the positions (int64) of the rows of a batch in the order of all epochs."""
+        """Return the positions (int64) of the rows of a batch, counted over all epochs."""
         first = self._start_example + step * self._batch_size
         return (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
 
@@ -168,9 +168,9 @@ class Loader:
         return self._stream(self._training_rows, start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
-        """Return an iterator over batches of all examples, in order; the last batch is padded.
+        """Return an iterator over batches of all examples in order; the last batch is padded.
 
-        A loader that `at_once` returned has the same examples in a single batch, without padding.
+        A loader from `at_once` has the same examples in a single batch, without padding.
 
         Args:
           limit: the largest number of batches, or None for all examples.
@@ -222,8 +222,8 @@ class Loader:
             local = take(self._source, rows.examples[mine])
         self._allowed.check(local, rows.examples[mine], self._split)
         if rows.weights is not None:
-            # The weights are multiplied, since the source may have weights of its own, and padding
-            # must still count as 0.
+            # The weights are multiplied, since the source may also have weights, and padding must
+            # still count as 0.
             local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
         return self._placement.place(local)
 
@@ -238,7 +238,7 @@ def _example(source: Source) -> dict[str, np.ndarray]:
 
 
 class Batches(Iterator[DeviceBatch]):
-    """An iterator over batches, which grain's threads load ahead; call `close` after use.
+    """An iterator over batches that threads of grain load ahead; call `close` after use.
 
     A request to grain costs the calling thread 50 to 100 us, even if the batch is ready. Therefore
     a separate thread makes the requests, and `next` only waits for a batch.
@@ -263,7 +263,8 @@ class Batches(Iterator[DeviceBatch]):
         """
         import grain  # Imported here, because it takes 1.6 s and only users of data need it.
 
-        # One batch waits in the fetcher and the rest in grain, so that at most `prefetch` exist.
+        # A batch waits in the fetcher and the other batches in grain, so that at most `prefetch`
+        # exist.
         fetched = min(prefetch, 1)
         waiting = prefetch - fetched
         readers = min(threads, waiting)
@@ -306,9 +307,9 @@ def _fetch(
     wanted: SimpleQueue[bool],
     ready: SimpleQueue[DeviceBatch | Exception],
 ) -> None:
-    """Put a batch into `ready` for each True in `wanted`, until `wanted` has False.
+    """Put a batch into `ready` for each True in `wanted`, until `wanted` has a False.
 
-    An error, or the end of the batches, is put into `ready` as the last item.
+    If the batches raise an error or end, the error is put into `ready` as the last item.
     """
     try:
         while wanted.get():

@@ -1,4 +1,4 @@
-"""A random permutation of any length, from position to index, that is computed and not stored."""
+"""A random permutation of any length, which is computed for each position instead of stored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ROUNDS = 8
 def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
     """Return the examples at `positions` of an endless, shuffled sequence of `length` examples.
 
-    Position p is in epoch p // length; every epoch has each example once, in a different order. A
+    Position p is in epoch p // length. Every epoch has each example once, in a different order. A
     generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2 >=
-    length numbers. The network is applied to a result that is too large until the result is in
+    length numbers. If a result is too large, the network is applied to it again until it is in
     range (cycle walking), which preserves the bijection. The cost is O(1) memory and about 20
     vector operations.
 
@@ -30,8 +30,8 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     """
     epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))
     keys = mix(epochs ^ np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-    # The root is of integers alone: the square of `side` must not be below `length`, and a float's
-    # square root is not exact for large lengths.
+    # The root is computed with integers alone: the square of `side` must not be below `length`, and
+    # for large lengths the square root of a float is not exact.
     side = np.uint64(math.isqrt(length - 1) + 1)
     result = _feistel(inside, keys, side)
     while (outside := result >= length).any():
@@ -42,7 +42,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
 def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarray:
     left, right = np.divmod(values, side)
     for number in range(_ROUNDS):
-        # The noise is reduced before it is added: a sum that wraps at 2**64 would not be a
+        # The noise is reduced before it is added, because a sum that wraps at 2**64 is not a
         # bijection.
         noise = mix(right ^ mix(keys + np.uint64(number))) % side
         left, right = right, (left + noise) % side

@@ -1,4 +1,4 @@
-"""The rows of a global batch that a process needs, and their assembly into global arrays."""
+"""The rows of a global batch that a process needs, and the assembly of rows into global arrays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sha
 
 
 def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
-    """Return the sorted indices (int64 [N]) of the rows in any of the blocks of a batch.
+    """Return the sorted indices (int64 [N]) of the rows that any of the blocks of a batch contains.
 
     Args:
       batch_size: the number of rows in the global batch.
-      indices: the index of each block in the global array; only its entry for the first dim is
+      indices: for each block, its index in the global array; only the entry for the first dim is
         used.
 
     >>> rows_needed(8, [(slice(2, 4), slice(0, 1)), (slice(6, None),)])
@@ -30,7 +30,7 @@ def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
 
 
 def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) -> np.ndarray:
-    """Cut the block `index` of a global array from the rows that were read.
+    """Cut the block at `index` of a global array from the rows that this process has read.
 
     Args:
       local: the values of the rows, [len(rows), ...].
@@ -38,7 +38,7 @@ def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index
       batch_size: the number of rows in the global batch.
       index: the index of the block in the global array [batch_size, ...].
     """
-    # If this process has all rows, a slice is a view, whereas the lookup by positions below copies.
+    # If this process has all rows, a slice is a view, but the lookup by positions below copies.
     if len(rows) == batch_size:
         return local[index]
     wanted = np.searchsorted(rows, np.arange(batch_size)[index[0]])
@@ -46,7 +46,7 @@ def cut_block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index
 
 
 class BatchPlacement:
-    """The layout of batches with the same shapes on the devices of this process."""
+    """The layout of batches, which all have the same shapes, on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
         """Plan the layout.

@@ -1,4 +1,4 @@
-"""The conversion of pixels to numbers around 0."""
+"""The conversion of pixels to numbers that are centered at 0."""
 
 from __future__ import annotations
 

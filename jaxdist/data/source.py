@@ -32,7 +32,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class BatchSource(Source, Protocol):
-    """A source that can return many examples at once, faster than individually."""
+    """A source that returns many examples at once in less time than one by one."""
 
     def take(self, indices: np.ndarray) -> Example:
         """Return the examples `indices` (int64 [N]) with a leading dim N."""
@@ -60,17 +60,17 @@ class Dataset:
     Attributes:
       train: the examples to train on.
       heldout: the examples to evaluate on, or None.
-      vocab_size: the upper limit of `tokens` and `targets`, which are in [0, vocab_size), or None
-        without tokens.
-      classes: the upper limit of `label`, which is in [0, classes), or None without labels.
+      vocab_size: the number V such that `tokens` and `targets` are in 0 to V - 1, or None without
+        tokens.
+      classes: the number C such that `label` is in 0 to C - 1, or None without labels.
       description: a line that describes the data to the user.
-      facts: the sizes of the data, by name; a name includes the unit.
+      facts: the sizes of the data, by names that include the unit.
       tokenizer: the mapping between text and tokens, or None if there is none.
       fields: the number of ids of each categorical field, by name, in the order of the columns of
         `ids`, or None without such fields.
-      baselines: a function that returns the losses of simple models on the held-out split by name,
-        in nats per token. The function may take seconds, so it is called only for a comparison
-        with a result.
+      baselines: a function that returns, by name, the losses of simple models on the held-out
+        split, in nats per token. It may take seconds, so it is called only if a result is compared
+        with it.
       unchecked: the names of fields that may hold NaN, infinity, or values out of range.
     """
 
@@ -119,7 +119,7 @@ def length(source: Source, what: str) -> int:
       what: the name of the source in messages.
 
     Raises:
-      DataError: `__len__` raised, or returned no valid length, or returned 0.
+      DataError: `__len__` raised an error, or returned no valid length, or returned 0.
     """
     try:
         examples = len(source)
@@ -155,7 +155,7 @@ def take(source: Source, indices: np.ndarray) -> HostBatch:
 
 
 def narrowed(batch: Example) -> HostBatch:
-    """Return a batch in which every array is converted as `narrow` does."""
+    """Return a batch in which each array is converted by `narrow`."""
     return {name: narrow(name, values) for name, values in batch.items()}
 
 
@@ -174,7 +174,7 @@ def read_example(source: Source, index: int) -> HostBatch:
     """Read example `index` of any source, as arrays with the dtypes to which jax converts them.
 
     Raises:
-      DataError: the source raised, or the example is not a mapping of names to arrays.
+      DataError: the source raised an error, or the example is not a mapping of names to arrays.
     """
     try:
         example: object = source[index]
@@ -191,13 +191,13 @@ def read_example(source: Source, index: int) -> HostBatch:
 def narrow(name: str, value: ArrayLike) -> np.ndarray:
     """Convert `value` to an array of at most 32 bits per element, as jax does.
 
-    Unlike jax, the function refuses integers that 32 bits cannot hold.
+    Unlike jax, the function refuses integers that do not fit in 32 bits.
 
     Args:
       name: the name of the value, for errors.
 
     Raises:
-      DataError: `value` does not hold numbers, or holds integers that 32 bits cannot hold.
+      DataError: `value` does not hold numbers, or holds integers that do not fit in 32 bits.
     """
     array = np.asarray(value)
     if array.dtype == np.float64:

@@ -1,4 +1,4 @@
-"""Synthetic data of any size, for benchmarks: an example depends only on the seed and its index."""
+"""Synthetic data of any size, for benchmarks; an example depends only on seed and index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ONLY = {
     "labelled_tokens": {"vocab_size", "window", "classes"},
     "images": {"height", "width", "channels", "classes", "transform"},
 }
-"""By kind, the settings that are read for this kind but not for all kinds."""
+"""The settings that only some kinds read, by kind."""
 
 
 class SyntheticConfig(Config):
@@ -113,7 +113,7 @@ class SyntheticConfig(Config):
 def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
     """Return the data set with hidden tokens in both splits.
 
-    The mask that replaces hidden tokens is added to the vocabulary.
+    The vocabulary receives an additional token, the mask, which replaces hidden tokens.
 
     Args:
       size: the number of tokens of the vocabulary.
@@ -170,7 +170,7 @@ class _LabelledSource(_TokenSource):
 
 
 def _check_pictures(config: SyntheticConfig) -> None:
-    """Refuse images that do not fit into memory, before minutes are spent on random numbers."""
+    """Check that the images fit into memory, before minutes are spent on random numbers."""
     shape = (config.height, config.width, config.channels)
     needed = (config.classes + _NOISES) * math.prod(shape)
     if needed > host_memory_bytes():
@@ -182,13 +182,13 @@ def _check_pictures(config: SyntheticConfig) -> None:
 
 
 class _ImageSource:
-    """A source of `image` uint8 [H, W, C], its class's picture plus noise, and `label` int32."""
+    """A source of `image` uint8 [H, W, C], the picture of a class plus noise, and `label` int32."""
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._stream, self._length = _stream_key(config.seed, stream), length
         shape = (config.height, config.width, config.channels)
         world = np.random.default_rng([config.seed, _WORLD])
-        # The picture and the noise are both below 128, so that uint8 holds their sum.
+        # The picture and the noise are both below 128, so that their sum fits in uint8.
         self._pictures = world.integers(128, size=(config.classes, *shape), dtype=np.uint8)
         self._noises = world.integers(128, size=(_NOISES, *shape), dtype=np.uint8)
 

@@ -43,7 +43,7 @@ class ImportedTransformConfig(Config):
     """The keyword arguments for the function, by name."""
 
     def build(self) -> Transform:
-        """Return the imported function, whose errors on batches become errors of the config.
+        """Return the imported function; its errors on batches become errors of the config.
 
         Raises:
           ConfigError: the function cannot be imported.
@@ -69,7 +69,7 @@ TransformConfig = Annotated[
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """Return the data set with a transform of both splits, or unchanged if `config` is None.
+    """Return the data set with a transform of both splits, or the same data set without a config.
 
     Only training examples are changed at random, when the loader draws them.
     """
@@ -86,7 +86,7 @@ def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
 
 @dataclass(frozen=True)
 class _Transformed:
-    """A source whose batches are passed through a function."""
+    """A source whose batches a function transforms."""
 
     source: Source
     transform: Transform
@@ -111,7 +111,7 @@ class _Transformed:
 
 @dataclass(frozen=True)
 class _Augmented:
-    """A source whose examples are changed at random if they are drawn for training."""
+    """A source whose examples are changed at random when they are drawn for training."""
 
     source: Source
     config: AugmentConfig

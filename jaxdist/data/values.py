@@ -1,4 +1,4 @@
-"""The allowed values of a batch: integers in a declared range, otherwise finite numbers."""
+"""The allowed values of a batch: integers in a declared range, or else finite numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxdist.errors import DataError
 class Allowed:
     """The allowed values of the fields of an example.
 
-    Values are checked on the host, since a gather on a device clamps an index that is out of range
+    Values are checked on the host, since a gather on a device clamps an index that is out of range,
     without an error.
 
     Attributes:
-      limits: by field, the limit of its values, which are integers in [0, limit).
+      limits: for each field of integers, the limit L such that its values are in 0 to L - 1.
       unchecked: the fields that may hold any values.
       tables: the number of ids of each column of the field `ids`, by the column's name.
     """
@@ -34,7 +34,7 @@ class Allowed:
 
         Args:
           batch: the arrays [N, ...] by field.
-          examples: the indices of these examples in their split, int64 [N].
+          examples: the indices of the examples in their split, int64 [N].
           split: the name of the split in messages.
 
         Raises:
@@ -68,7 +68,7 @@ data, data.unchecked: [label] turns this check off
             )
 
     def _check_ids(self, ids: np.ndarray, examples: np.ndarray, split: str) -> None:
-        """Refuse ids that have no row in the table of their column; the error names the first."""
+        """Refuse ids without a row in their column's table; the error names the first such id."""
         wrong = (ids < 0) | (ids >= np.array([*self.tables.values()])[None, :])
         if not wrong.any():
             return
@@ -82,7 +82,7 @@ data, data.unchecked: [label] turns this check off
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """Return a bool array that is true for each value that is not allowed, or None if all are."""
+    """Return a bool array that is true for values that are not allowed, or None without any."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)

@@ -1,4 +1,4 @@
-"""Labelled images that are whole arrays in files: CIFAR's binary files, and npz archives."""
+"""Labelled images in files that hold whole arrays: CIFAR's binary files, and npz archives."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ _FIELDS = {"image": ("x_{}", "{}_images", "{}_image"), "label": ("y_{}", "{}_lab
 
 
 def cifar(folder: Path, name: str) -> tuple[Labelled, Labelled]:
-    """Read the training and the test images of CIFAR-10 or CIFAR-100, "binary version".
+    """Read the training and the test images of CIFAR-10 or CIFAR-100, in the "binary version".
 
-    An example has a byte for each label, and then 3072 bytes: 32 rows of 32 red values, and then
-    the same of green and of blue (https://www.cs.toronto.edu/~kriz/cifar.html).
+    An example has a byte for each label, and then 3072 bytes: 32 rows of 32 red values, then as
+    many green values, and then as many blue values (https://www.cs.toronto.edu/~kriz/cifar.html).
 
     Raises:
-      DataError: a file is missing or damaged, or has labels out of range; the message names it.
+      DataError: a file is missing or damaged, or has labels out of range; the message names the
+        file.
     """
     files = CIFAR[name]
     missing = [part for part in (*files.train, *files.heldout) if not (folder / part).is_file()]
@@ -103,8 +104,8 @@ def npz(path: Path) -> tuple[Labelled, Labelled | None]:
     """Read the training and held-out images of an npz archive.
 
     The arrays are x_train, y_train, x_test and y_test, or train_images, train_labels, test_images
-    and test_labels (MedMNIST); the names may have val or heldout instead of test. The held-out
-    images are None if the archive has no such arrays. Nothing is unpickled.
+    and test_labels (MedMNIST). The names may have val or heldout instead of test. If the archive
+    has no held-out arrays, the held-out images are None. Nothing is unpickled.
 
     Raises:
       DataError: the file is not an npz archive, or an array is missing or cannot be read.
@@ -158,8 +159,8 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
       name: the name of the file, for errors.
 
     Raises:
-      DataError: images or labels have another number of dims, the number of images is not the
-        number of labels, or labels are negative, not integers, or larger than 32 bits hold.
+      DataError: images or labels have another number of dims; the numbers of images and labels
+        differ; or labels are negative, are not integers, or do not fit in 32 bits.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(

@@ -23,7 +23,7 @@ from jaxdist.errors import DataError
 _DIGITS = 1797
 _DIGITS_SEED = 0
 _DIGITS_HELDOUT = 5
-"""The inverse of the fraction of digits that are held out."""
+"""The number n for which one digit in n is held out."""
 
 
 class ImagesConfig(Config):
@@ -166,7 +166,7 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
 
 def _digits() -> tuple[Labelled, Labelled]:
     table = _digits_table()
-    # NumPy keeps the numbers of RandomState across versions, so the split stays the same.
+    # NumPy keeps the numbers of RandomState in all versions, so the split stays the same.
     order = np.random.RandomState(_DIGITS_SEED).permutation(len(table))
     # The pixels of the digits are 0 to 16, which become 0 to 255.
     pixels = table[order, :-1].reshape(-1, 8, 8, 1)
@@ -177,10 +177,10 @@ def _digits() -> tuple[Labelled, Labelled]:
 
 
 def _digits_table() -> np.ndarray:
-    """Return the digits as float64 [1797, 65]: the 64 pixels and the label of each.
+    """Return the digits as float64 [1797, 65], where a row has the 64 pixels and the label.
 
-    The file in the scikit-learn package is read without an import of scikit-learn, which would take
-    a quarter of a small run's time.
+    The function reads the file in the scikit-learn package, but does not import scikit-learn,
+    because the import would take a quarter of a small run's time.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

@@ -1,4 +1,4 @@
-"""The files of Fashion-MNIST, found on the machine or downloaded once, and always verified."""
+"""The files of Fashion-MNIST, which are found on the machine or downloaded, and always verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.errors import DataError
 HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 TIMEOUT_SECONDS = 30
 
-# The digests are of the unpacked contents, so that they do not depend on the compression.
+# The digests are those of the unpacked contents, so that they do not depend on the compression.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -45,7 +45,7 @@ def fashion_mnist() -> dict[str, bytes]:
 
 
 def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the folders that may have the files, the most likely first."""
+    """Yield the folders that may have the files, beginning with the most likely folder."""
     shares = [Path(sys.prefix, "share"), Path("/usr/local/share"), Path("/usr/share")]
     if home := environ.get("XDG_DATA_HOME"):
         shares.append(Path(home))
@@ -56,7 +56,7 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """Return the first folder with all four files, packed or unpacked, or None if there is none."""
+    """Return the first folder with all four files, packed or unpacked, or None."""
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder

@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 class Encoded(Protocol):
-    """The bytes of an encoded image, whose text is its name in messages."""
+    """The bytes of an encoded image; `str` of the object is the image's name in messages."""
 
     def read(self) -> bytes:
         """Return the bytes."""
@@ -35,7 +35,7 @@ class Encoded(Protocol):
 
 
 class ImagePlace(NamedTuple):
-    """The location of an image's bytes: a part of a file, or of a tar.
+    """The location of an image's bytes: a file, or a part of a file or of a tar.
 
     Attributes:
       length: the number of bytes, or -1 for all bytes up to the end of the file.
@@ -118,7 +118,7 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
     Raises:
       DataError: the file is broken, or cannot be read.
     """
-    # Imported here, because it takes 40 ms and only users of image files need it.
+    # Pillow is imported here, because its import takes 40 ms and only users of image files need it.
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -131,7 +131,7 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
                 pixels = ImageOps.fit(pixels, (size, size), Image.Resampling.BILINEAR)
             return np.asarray(pixels)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow's own message on an unknown format has the address of an object.
+        # Pillow's message on an unknown format has the address of an object, so it is not shown.
         unknown = isinstance(error, UnidentifiedImageError)
         why = "neither JPEG nor PNG" if unknown else error
         raise DataError(
@@ -176,8 +176,8 @@ def image_files(
     train = listed["train"]
     heldout = listed.get("heldout")
     classes = sorted(set(train.names))
-    # Tars and numbered folders have numbers as names of classes, which as text would be sorted 10
-    # before 2.
+    # Tars and numbered folders have numbers as names of classes. A sort of these names as text
+    # would put 10 before 2.
     if all(name.isdecimal() for name in classes):
         classes = sorted(classes, key=int)
     if heldout is not None and (other := set(heldout.names) - set(classes)):
@@ -232,9 +232,9 @@ def _whole(listing: Listing) -> tuple[Listing, list[str]]:
 
 
 def _folders(folder: Path) -> Mapping[str, Listing]:
-    """Return the images of each split, from a folder for each class inside a folder for each split.
+    """Return the images of each split, from folders of splits that contain folders of classes.
 
-    Without folders of splits, all classes are in the training split.
+    If there are no folders of splits, all classes are in the training split.
     """
     splits = {
         split: next((folder / name for name in names if (folder / name).is_dir()), None)
@@ -271,7 +271,7 @@ def _folder(folder: Path) -> Listing:
 def _tars(folder: Path) -> Mapping[str, Listing]:
     """Return the images of each split, from the tars `train-*.tar` and `val-*.tar`.
 
-    A tar has each image as NAME.jpg, and its class, a number, as NAME.cls.
+    A tar has each image as NAME.jpg, and the number of its class as NAME.cls.
     """
     found = {}
     for split, names in (("train", TRAIN), ("heldout", HELDOUT)):
@@ -308,7 +308,8 @@ def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
         raise DataError(
             f"data: {path} is not a tar that can be read: {error}; fetch the file again"
         ) from error
-    # Python's tarfile ends silently at a header that is cut off; a whole tar ends with zeros.
+    # Python's tarfile ends without an error at a header that is cut off; a complete tar ends with
+    # zeros.
     if ImagePlace(str(path), end, tarfile.BLOCKSIZE).read() != bytes(tarfile.BLOCKSIZE):
         raise DataError(
             f"data: {path} is truncated at byte {end:,}, after {len(places)} images: copy it again"

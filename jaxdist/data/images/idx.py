@@ -20,8 +20,8 @@ _MAX_DIMS = 4
 def parse_idx(content: bytes, name: str) -> np.ndarray:
     """Parse the uint8 array in an IDX file's content, as a read-only view of the content.
 
-    The format is two zero bytes, the dtype code, the number of dims, each dim as a big-endian
-    uint32, and the values.
+    An IDX file has two zero bytes, the code of the dtype, the number of dims, each dim as a
+    big-endian uint32, and the values.
 
     Args:
       content: the file, uncompressed.

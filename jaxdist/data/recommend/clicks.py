@@ -17,8 +17,8 @@ _TRAIN, _HELDOUT, _WORLD = range(3)
 class ClicksConfig(Config):
     """Generated clicks: random ids, and a click that depends on hidden values of the ids.
 
-    The frequency of the k-th most frequent id is about proportional to k to the power of minus
-    `skew`. A permutation spreads frequent ids over a table.
+    The frequency of the k-th most frequent id is about proportional to k to the power of -`skew`. A
+    permutation spreads frequent ids over a table.
     """
 
     type: Literal["clicks"]

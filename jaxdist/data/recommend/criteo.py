@@ -1,4 +1,4 @@
-"""Click logs in Criteo's format: lines of a label, 13 counts and 26 hexadecimal ids, with tabs."""
+"""Click logs in Criteo's format: in a line, tabs separate a label, 13 counts and 26 hex ids."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CriteoConfig(Config):
 
 
 def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
-    """Read a file of examples with `ids` int32 [26], `dense` float32 [13] and `target` float32.
+    """Read a file as `ids` int32 [26], `dense` float32 [13] and `target` float32 of each example.
 
     Args:
       key: the key of the file in the config, for errors.

@@ -1,7 +1,7 @@
 """MovieLens-100K: 100,000 ratings of 1,682 films by 943 people (GroupLens, 1998).
 
 The terms of GroupLens allow research and forbid redistribution. The files are therefore fetched
-when they are needed, from the package recbole, which contains them. Cite: Harper and Konstan, "The
+when they are needed, from the package recbole, which contains them. Cite Harper and Konstan, "The
 MovieLens datasets: history and context", ACM TiiS 5(4), 2015.
 """
 
@@ -38,7 +38,7 @@ _OF_FILE = {
     "ml-100k.user": {"age": "age", "gender": "gender", "occupation": "occupation"},
     "ml-100k.item": {"year": "release_year", "genres": "class"},
 }
-"""For each file, the column of each field."""
+"""The column of each field, by the file that has the column."""
 _KEY = {"ml-100k.user": "user_id", "ml-100k.item": "item_id"}
 
 FieldName = Literal["user", "item", "age", "gender", "occupation", "year", "genres"]
@@ -101,7 +101,7 @@ class MovieLensConfig(Config):
         )
         columns, sizes = _ids(files, rated, self.fields)
         target = rating if self.target == "rating" else (rating >= LIKED).astype(np.float32)
-        # NumPy keeps the numbers of RandomState across versions, so the parts stay the same.
+        # NumPy keeps the numbers of RandomState in all versions, so the parts stay the same.
         order = np.random.RandomState(self.seed).permutation(len(target))
         part = np.empty(len(target), np.int64)
         part[order] = np.arange(len(target)) * self.folds // len(target)
@@ -127,9 +127,7 @@ class MovieLensConfig(Config):
 def _ids(
     files: Mapping[str, bytes], rated: Mapping[str, list[str]], fields: tuple[FieldName, ...]
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return ids int32 `[N, F]`, and the number of ids of each field.
-
-    The columns of the ids are in the order of `fields`.
+    """Return ids int32 `[N, F]` in the order of `fields`, and the number of ids of each field.
 
     Args:
       files: the contents of the files, by name.

@@ -37,7 +37,7 @@ def numbered_lines(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
 def table_of(
     text: bytes, where: str, columns: Sequence[str]
 ) -> tuple[list[int], dict[str, list[str]]]:
-    """Read columns of a table whose first line names them as `name:type`.
+    """Read columns of a table; its first line names each column as `name:type`.
 
     Args:
       where: the name of the file in messages.
@@ -111,7 +111,7 @@ def read_file(path: Path, what: str) -> bytes:
 
 
 def hashed(ids: np.ndarray, size: int, column: int) -> np.ndarray:
-    """Hash 64-bit ids (uint64) to int32 below `size`, differently for each column.
+    """Hash 64-bit ids (uint64) to int32 in 0 to `size` - 1; equal ids differ between columns.
 
     >>> hashed(np.array([7, 7, 2**63], np.uint64), 1000, 0).tolist()
     [319, 319, 69]

@@ -115,7 +115,7 @@ class BrokenImageError(DataError):
 
 
 class _Held(NamedTuple):
-    """The bytes of an image, and their name in messages."""
+    """The bytes of an encoded image, and the image's name in messages."""
 
     content: bytes
     name: str
@@ -132,7 +132,7 @@ class Records:
     """A source of records.
 
     Attributes:
-      columns: the column of each field, or {} for all columns under their own names.
+      columns: for each field, the name of its column, or {} for all columns under their own names.
       size: the side of the square to which images are scaled and cropped, or None.
       kept: the indices of the records that are examples.
     """
@@ -169,7 +169,7 @@ class Records:
         return self.read(self.kept[:1])[0]
 
     def read(self, indices: np.ndarray) -> list[Mapping[str, np.ndarray]]:
-        """Read and decode records, whose indices are not those of examples."""
+        """Read and decode records by their indices, which differ from the indices of examples."""
         if not len(indices):
             return []
         names = [f"record {index} of {self.reader.name}" for index in indices.tolist()]
@@ -194,7 +194,7 @@ class Records:
         return {key: self._value(row[column], column, name) for key, column in columns.items()}
 
     def _value(self, value: Any, column: str, name: str) -> np.ndarray:
-        # A list of one value is how an Example writes a value.
+        # An Example writes a single value as a list of one value.
         value = (
             value[0] if isinstance(value, list | np.ndarray) and np.shape(value) == (1,) else value
         )

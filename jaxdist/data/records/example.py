@@ -1,6 +1,6 @@
-"""The messages `tf.train.Example`, which ArrayRecord files of TensorFlow Datasets contain.
+"""The parser of `tf.train.Example` messages, which fill TensorFlow Datasets' ArrayRecord files.
 
-An example is a map from names to lists of bytes, float32 or int64, as a protocol buffer.
+An example is a map from names to lists of bytes, float32 or int64, stored as a protocol buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def parse_example(record: bytes, name: str) -> Mapping[str, Any]:
-    """Parse a `tf.train.Example`: by name, a list of bytes, or an array of float32 or int64.
+    """Parse a `tf.train.Example` to a list of bytes or an array of float32 or int64 for each name.
 
     Args:
       name: the name of the record in messages.
@@ -42,7 +42,7 @@ def parse_example(record: bytes, name: str) -> Mapping[str, Any]:
 
 
 def _values(feature: bytes) -> Any:
-    """Return the list of a feature, of which exactly one kind is set."""
+    """Return the list of a feature, in which exactly one kind of list is set."""
     (kind, content), *more = _fields(feature)
     if more or kind not in (1, 2, 3) or not isinstance(content, bytes):
         raise ValueError("a feature is one list")
@@ -57,7 +57,7 @@ def _values(feature: bytes) -> Any:
 
 
 def _parts(message: bytes, wanted: int) -> list[bytes]:
-    """Return the fields with a number, all of which have bytes."""
+    """Return all fields with the number `wanted`, whose values must be bytes."""
     found = [value for number, value in _fields(message) if number == wanted]
     if not all(isinstance(value, bytes) for value in found):
         raise ValueError(f"field {wanted} has no bytes")
@@ -65,7 +65,7 @@ def _parts(message: bytes, wanted: int) -> list[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and the value of each field; fixed numbers are bytes."""
+    """Yield the number and the value of each field; numbers of fixed size are yielded as bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -87,7 +87,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a byte, and the position after it."""
+    """Return the number that begins at a byte, and the position after the number."""
     value = shift = 0
     while True:
         byte = message[at]
@@ -98,7 +98,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _varints(content: bytes) -> np.ndarray:
-    """Return packed numbers as int64: seven bits of each byte, the lowest first."""
+    """Return packed numbers as int64; each byte has seven bits of a number, lowest first."""
     raw = np.frombuffer(content, np.uint8)
     if not len(raw):
         return np.empty(0, np.int64)

@@ -22,7 +22,7 @@ class Reader(Protocol):
 
     Attributes:
       name: the name of the split in messages.
-      classes: the numbers of classes of the columns for which the files declare a number.
+      classes: for columns whose files declare it, the number of classes, by column.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Reader(Protocol):
         ...
 
     def read(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
-        """Return the records `indices`; encoded images and texts are bytes."""
+        """Return the records at `indices`; encoded images and texts are returned as bytes."""
         ...
 
 
@@ -55,14 +55,14 @@ class HuggingFaceSplit:
 
 
 def _plain(value: Any) -> Any:
-    """Return an encoded image as its bytes, and another value unchanged."""
+    """Return the bytes of an encoded image; return any other value unchanged."""
     if not isinstance(value, dict) or not {"bytes", "path"} <= set(value):
         return value
     return value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
 
 
 def hugging_face(folder: Path) -> Mapping[str, Reader]:
-    """Open a data set that `save_to_disk` wrote, or that a hub's folder holds, by split.
+    """Open a data set from `save_to_disk` or from a downloaded folder of the hub, by split.
 
     Raises:
       DataError: the package is not installed, or the folder cannot be read.
@@ -122,10 +122,11 @@ _FILE = re.compile(
 def array_record(folder: Path) -> Mapping[str, Reader]:
     """Open ArrayRecord files, such as `mnist-train.array_record-00000-of-00001`, by split.
 
-    A file `COLUMN.labels.txt`, as TensorFlow Datasets write it, has the classes of a column.
+    A file `COLUMN.labels.txt`, as TensorFlow Datasets writes it, has the names of a column's
+    classes.
 
     Raises:
-      DataError: the folder has no such files, lacks one of them, or a file is damaged.
+      DataError: the folder has no such files or lacks some of them, or a file is damaged.
     """
     if not folder.is_dir():
         raise DataError(f"data.directory: {folder} is not a folder")

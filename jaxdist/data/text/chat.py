@@ -1,4 +1,4 @@
-"""Conversations in JSON lines as windows of tokens, where only answers enter the loss."""
+"""Conversations in JSON lines as windows of tokens, in which only answers enter the loss."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ChatConfig(Config):
 
 
 def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Yield the location FILE:LINE, for error messages, and the messages of each conversation.
+    """Yield each conversation: its location FILE:LINE, for error messages, and its messages.
 
     Args:
       files: the glob patterns of files.
@@ -171,9 +171,9 @@ def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> 
     """Pack conversations in order into windows, or return None if no window has an answer.
 
     A conversation that is longer than a window is cut, and is left out if no answer remains.
-    `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], is the number of each input's
-    conversation in the window, from 1, or 0 for filler. `answer`, float32 [N, L], is 1 if the
-    target is a token of an answer, else 0.
+    `tokens` is int32 [N, L + 1]. `segments`, int32 [N, L], has for each input the number of its
+    conversation in the window, counted from 1, or 0 for filler. `answer`, float32 [N, L], is 1 if
+    the target is a token of an answer, and otherwise 0.
 
     Args:
       window: the number of inputs in a window, L.

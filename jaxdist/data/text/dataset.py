@@ -193,7 +193,7 @@ class TextConfig(Config):
 
 @dataclass(frozen=True)
 class Streams:
-    """The token streams (uint16 or uint32 [N]) of both splits, and their cache folder, if any."""
+    """The tokens of both splits (uint16 or uint32 [N]), and their cache folder or None."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -202,7 +202,7 @@ class Streams:
 
 
 def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> Streams:
-    """Return the encoded text, from the cache if none of its inputs has changed.
+    """Return the encoded text, from the cache if it has the text of the same inputs.
 
     Raises:
       DataError: a file cannot be read or decoded.
@@ -213,8 +213,7 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
         return cached
     streams = _encode(config, files, tokenizer)
     try:
-        # A damaged cache must be deleted first, because `publish_folder` keeps a folder that
-        # exists.
+        # A damaged cache must be deleted first, because `publish_folder` keeps an existing folder.
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(folder, partial(_write_streams, streams))
     except OSError as error:
@@ -223,7 +222,7 @@ def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Token
             folder.parent,
             error,
         )
-    # Read back as memory maps, so that the tokens do not stay in this process's memory.
+    # The streams are read back as memory maps, so that they do not stay in this process's memory.
     return _read_streams(folder) or streams
 
 
@@ -253,7 +252,7 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
     """Return a digest of the inputs of the streams.
 
-    A file enters the digest by its path, name, size and modification time.
+    The digest includes each file's path, name, size and modification time.
     """
     stats = [(str(file.path), file.name, file.path.stat()) for file in files]
     parts = [
@@ -285,7 +284,7 @@ def _read_streams(folder: Path) -> Streams | None:
 
 
 def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
-    """Return the held-out loss of a trigram model, which is cached because it takes seconds."""
+    """Return the held-out loss of a trigram model; the loss is cached, because it takes seconds."""
     kept = streams.folder / "trigram.json" if streams.folder else None
     if kept:
         try:

@@ -23,14 +23,14 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFile(NamedTuple):
-    """A file, and its name relative to the requested folder, which is equal on all machines."""
+    """A file, and its name relative to the requested folder; the name is equal on all machines."""
 
     path: Path
     name: str
 
 
 class SplitDocuments(NamedTuple):
-    """The documents of both splits as bytes, and counts of files and documents."""
+    """The documents of both splits as bytes, and the numbers of files and documents."""
 
     train: list[bytes]
     heldout: list[bytes]
@@ -55,7 +55,7 @@ def python_stdlib() -> list[TextFile]:
 
 
 def matching(patterns: Sequence[str]) -> list[TextFile]:
-    """List the files that any glob matches (`**` descends into subfolders), sorted by name.
+    """List, sorted by name, the files that any glob matches (`**` descends into subfolders).
 
     Raises:
       DataError: a glob matches no file, or a file does not have a suffix of text files.
@@ -74,7 +74,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
                     f"expected one of {', '.join(SUFFIXES)}; use a narrower pattern"
                 )
             name = path.relative_to(root).as_posix()
-            # Two globs may match the same file, also by a link; such a file counts once.
+            # Two globs may match the same file, perhaps by a link; such a file counts once.
             found.setdefault(path.resolve(), TextFile(path, name))
     return _distinct(sorted(found.values(), key=lambda file: (file.name, file.path)))
 
@@ -91,8 +91,9 @@ def split_documents(
     A UTF-8 byte order mark at the start of a file is removed.
 
     The hash of a file's name decides whether the file is held out, independently of other files. If
-    there are several files, at least one is in each split. A single file is cut, and its last part
-    is held out: a .jsonl file is cut between two documents, any other file between two lines.
+    there are several files, each split has at least one of them. A single file is cut, and its last
+    part is held out. A .jsonl file is cut between two documents, and any other file between two
+    lines.
 
     Args:
       files: the files, sorted, with distinct names.
@@ -138,7 +139,7 @@ def _divide(
     if len(kept) == 1:
         return _cut(kept[0][1], fraction)
     draws = sorted(draw for draw, _ in kept)
-    # The smallest draw is always held out and the largest never.
+    # The file with the smallest draw is always held out, and the file with the largest draw never.
     threshold = min(max(fraction, draws[0]), draws[-2])
     train = [document for draw, some in kept if draw > threshold for document in some]
     heldout = [document for draw, some in kept if draw <= threshold for document in some]
@@ -177,7 +178,7 @@ def read_text_file(path: Path) -> bytes:
       DataError: the file cannot be read.
     """
     try:
-        # The mark belongs to the file's encoding, not to the text.
+        # The mark belongs to the encoding of the file, and not to the text.
         return read_regular(path).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
@@ -224,7 +225,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
 
 
 def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
-    """Return files with distinct names: a number is added to a name that another file has."""
+    """Return files with distinct names: a number is appended to a name that is already taken."""
     counts: dict[str, int] = {}
     named = []
     for path, name in files:

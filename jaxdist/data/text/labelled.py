@@ -21,7 +21,7 @@ from jaxdist.errors import DataError
 from jaxdist.types import Json
 
 FIRST = ("[CLS]", "<s>")
-"""The tokens with which a sequence begins, if the tokenizer has one of them."""
+"""The tokens of which the first that the tokenizer has, if any, begins each sequence."""
 
 
 class LabelledDocument(NamedTuple):
@@ -132,7 +132,7 @@ class LabelledTextConfig(Config):
             else:
                 rows = [LabelledDocument(content, self._class_of(file), file.name.encode())]
             for row in rows:
-                # Copies of a document could be in both splits.
+                # Copies of a document could otherwise be in both splits.
                 if row.content.strip():
                     found.setdefault(hashlib.blake2b(row.content).digest(), row)
         return [*found.values()]

@@ -1,4 +1,4 @@
-"""The hiding of tokens that an encoder must predict (Devlin, arXiv 1810.04805).
+"""Hidden tokens, which an encoder must predict (Devlin, arXiv 1810.04805).
 
 Dims: N examples, L sequence, P predicted positions.
 """
@@ -49,7 +49,7 @@ class MaskingConfig(Config):
         return self
 
     def predicted(self, window: int) -> int:
-        """Return the number of predicted tokens in a window: at least one, and not all of several.
+        """Return the number of predicted tokens in a window: at least 1, and fewer than all.
 
         >>> MaskingConfig().predicted(128), MaskingConfig(rate=0.99).predicted(16)
         (19, 15)
@@ -62,9 +62,9 @@ class MaskedWindows:
     """A source of windows with hidden tokens, from a source of `tokens` [L + 1] and `segments` [L].
 
     An example has `tokens` int32 [L], in which hidden tokens are replaced; `segments` int32 [L];
-    `positions` int32 [P] of the predicted tokens; and `targets` int32 [P], the original tokens at
-    these positions. For training, the hidden tokens of a window depend on the key with which it is
-    drawn. Evaluation always hides the same tokens.
+    `positions` int32 [P], the positions of the predicted tokens; and `targets` int32 [P], the
+    original tokens at these positions. In training, the hidden tokens of a window depend on the key
+    with which it is drawn. Evaluation always hides the same tokens.
 
     Attributes:
       mask: the token that replaces hidden tokens.
@@ -96,7 +96,7 @@ class MaskedWindows:
         L = tokens.shape[1]
         count = self.config.predicted(L)
         # The positions with the smallest random numbers are predicted. The top bit is set only for
-        # special tokens, so that these come last.
+        # special tokens, so that special tokens come last.
         order = mix(draws.bits()[:, None] ^ mix(np.arange(L, dtype=np.uint64)))
         order >>= np.uint64(1)
         special = np.isin(tokens, self.special)

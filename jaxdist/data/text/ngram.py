@@ -14,7 +14,7 @@ _BUCKETS = 64
 _STEPS = 40
 _DENSE_LIMIT = 2**25
 _BELIEF = 10.0
-"""The weight of the prior WITTEN_BELL, in tokens, which matters for buckets with little data."""
+"""The weight of the prior WITTEN_BELL, in tokens; it matters only for buckets with few tokens."""
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 """The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""
@@ -22,14 +22,14 @@ WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of n-grams, which are numbers whose digits in base vocab_size are tokens."""
+    """The counts of n-grams, each a number whose digits in base vocab_size are tokens."""
 
     grams: np.ndarray
     """The n-grams, sorted, int64 [G]."""
     counts: np.ndarray
     """The count of each n-gram, int64 [G]."""
     contexts: np.ndarray
-    """The contexts, n-grams without their last token, sorted, int64 [C]."""
+    """The contexts (n-grams without their last token), sorted, int64 [C]."""
     totals: np.ndarray
     """The total count of each context, int64 [C]."""
     buckets: np.ndarray
@@ -44,9 +44,9 @@ class TrigramModel:
         p_n(w | context) = (1 - g) * count(context w) / c + g * p_{n-1}(w | shorter context)
 
     and g = 1 for an unseen context. Otherwise g depends only on a bucket of c / T. Expectation
-    maximisation, which starts from the g of Witten and Bell, finds the g of each bucket: it
-    maximises the likelihood of a slice of the training tokens that is left out of the counts. The
-    final counts include all training tokens.
+    maximisation starts from the g of Witten and Bell and finds the g of each bucket that maximises
+    the likelihood of a slice of the training tokens. This slice is left out of the counts until
+    then, but the final counts include all training tokens.
 
     Source: Jelinek and Mercer (1980); the buckets are from Chen and Goodman, "An empirical study of
     smoothing techniques for language modeling", section 2.2 (1998).
@@ -61,7 +61,7 @@ class TrigramModel:
 
         Args:
           orders: the counts of 1-grams, 2-grams and 3-grams.
-          back_off: for each of these orders, the g of each bucket.
+          back_off: for each of these orders, the g of all buckets.
         """
         self._vocab_size = vocab_size
         self._orders = orders
@@ -88,7 +88,7 @@ class TrigramModel:
         return cls(vocab_size, [count([stream], n, vocab_size) for n in _ORDERS], back_off)
 
     def probabilities(self, stream: np.ndarray) -> np.ndarray:
-        """Return the probability of each token of a stream after the first two, float64 [N - 2]."""
+        """Return the probability of each token except the first two, float64 [N - 2]."""
         result = np.full(len(stream) - 2, 1 / self._vocab_size)
         for order, counts, back_off in zip(_ORDERS, self._orders, self._back_off, strict=True):
             bucket, own = _look_up(counts, [stream], order, self._vocab_size)
@@ -102,7 +102,7 @@ class TrigramModel:
 
 
 def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
-    """Count the n-grams of several parts of a stream; an n-gram does not cross parts.
+    """Count the n-grams of several parts of a stream; no n-gram crosses the border of a part.
 
     Args:
       pieces: the parts, integers [N].
@@ -122,7 +122,7 @@ def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
 
 
 def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
-    """Return every n-gram of a part of a stream, as a number, int64 [N - order + 1]."""
+    """Return the n-grams of a part of a stream as numbers, int64 [N - order + 1]."""
     size = max(len(piece) - order + 1, 0)
     grams = np.zeros(size, np.int64)
     for place in range(order):
@@ -133,7 +133,7 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each token after the first two of each part, its context's bucket and count / c.
+    """Return the context's bucket, and count / c, for each token after the first two of each part.
 
     The bucket is -1 for an unseen context.
     """
@@ -160,7 +160,7 @@ def _interpolate(
 
 
 def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Return the g of each bucket, float64 [64], that makes the looked-up tokens most likely.
+    """Return the g of each bucket, float64 [64], with which the given tokens are most likely.
 
     Args:
       bucket: the bucket of each token's context, or -1.
@@ -179,7 +179,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Divide a stream into 16 short blocks, a twentieth of it in all, and the parts between."""
+    """Return 16 short blocks of a stream, a twentieth of it in all, and the parts between them."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

@@ -1,4 +1,4 @@
-"""The packing of documents into windows, in which no document is spread over two windows."""
+"""The packing of documents into windows, such that no document is spread over two windows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxdist.data.source import Example, take_one
 def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
     """Return, for each window, the indices of the parts that are packed into it.
 
-    The parts are assigned one by one, the longest first, each to the window with the least
-    remaining room in which it fits. This method, best fit decreasing, needs at most about 11/9 of
-    the smallest possible number of windows (Johnson et al. 1974, SIAM J. Comput. 3).
+    The parts are assigned one by one, the longest first. Each part goes to the window with the
+    least remaining room that is sufficient. This method, best fit decreasing, needs at most about
+    11/9 of the smallest possible number of windows (Johnson et al. 1974, SIAM J. Comput. 3).
 
     Args:
       lengths: the length of each part, at most `window`.
@@ -51,11 +51,11 @@ class PackedSource:
     """A source of windows that hold documents of a stream, with the document of each position.
 
     A document consists of its separator and its tokens. A document that is longer than a window is
-    cut into parts of the length of a window and a shorter rest, which all count as documents.
+    cut into parts of the length of a window and a shorter rest; each part counts as a document.
 
-    `tokens` is int32 [L + 1], whose last token is always a separator. `segments`, int32 [L], is the
-    number of each position's document in the window, from 1, or 0 for the padding at the end, which
-    consists of separators.
+    `tokens` is int32 [L + 1]; its last token is always a separator. `segments`, int32 [L], has for
+    each position the number of its document in the window, counted from 1. The padding at the end
+    consists of separators and has the number 0.
 
     Attributes:
       padding: the fraction of all inputs that is padding.
@@ -72,8 +72,7 @@ class PackedSource:
         self._stream = np.asarray(stream)
         self._window, self._end_of_document = window, end_of_document
         starts = np.flatnonzero(self._stream == end_of_document)
-        # A separator begins no document if it is at the end of the stream, or if another separator
-        # follows.
+        # A separator at the end of the stream, or before another separator, begins no document.
         ends = np.append(starts[1:], len(self._stream))
         self._pieces = [
             (int(at), min(window, int(end - at)))

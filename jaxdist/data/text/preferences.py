@@ -1,4 +1,4 @@
-"""Pairs of answers in JSON lines, a preferred and a rejected answer, for `loss.type: dpo`."""
+"""Pairs of a preferred and a rejected answer in JSON lines, for `loss.type: dpo`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """Two conversations that differ in their last message, which is an answer."""
+    """Two conversations that differ only in their last message, which is an answer."""
 
     chosen: list[Message]
     rejected: list[Message]
@@ -69,7 +69,7 @@ class PreferencesConfig(Config):
             ]  # fmt: skip
             both = [one[0] for one in packed if one is not None]
             count += 1
-            # If the window cuts off an answer, a pair has nothing to compare.
+            # If the window cuts off an answer, the pair has nothing to compare.
             if len(both) == len(KINDS):
                 split = splits[is_heldout([*pair.chosen, *pair.rejected], self.heldout_fraction)]
                 split.append(_stacked(both))
@@ -99,7 +99,7 @@ class PreferencesConfig(Config):
 
 
 def read_pairs(files: Sequence[str]) -> Iterator[tuple[str, Pair]]:
-    """Yield the location FILE:LINE, for error messages, and each pair of the files.
+    """Yield each pair of the files, with its location FILE:LINE for error messages.
 
     Raises:
       DataError: a file cannot be read, or a line is not JSON or not a pair of answers.
@@ -158,7 +158,7 @@ def _messages(given: Any, role: str, where: str) -> list[Message]:
 
 
 def _last(one: Conversation) -> Conversation:
-    """Return the conversation in which only the last answer is marked as an answer."""
+    """Return the conversation with only its last answer marked as an answer."""
     begins = np.flatnonzero(np.diff(one.answer.astype(np.int8)) == 1) + 1
     start = begins[-1] if len(begins) else 0
     return one._replace(answer=one.answer & (np.arange(len(one.answer)) >= start))

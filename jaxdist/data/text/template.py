@@ -21,7 +21,7 @@ _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TextPiece(NamedTuple):
-    """The text of a part of a conversation, and whether the part is an answer."""
+    """The text of a part of a conversation, and whether this part is an answer."""
 
     text: str
     answer: bool
@@ -30,8 +30,8 @@ class TextPiece(NamedTuple):
 class ChatTemplate:
     """The chat template in the folder of a tokenizer, rendered in a sandbox.
 
-    Templates are downloaded with models. In the sandbox a template can access only the
-    conversation, and cannot change any object.
+    Templates are downloaded with models. In the sandbox, a template can access only the
+    conversation, and it cannot change any object.
     """
 
     def __init__(self, folder: Path):
@@ -55,7 +55,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        # Templates rely on the settings, filters and functions that transformers gives them.
+        # Templates rely on the settings, filters and functions that transformers provides.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raiser(TemplateError)
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -76,7 +76,7 @@ class ChatTemplate:
         given = {"messages": [*messages], "add_generation_prompt": ask, **self._tokens}
         try:
             return self._template.render(**given)
-        # Expressions in a template raise the errors that Python raises for them.
+        # Expressions in a template may raise any of the errors of Python.
         except (self._failed, TypeError, ValueError, KeyError, ArithmeticError) as error:
             raise DataError(
                 f"the tokenizer's chat template rejects the conversation: {error}. Correct the "
@@ -84,9 +84,9 @@ class ChatTemplate:
             ) from error
 
     def pieces(self, messages: Sequence[Message]) -> list[TextPiece]:
-        """Return a conversation divided into answers and other parts.
+        """Return a conversation as a list of parts: answers, and the text between answers.
 
-        An answer includes the tokens that end it.
+        An answer includes the tokens that end the answer.
 
         Raises:
           DataError: the template refuses the conversation, or the text of its first messages

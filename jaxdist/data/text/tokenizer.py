@@ -1,4 +1,4 @@
-"""Tokenizers between documents and token numbers: raw bytes, or a trained byte-pair encoding."""
+"""Tokenizers, which convert documents to numbers: raw bytes, or a trained byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end_of_document: int
-    """The token that separates documents; `encode` never returns it."""
+    """The token that separates documents. `encode` never returns this token."""
     digest: str
     """A digest of the tokenizer: equal digests mean equal encodings."""
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens to text; bytes that are not UTF-8 become the replacement character."""
+        """Decode tokens to text; a byte that is not UTF-8 becomes the replacement character."""
         ...
 
     def number(self, token: str) -> int | None:
@@ -72,7 +72,7 @@ class BpeTokenizer:
     """A tokenizer from a `tokenizer.json` of the tokenizers library.
 
     Args:
-      end_of_document: the token of the file that ends a document, or None to add a token for it.
+      end_of_document: the token of the file that ends a document, or None to add such a token.
       vocab_size: the number of tokens of the model, or None for the number of the file's tokens.
     """
 
@@ -116,8 +116,8 @@ class BpeTokenizer:
                     )
                 )
             self.end_of_document = found[end_of_document]
-            # A text that contains the name of the token is encoded as text, and does not end a
-            # document.
+            # If a text contains the name of the token, the name is encoded as text, and does not
+            # end a document.
             self._tokenizer.encode_special_tokens = True
         own_size = max(*found.values(), self.end_of_document) + 1
         self.vocab_size = vocab_size or own_size
@@ -139,7 +139,7 @@ class BpeTokenizer:
         return tokens
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Encode a text, in which the names of special tokens become these tokens; int32 `[N]`."""
+        """Encode a text, in which the name of a special token becomes this token; int32 `[N]`."""
         before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = False
         try:
@@ -202,7 +202,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
         cannot be written.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
-    units", section 3.2 (2016), on bytes.
+    units", section 3.2 (2016); here the method is applied to bytes.
     """
     if vocab_size < 256:
         raise DataError(

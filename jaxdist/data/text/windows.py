@@ -31,10 +31,10 @@ def join_documents(
 class WindowSource:
     """Windows of a stream: example i reads tokens [i*L, i*L + L] and predicts the last L of them.
 
-    `tokens` is int32 [L + 1]: inputs are `tokens[:-1]`, targets `tokens[1:]`. `segments` is int32
-    [L]: for each input, the number of separators in the window up to and including that input. A
-    separator is the first input of the document after it, so inputs with equal numbers are in the
-    same document.
+    `tokens` is int32 [L + 1]: the inputs are `tokens[:-1]`, and the targets are `tokens[1:]`.
+    `segments` is int32 [L]: for each input, the number of separators in the window up to and
+    including this input. A separator is the first input of the document after it, so inputs with
+    equal numbers are in the same document.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9, 4])
     >>> source = WindowSource(stream, window=3, end_of_document=9)
