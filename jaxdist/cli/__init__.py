@@ -82,7 +82,7 @@ def _options(
 ) -> None:
     """Declare the options that precede a command.
 
-    `--quiet` is only declared here, and `main` handles it before the command is parsed.
+    `--quiet` is only declared here; `main` handles it before the command is parsed.
     """
 
 
@@ -143,7 +143,7 @@ _COMPUTING = (
 def main() -> None:
     """Run the `jaxdist` command, and exit with its exit code."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    # A restart takes time, and would not make other commands faster.
+    # A restart of the process takes time, and would not make other commands faster.
     if command in _COMPUTING:
         from jaxdist.runtime.environment import restart_with_huge_pages
 

@@ -18,7 +18,7 @@ import time
 
 
 def main() -> None:
-    """Fork processes until the agent needs no more, then return.
+    """Fork processes until the agent needs no more of them, then return.
 
     In a forked process, this function trains, and exits with the run's exit code.
     """

@@ -1,7 +1,7 @@
-"""Standard output and error that may fail because of a closed pipe or a full disk.
+"""Standard output and standard error that continue after a closed pipe or a full disk.
 
 A long run does not end because the pipe for its output is closed. Output that can no longer be
-written is dropped, and a single message on standard error reports that if possible.
+written is dropped. If possible, a single message on standard error reports this.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TextIO
 def lasting_output() -> Iterator[None]:
     """Prevent errors of writes to standard output or standard error inside the block.
 
-    If the reader has ended (`| head -1`, or a closed terminal), the lost output does not matter. If
-    output is lost for any other reason, a command that would succeed exits with code 1.
+    If the reader has ended (`| head -1`, or a closed terminal), the exit code does not change. If
+    output is lost for any other reason, a command that would otherwise succeed exits with code 1.
     """
     streams = _Lasting(1), _Lasting(2)
     before = sys.stdout, sys.stderr
@@ -55,9 +55,9 @@ class _Lasting(io.FileIO):
         self._terminal = self.isatty()
 
     def write(self, data: Any, /) -> int | None:
-        """Write bytes, and return the number of written bytes, as `io.RawIOBase.write` does.
+        """Write bytes, and return the number of bytes; see `io.RawIOBase.write`.
 
-        The number of lost bytes counts as written.
+        Bytes that are lost count as written.
         """
         try:
             return super().write(data)
@@ -78,9 +78,10 @@ class _Lasting(io.FileIO):
 
 
 def _opened(descriptor: int) -> int:
-    """Return a file descriptor that is certainly open.
+    """Return the file descriptor, which is open afterwards.
 
-    A closed descriptor is opened on /dev/null, so that no file that is opened later gets it.
+    If the descriptor is closed, it is opened on /dev/null, so that no file that is opened later
+    receives its number.
     """
     try:
         os.fstat(descriptor)
@@ -94,7 +95,7 @@ def _opened(descriptor: int) -> int:
 
 def _text(raw: _Lasting, old: TextIO | None) -> TextIO:
     if old is not None:
-        # Text that the old stream has buffered must precede the text of the new stream.
+        # The text in the buffer of the old stream must precede the text of the new stream.
         old.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

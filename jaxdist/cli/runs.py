@@ -171,11 +171,11 @@ def drill(
 def import_all() -> None:
     """Import all modules that training needs, including `LATE_MODULES`.
 
-    The imports take most of the time in which a run starts.
+    These imports take most of the time from the start of a run to its first step.
     """
     for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
-    # A missing module is ignored here, since a run that needs it reports the error.
+    # A missing module is ignored here, since a run that needs the module reports the error.
     for module in LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -199,7 +199,7 @@ def train_process(
 ) -> int:
     """Train in this process of a run, and return the exit code.
 
-    The environment must be prepared.
+    The environment must already be prepared.
 
     Args:
       config: the path of the configuration file.

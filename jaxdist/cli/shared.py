@@ -1,4 +1,4 @@
-"""The common parts of commands: options, the environment, and the output of errors."""
+"""The parts that commands share: options, the environment, and the output of errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def console() -> Console:
 
 
 def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """Set the environment for a config, and return the overrides with `devices` added.
+    """Set the environment for a config, and return the overrides, to which `devices` is added.
 
     Args:
       path: the configuration file.
@@ -76,12 +76,12 @@ def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None
 
 
 def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """Set the environment for the run in a directory, and return the overrides with `devices`.
+    """Set the environment for a run, and return the overrides, to which `devices` is added.
 
-    The arguments are those of `prepare_devices`, with the run directory instead of the file.
+    The arguments are those of `prepare_devices`, with the run directory instead of the config file.
 
     Raises:
-      RunError: there is no run in the directory. The message names runs in or next to it.
+      RunError: there is no run in the directory. The message names the runs in it or next to it.
     """
     from jaxdist.errors import RunError
 
@@ -103,10 +103,10 @@ def set_environment(
 ) -> None:
     """Prepare the environment, with enough fake devices for all given configs.
 
-    jax must not be imported before.
+    jax must not have been imported yet.
 
     Args:
-      programs: pairs of a configuration file and the settings that override it.
+      programs: pairs of a configuration file and of the settings that override the file.
       topology: the TPUs to compile for, or None. With a topology, a single fake device is enough.
       devices: the number of fake devices that the command itself needs.
     """
@@ -117,7 +117,7 @@ def set_environment(
 
 
 def compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
-    """Return the overrides with the number of devices to compile for.
+    """Return the overrides, to which the number of devices to compile for is added.
 
     Args:
       devices: the number of fake CPU devices, or None for the number in the config.
@@ -155,7 +155,7 @@ def write_result(path: Path | None, what: str, **values: Json) -> None:
 
 
 def alone(option: str, **others: object) -> None:
-    """Check that no option is set that has no effect together with `option`.
+    """Check that no option is set that would have no effect together with `option`.
 
     Args:
       option: the name of the option that is set.
@@ -202,7 +202,7 @@ def devices_of(run: Path) -> int | None:
 def print_error(error: BaseException) -> int:
     """Print an error on standard error, and return the exit code.
 
-    An error that the user can fix is printed as a message, and any other error with its traceback.
+    An error that the user can fix is printed as a message. Any other error has its traceback.
     """
     from jaxdist.errors import JaxdistError
 

@@ -37,7 +37,7 @@ from jaxdist.types import JsonObject
 def import_adapters(
     folder: Path, base: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
 ) -> JsonObject:
-    """Write a run directory that continues a base run with adapters.
+    """Write a run directory, in which a base run continues with adapters.
 
     Step 0 of the new run has the parameters of the base run and the adapters of the folder.
 
@@ -72,8 +72,8 @@ def import_adapters(
     read = read_adapters(files, program.model.adapters, rows)
     state, _ = begin_with(program, BeginWith(run=str(base)), say=console.print)
     given = {f"params/{name}": array for name, array in read.items()}
-    # The arrays of PEFT have the shapes of the model, so that the state is converted from the form
-    # in which the plan stores it, and back.
+    # The arrays of PEFT have the shapes of the model. The state is therefore converted from the
+    # form in which the plan stores it, and back.
     own = program.home.used(state)
     leaves = [given.get(name, leaf) for name, leaf in flatten_with_names(own)]
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
@@ -85,7 +85,7 @@ def import_adapters(
         metadata = {"imported": str(folder)}
         store.save(0, state, metadata=metadata, shapes=program.own_shapes)
         store.wait()
-    # The config is written last, since a directory with a config counts as a started run.
+    # The config is written last, since a directory with a config counts as a run that has begun.
     prepare_directory(directory, plain_yaml(document.values))
     count = len(program.model.adapters)
     console.print(f"run    {out}: adapters of {count} kernels", soft_wrap=True, markup=False)
@@ -145,10 +145,10 @@ def _source(run: Path) -> Path:
 
 
 def _rows(model: Any, run: Path) -> Mapping[str, Row]:
-    """Return the names of a model's tensors in files of Hugging Face.
+    """Return the names of a model's tensors in the files of Hugging Face.
 
-    The names are those of the model from which the run was imported. For other runs they are the
-    names of a family that fits the model.
+    If the run was imported, the names are those of the imported model. Otherwise the names are
+    those of a family that fits the model.
 
     Raises:
       ConfigError: no family of Hugging Face fits the model.

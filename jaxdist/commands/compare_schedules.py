@@ -28,7 +28,7 @@ from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.types import JsonObject
 
 AUTO_MEMORY = (1.0, 2.0)
-"""The memory limits with which schedules are compared that have a setting `memory_limit`."""
+"""The memory limits with which a schedule is compared if it has the setting `memory_limit`."""
 
 
 class StageCosts(Config):
@@ -44,7 +44,7 @@ class StageCosts(Config):
     """The time of a message from one stage to another."""
 
     def of_chunks(self, count: int) -> CostsConfig:
-        """Return the costs of a chunk, if a stage has `count` equal chunks.
+        """Return the costs of a chunk, for a stage that has `count` equal chunks.
 
         The time of a message does not depend on the number of chunks.
         """
@@ -73,8 +73,8 @@ class ScheduleEntry:
       label: the type of the schedule, with the chosen settings.
       timeline: the timeline of the schedule, or None if the schedule is refused.
       reason: the reason for a refusal, or an empty string if the schedule is accepted.
-      least: the smallest number of microbatches that the schedule accepts on these stages.
-      whole_rounds: whether the schedule accepts only multiples of `least`.
+      least: the smallest number of microbatches that the schedule accepts on this number of stages.
+      whole_rounds: whether the schedule accepts only multiples of `least` microbatches.
     """
 
     label: str
@@ -84,7 +84,7 @@ class ScheduleEntry:
     whole_rounds: bool
 
     def as_json(self) -> JsonObject:
-        """Return the columns of the table as JSON values, without rounding.
+        """Return the schedule's columns of the table as JSON values, without rounding.
 
         The figures are None if the schedule is refused.
         """
@@ -112,8 +112,8 @@ def compare_schedules(
     """Print a table of all schedules that a config can name, and return its rows.
 
     Args:
-      overrides: `key=value` overrides of `ComparisonConfig`. The costs are the times of a stage: a
-        stage with several chunks has as much work as a stage with a single chunk.
+      overrides: `key=value` overrides of `ComparisonConfig`. The costs are times of a whole stage,
+        for any number of chunks.
       stages: the number of stages.
       microbatches: the number of microbatches.
       json_file: a file for the rows as JSON, or None.
@@ -146,7 +146,7 @@ def compare_schedules(
 
 
 def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
-    """Yield pairs of a label and the config of every schedule that is generated, not read."""
+    """Yield a label and the config of every schedule that is generated and not read from a file."""
     for name, alternative in ALTERNATIVES.items():
         fields = alternative.model_fields
         if "chunks" in fields:
@@ -176,7 +176,7 @@ def _entry(
 
 
 def _choices(chunks: int) -> str:
-    """Return a sentence about the settings `chunks` and `memory_limit` of compared schedules."""
+    """Return a sentence that gives the `chunks` and `memory_limit` of the compared schedules."""
     found = {
         field: [name for name, kind in ALTERNATIVES.items() if field in kind.model_fields]
         for field in ("chunks", "memory_limit")
@@ -190,7 +190,7 @@ def _choices(chunks: int) -> str:
 
 
 def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
-    """Return the schedule, or the reason as text if the config refuses the sizes."""
+    """Return the schedule, or, if the config refuses the sizes, the reason as text."""
     try:
         return config.build(stages, microbatches)
     except ConfigError as error:

@@ -27,7 +27,7 @@ def drill(
     say: Callable[[str], None],
     fork_module: str,
 ) -> Drilled:
-    """Train a config under an agent with failures at random steps, and return the recoveries.
+    """Train a config under an agent, which suffers failures at random steps; return the recoveries.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
@@ -40,8 +40,8 @@ def drill(
 
     Raises:
       ConfigError: the config has no number of steps.
-      RunError: the run does not finish, or finishes before all failures; or the fraction of time
-        that was used for steps is less than nine tenths of the predicted fraction.
+      RunError: the run does not finish, or finishes before all failures have occurred; or the
+        fraction of time that was used for steps is less than nine tenths of the predicted fraction.
     """
     values = read(path, overrides).values
     train, saves = (_section(values, name) for name in ("train", "checkpoint"))

@@ -38,7 +38,7 @@ def open_run(
     whole: bool = False,
     console: Console,
 ) -> tuple[Experiment, Restored]:
-    """Return the experiment of a run directory, and its restored checkpoint.
+    """Return the experiment of a run directory, and the restored checkpoint.
 
     Args:
       run: the run directory.
@@ -70,8 +70,8 @@ def open_run(
     parts = evaluated_parts(program)
     if not whole and parts == ("params", "buffers"):
         return experiment, load_parameters(directory, program, step=step, say=say)
-    # A checkpoint of some parts, or of an imported model, does not have the complete state that a
-    # resumed run needs.
+    # A checkpoint of some parts, or of an imported model, lacks some of the state that a resumed
+    # run needs.
     if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
         names = taken(parts, [n for n, _ in flatten_with_names(program.own_shapes)])
         return experiment, load_part(directory, program, names, step=step, say=say)
@@ -89,9 +89,7 @@ def evaluate_run(
     json_file: Path | None = None,
     console: Console,
 ) -> dict[str, float]:
-    """Evaluate a run on its complete held-out split, and return the means of metrics.
-
-    The means are also printed.
+    """Evaluate a run on its complete held-out split, and print and return the means.
 
     Args:
       run: the run directory.
@@ -112,7 +110,8 @@ def evaluate_run(
     state: Any = restored.state
     strategy = experiment.config.strategy
     if experiment.rows is not None and isinstance(strategy, Hybrid):
-        # The module is imported here, since it needs packages that a plain install does not have.
+        # The module is imported here, since it needs packages that a plain installation does not
+        # have.
         from jaxdist.tables.training.program import saved_rows
 
         given = run, restored.step, experiment.rows, strategy.optimizer
@@ -148,8 +147,8 @@ def generate_from_run(
       run: the run directory.
       overrides: the settings that override the run's config.
       prompts: the texts to continue.
-      tokens: the largest number of tokens to add to a text. A text also ends at the end of a
-        document.
+      tokens: the largest number of tokens to add to a text. A text also ends where the model ends
+        the document.
       sampling: the settings of the random choice of tokens.
       stops: further tokens that end a text.
       step: the step of the checkpoint, or None for the newest checkpoint.
@@ -200,10 +199,10 @@ def generate_from_run(
 
 
 def _stop(tokenizer: Tokenizer, text: str) -> int:
-    """Return the number of the token that a text names or encodes to.
+    """Return the number of the token that a text names, or to which the text is encoded.
 
     Raises:
-      RunError: the text encodes to several tokens or to no token.
+      RunError: the text is encoded to several tokens, or to no token.
     """
     number = tokenizer.number(text)
     if number is not None:

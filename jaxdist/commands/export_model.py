@@ -99,7 +99,7 @@ def export_model(
 
 
 def _inputs(experiment: Experiment) -> Inputs:
-    """Return the sizes of the data on which a run was trained."""
+    """Return the sizes of the data on which the run was trained."""
     image = experiment.program.batch.get("image")
     return Inputs(
         experiment.dataset.vocab_size or 0,

@@ -1,4 +1,4 @@
-"""`jaxdist import`: a downloaded model as a run directory, written without devices."""
+"""`jaxdist import`: the conversion of a downloaded model to a run directory, without devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WINDOW = 512
 def import_model(
     path: Path, out: Path, overrides: Sequence[str] = (), *, console: Console
 ) -> JsonObject:
-    """Write a run directory with a model's parameters as step 0, one tensor at a time.
+    """Write a run directory with a model's parameters as step 0, reading one tensor at a time.
 
     Args:
       path: a Hugging Face directory, or a GGUF file.
@@ -99,7 +99,7 @@ def import_with_table(
     *,
     console: Console,
 ) -> JsonObject:
-    """Write a run directory for a config, with parameters from files that a table describes.
+    """Write a run directory for a config, whose parameters are read as a table describes.
 
     Args:
       path: a directory of safetensors files, or a single file.
@@ -147,7 +147,7 @@ def _written(
     metadata: JsonObject,
     console: Console,
 ) -> JsonObject:
-    """Write the checkpoint and the config of a run, and print and return a summary.
+    """Write the checkpoint and the config of a run; print a summary and return it.
 
     Args:
       directory: the run directory.
@@ -160,7 +160,7 @@ def _written(
       console: the console.
     """
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
-    # The config is written last, since a directory with a config counts as a started run.
+    # The config is written last, since a directory with a config counts as a run that has begun.
     prepare_directory(directory, plain_yaml(document.values))
     count = sum(math.prod(leaf.filled) for leaf in leaves)
     console.print(f"model  {family}, {count:,} parameters in {tensors:,} tensors", soft_wrap=True)
@@ -188,8 +188,8 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
     scaling = _scaling(folder) if data.get("kind") == "images" else None
     if scaling is not None:
         data["transform"] = scaling
-    # A model is loaded with its buffers. From a run only the parameters are loaded, unless the
-    # config names the buffers too.
+    # A downloaded model is loaded with its buffers. From a run, only the parameters are loaded,
+    # unless the config names the buffers too.
     buffers = source.family.kind == "resnet" and not is_downloaded_model(begin_with)
     parts: JsonObject = {"parts": ["params", BUFFERS]} if buffers else {}
     return {
@@ -207,7 +207,7 @@ def config_values(source: Source, folder: Path, *, begin_with: Path) -> JsonObje
 
 
 def synthetic_data(source: Source) -> JsonObject:
-    """Return a section `data` for random examples with the shapes of a model's inputs."""
+    """Return a section `data` with random examples that have the shapes of a model's inputs."""
     inputs, kind = source.inputs, source.family.kind
     if inputs.image is not None:
         sizes = dict(zip(("height", "width", "channels"), inputs.image, strict=True))
@@ -218,7 +218,7 @@ def synthetic_data(source: Source) -> JsonObject:
     if inputs.classes:
         return {**given, "kind": "labelled_tokens", "classes": inputs.classes, **vocab}
     if kind == "bert":
-        # The token of the mask is added to the vocabulary.
+        # The data adds the token of the mask to the vocabulary.
         vocab = {"vocab_size": inputs.vocab_size - 1, "masking": {}}
     return {**given, "kind": "tokens", **vocab}
 
@@ -226,7 +226,7 @@ def synthetic_data(source: Source) -> JsonObject:
 def _scaling(folder: Path) -> JsonObject | None:
     """Return the transform of images that a model's preprocessor_config.json describes.
 
-    The result is None if the folder does not have the file.
+    The result is None if the folder does not have this file.
 
     Raises:
       DataError: the file cannot be read.
@@ -258,7 +258,7 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
-    """Return the content of config.json with the dtype of the largest tensor.
+    """Return the content of config.json, in which the dtype is that of the largest tensor.
 
     `export` reads this dtype.
     """
@@ -269,7 +269,7 @@ def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
 def _texts(source: Source) -> dict[str, str]:
     """Return the contents of the tokenizer files of a GGUF model, by name.
 
-    The mapping is empty for a directory, which has the files already.
+    For a directory, which already has these files, the result is empty.
     """
     if not source.is_gguf:
         return {}

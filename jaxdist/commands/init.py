@@ -13,13 +13,13 @@ from jaxdist.config.shipped import FOLDER, shipped, shipped_name
 from jaxdist.errors import ConfigError, did_you_mean
 
 FIRST = FOLDER / "gpt/quickstart.yaml"
-"""The recommended first config."""
+"""The config that is recommended to new users."""
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     """Write shipped configurations, and the files that they include, to a folder.
 
-    An existing file with the same content is kept, and no existing file is replaced.
+    An existing file is never replaced. If it has the same content, it is kept without an error.
 
     Args:
       name: the name of a configuration, or a kind such as `gpt` for all configurations of the kind,

@@ -38,7 +38,7 @@ ALTERNATIVES: dict[str, type[Any]] = {
     alternative.model_fields["type"].default: alternative
     for alternative in get_args(get_args(PipelineScheduleConfig)[0])
 }
-"""The alternatives of `PipelineScheduleConfig`, by the schedule's type."""
+"""The classes among `PipelineScheduleConfig`, by the schedule's type."""
 
 
 class Request(NamedTuple):
@@ -95,10 +95,10 @@ def show_schedule(
 
 
 def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
-    """Return the schedule and the costs that the arguments of `show_schedule` request.
+    """Return the schedule and the costs that arguments of `show_schedule` request.
 
     Raises:
-      ConfigError: settings are invalid. The message has a line for each of them.
+      ConfigError: settings are invalid. The message has a line for each invalid setting.
 
     >>> read_request("interleaved", ["chunks=4", "costs.transfer=0.5"]).config
     Interleaved(type='interleaved', chunks=4)
@@ -115,8 +115,8 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     ]
     if problems:
         raise problems_error(document, problems)
-    # The values are validated as JSON, since strict validation of Python values refuses a list
-    # instead of a tuple.
+    # The values are validated as JSON, since the strict validation of Python values would refuse a
+    # list where a tuple is declared.
     costs = CostsConfig.model_validate_json(json.dumps(times))
     config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
     return Request(with_costs(config, costs), costs)
@@ -131,7 +131,7 @@ def build_requested(request: Request, stages: int | None, microbatches: int | No
         file.
 
     Raises:
-      ConfigError: a number is missing, or the schedule refuses it.
+      ConfigError: a number is missing, or the schedule refuses a number.
     """
     config = request.config
     if isinstance(config, Csv):
@@ -187,9 +187,9 @@ def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = No
 
 
 def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
-    """Return a schedule with the given costs.
+    """Return the config of a schedule with the given costs.
 
-    A schedule that does not depend on costs is returned unchanged.
+    The config of a schedule that does not depend on costs is returned unchanged.
     """
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
@@ -208,8 +208,8 @@ def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonO
 
     Args:
       schedule: the schedule.
-      timeline: the timeline for the figures that `show` prints, or None for the figures that
-        `check` prints.
+      timeline: the timeline, to include the figures that `show` prints, or None for only the
+        figures that `check` prints.
     """
     report: JsonObject = {
         "schedule": schedule.name,

@@ -1,7 +1,4 @@
-"""`jaxdist replay`: the repetition of a run with parameter servers.
-
-The servers receive the messages in the recorded order.
-"""
+"""`jaxdist replay`: a second run whose servers receive messages in the recorded order."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from jaxdist.run.directory import RunDirectory
 
 
 def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
-    """Repeat a run from its last start, and return whether the same saved state results.
+    """Repeat a run from its last start, and return whether the same saved state is reached.
 
     Args:
       run: the run directory.
@@ -41,7 +38,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     Raises:
       RunError: the directory has no run with parameter servers or no saved state, or the run cannot
         be repeated.
-      CheckpointError: the state at the start no longer exists.
+      CheckpointError: the state from which the run last started no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
         raise RunError(

@@ -25,7 +25,7 @@ def tokenize(
 
     Args:
       out: the file to write.
-      files: the globs of text files. If there are none, the standard library of the running Python
+      files: the globs of text files. Without any glob, the standard library of the running Python
         is used.
       vocab_size: the number of tokens to learn.
       heldout_fraction: the run's `data.heldout_fraction`. The held-out text is not used.

@@ -1,4 +1,4 @@
-"""The explanation of which schedulers, GPUs and engines this process finds."""
+"""The explanation of what this process finds: schedulers, GPUs and engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.types import JsonObject
 
 
 def explain_launch(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines about the schedulers that this process finds, the GPUs, and the engines."""
+    """Yield lines about the schedulers, the GPUs and the engines that this process finds."""
     seen = sightings(environ)
     used = next((one for one in seen if one.whole), None)
     if not seen:
@@ -35,8 +35,8 @@ def explain_launch(environ: Mapping[str, str]) -> Iterator[str]:
 def as_json(environ: Mapping[str, str]) -> JsonObject:
     """Return the schedulers, the number of GPUs, and the engines as plain data.
 
-    The schedulers are in the order in which they are considered. The value of an engine is the path
-    of its program, or None if it is not installed.
+    The schedulers are in the order in which jaxdist considers them. The value of an engine is the
+    path of its program, or None if the program is not installed.
     """
     schedulers = [{**asdict(one), "whole": one.whole} for one in sightings(environ)]
     gpus = len(look(environ, environ.get("JAX_PLATFORMS")).gpus)

@@ -1,9 +1,9 @@
-"""The engine of a JobSet on GKE, for TPU slices, for nodes with GPUs, and for nodes with neither.
+"""The engine of a JobSet on GKE, for TPU slices, for nodes with GPUs, and for nodes without either.
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
-processes resume from the newest checkpoint. Restarts after disruptions by Kubernetes (an eviction,
-the loss of a spot node, a drain) are not counted. The rendered API is jobset.x-k8s.io/v1alpha2, of
-JobSet 0.6 or newer.
+processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an
+eviction, the loss of a spot node, a drain) is not counted. The rendered API is
+jobset.x-k8s.io/v1alpha2, which JobSet 0.6 and newer versions support.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NOT_COUNTED: list[Json] = [
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
     },
 ]
-"""The failures of a pod after which its job fails with the reason PodFailurePolicy, which is not
-counted as a restart.
+"""The failures of a pod that make its job fail with the reason PodFailurePolicy. The restart after
+such a failure is not counted.
 """
 _RESTART: JsonObject = {
     "name": "disruption",
@@ -45,8 +45,8 @@ _RESTART: JsonObject = {
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
 MOST_NAME = 40
-"""The largest length of a set's name. A pod's name may have 63 letters, and consists of the set's
-name, the job's name, two numbers, and five more letters.
+"""The largest length of a set's name. A pod's name may have 63 characters: the set's name, the
+job's name, two numbers, and five more letters.
 """
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
@@ -61,8 +61,8 @@ ACCELERATORS = {
 def chips_per_host(topology: Topology) -> int:
     """Return the number of chips on each machine of a GKE slice.
 
-    Slices of up to eight chips of v5e and v6e are a single machine; machines of larger slices have
-    four chips each.
+    A slice of up to eight chips of v5e or v6e is a single machine. Each machine of a larger slice
+    has four chips.
 
     >>> [chips_per_host(parse_topology(text)) for text in ("v5e:2x4", "v5e:4x4", "v5p:4x4x4")]
     [8, 4, 4]
@@ -221,8 +221,8 @@ class Gke(Engine):
             pod["nodeSelector"] = selector
         if self.service_account is not None:
             pod["serviceAccountName"] = self.service_account
-        # By default /dev/shm of a container has 64 MiB, too little for NCCL and for snapshots in
-        # memory.
+        # By default, /dev/shm of a container has 64 MiB, which is too little for NCCL and for
+        # snapshots in memory.
         volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
         if self.volume is not None:
             claim: JsonObject = {"claimName": self.volume.claim}
@@ -251,11 +251,11 @@ class Gke(Engine):
         return {} if self.cpu is None else {"cpu": str(self.cpu)}
 
     def _environment(self, job: Job, hosts: int) -> dict[str, str]:
-        """Return the variables with which pods find each other; with TPUs, GKE sets them."""
+        """Return the variables with which pods find one another; for TPUs, GKE sets them."""
         if self.tpu is not None:
             return dict(self.environment)
-        # JobSet's headless service has the name of the set. Each pod has a host name below the
-        # service.
+        # JobSet's headless service has the name of the set, and the host name of each pod is below
+        # it.
         first = f"{job.name}-{WORKERS}-0-0.{job.name}"
         return {
             "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",

@@ -35,7 +35,8 @@ class Ray(Engine):
     run any program."""
 
     def render(self, job: Job) -> Rendered:
-        # The command lacks the interpreter, because each actor adds the interpreter of its node.
+        # The command lacks the interpreter, because each actor adds the interpreter of its own
+        # node.
         program = ("-P", "-m", job.module)
         given = {
             **self.model_dump(exclude={"type"}),

@@ -30,7 +30,7 @@ Lost = tuple[int, int | None]
 
 
 def _ray(module: str = "ray") -> Any:
-    """Import and return a module of ray, an optional package whose import takes long."""
+    """Import and return a module of ray, an optional package whose import takes seconds."""
     return importlib.import_module(module)
 
 
@@ -41,7 +41,7 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
 
     def address(self) -> str:
-        """Return HOST:PORT of the actor's node, with a port that is free."""
+        """Return the HOST:PORT of a free port on the actor's node."""
         from jaxdist.runtime.rendezvous import free_port
 
         return f"{_ray('ray.util').get_node_ip_address()}:{free_port()}"
@@ -60,11 +60,11 @@ class Process:
 
 
 def connect(settings: JsonObject) -> None:
-    """Connect to the cluster of the settings, or start a cluster on this machine.
+    """Connect to the cluster that the settings name, or start a cluster on this machine.
 
     Raises:
-      RunError: the cluster cannot be reached, or requires no token although the setting `insecure`
-        is off.
+      RunError: the cluster cannot be reached, or it requires no token and the setting `insecure` is
+        off.
     """
     address = settings["address"]
     if address is None:
@@ -112,7 +112,7 @@ def run_generations(settings: JsonObject) -> int:
 
 
 def _generation(settings: JsonObject) -> Lost | None:
-    """Run a generation; return the first failure of a process, or None if all ended well."""
+    """Run a generation; return the first failure of a process, or None if all succeeded."""
     ray, count = _ray(), settings["nodes"] * settings["processes"]
     group = _room(settings, count)
     actors = _actors(settings, count, group)
@@ -147,10 +147,10 @@ def _first_lost(waiting: dict[Any, int]) -> Lost | None:
 
 
 def _room(settings: JsonObject, count: int) -> Any:
-    """Return a placement group that has resources for all processes, spread over the nodes.
+    """Return a placement group that reserves resources for all processes, spread over the nodes.
 
     Raises:
-      RunError: the resources were not free within the time of the settings.
+      RunError: the resources were not free within the time that the settings allow.
     """
     each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")

@@ -1,4 +1,4 @@
-"""The reader of `--set key=value` texts, whose values are parsed by the types of the settings."""
+"""The reader of `--set key=value` texts, which parses each value by the type of the setting."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxdist.launch.contract import Engine
 
 
 def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
-    """Return the settings of an engine from texts, before they are validated.
+    """Return the settings of an engine from texts, before the settings are validated.
 
-    The value of a list is split at its commas. A value that begins with `-` is split only at the
-    commas that another option follows. Values of text settings and of environment variables are
-    used unchanged. All other values are YAML, including lists in brackets and quoted text.
+    The value of a list is split at its commas. A value that begins with `-` is split only at commas
+    before another option. Values of text settings and of environment variables are used unchanged.
+    All other values are read as YAML, including lists in brackets and quoted text.
 
     Args:
       name: the name of the engine.
@@ -61,7 +61,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Split a text at its commas, or only at the commas before an option if it begins with `-`.
+    """Split a text at its commas; if it begins with `-`, split it only at commas before an option.
 
     >>> _listed("a, b"), _listed("--mem=0,--exclude=n1,n2")
     (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])

@@ -1,9 +1,10 @@
-"""The engine of Slurm, whose batch script requeues its job if the job stops before the run's end.
+"""The engine of Slurm; its batch script requeues a job that stops before the end of the run.
 
 When Slurm preempts a job, it sends SIGTERM to the job's steps, but not to the job's script. If the
-steps then end well, Slurm considers the job completed. The script therefore checks whether the job
-was preempted, and requeues the job. Before the time limit, Slurm sends SIGUSR1 to the script
-(`--signal=B:USR1`), and the script sends SIGTERM to the step. A canceled job is not requeued.
+steps then exit without an error, Slurm considers the job completed. The script therefore checks
+whether the job was preempted, and requeues the job. Before the time limit, Slurm sends SIGUSR1 to
+the script (`--signal=B:USR1`), and the script sends SIGTERM to the step. A canceled job is not
+requeued.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Slurm(Engine):
     def render(self, job: Job) -> Rendered:
         command = shlex.join([*self.srun, *job.train("--distributed")])
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
-        # Only the setup runs under `set -e`, since the script has to requeue the job even after
-        # srun has failed.
+        # Only the setup runs under `set -e`, since the script has to requeue the job even if srun
+        # fails.
         setup = ["set -e", self.setup, "set +e"] if self.setup else []
         before = "".join(f"{line}\n" for line in [*setup, *exports])
         begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {command} &\n"

@@ -1,4 +1,4 @@
-"""The execution of a launch: it writes files, calls the engine, and later queries the job."""
+"""The execution of a launch: jaxdist writes files, calls the engine, and later queries the job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUBMIT_SECONDS = 120
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that was started, as its record describes it.
+    """A launch that was started, with the contents of its record.
 
     Attributes:
       engine: the engine that runs the job.
@@ -70,7 +70,7 @@ def installed(one: Engine) -> None:
 def launch(
     one: Engine, settings: Sequence[str], job: Job, base: Path, say: Callable[[str], None]
 ) -> tuple[Launched, int]:
-    """Launch a job, and return the launch with the exit code of the engine's command.
+    """Launch a job, and return the launch and the exit code of the engine's command.
 
     Args:
       one: the engine.
@@ -80,7 +80,7 @@ def launch(
       say: the function that prints a line for the user.
 
     Raises:
-      JaxdistError: the engine cannot run the job, is not installed, or has refused it.
+      JaxdistError: the engine cannot run the job, is not installed, or has refused the job.
     """
     one.check(job)
     installed(one)

@@ -1,9 +1,9 @@
 """A program that runs a command, and kills the command when the parent process ends.
 
-The parent runs `python -m jaxdist.launch.tied COMMAND` with a pipe as the input. When the parent
-ends or is killed, the input ends. The program then kills the command and all processes that the
-command has started. The program passes SIGTERM to the command, and exits with the command's exit
-code.
+The parent runs `python -m jaxdist.launch.tied COMMAND` with a pipe as the standard input. When the
+parent ends or is killed, the pipe is closed. The program then kills the command and all processes
+that the command has started. The program passes SIGTERM to the command, and exits with the
+command's exit code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine of Google's TPU VMs, which starts a process on every host of a slice by gcloud.
 
 Each process is in a new session, so that the run outlives the ssh connection that started it. Each
-host keeps the id and the log of its process below the folder of the config.
+host has a folder below the folder of the config, with the id and the log of its process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
-# The id alone does not suffice, since after a restart of the host it could belong to another
-# process.
+# The id alone does not suffice, since after a restart of the host another process may have it.
 _ALIVE = 'alive() { grep -qs jaxdist "/proc/$(cat "$at/pid" 2>/dev/null)/cmdline"; }'
 _STATUS = """
 if alive; then echo "$(hostname): process $(cat "$at/pid") is training"
@@ -59,8 +58,8 @@ class TpuVm(Engine):
     def render(self, job: Job) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]
         command = shlex.join(["env", *words, *job.train("--distributed")])
-        # The process writes its id itself: setsid may fork, so that the shell's `$!` may be another
-        # id.
+        # The process writes its id itself, because setsid may fork, and the shell's `$!` may then
+        # be the id of another process.
         begun = shlex.quote(f'echo $$ >"$0/pid"; exec {command}')
         lines = [
             'if alive; then echo "$(hostname) has this run already: launch stop" >&2; exit 1; fi',

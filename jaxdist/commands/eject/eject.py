@@ -22,8 +22,8 @@ class Keep(StrEnum):
 
 
 MOST_LINES = 300
-"""The largest number of lines of a file. A longer file is written without the evaluation. A file
-that is still longer, not counting blank lines, is refused."""
+"""The largest number of lines of a file. A longer file is written without the evaluation. If the
+file is then still longer, blank lines not counted, it is refused."""
 
 
 def eject(
@@ -37,7 +37,7 @@ def eject(
       out: a file to which the text is written, or None.
 
     Raises:
-      ConfigError: settings are not supported, which the message lists; the file would be too long;
+      ConfigError: settings are not supported (the message lists them); the file would be too long;
         or `out` exists or cannot be written.
       JaxdistError: the config cannot be read or built.
     """

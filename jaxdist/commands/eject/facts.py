@@ -40,12 +40,12 @@ class FileContents:
     values: dict[str, Any] = field(default_factory=dict)
 
     def flag(self, **given: object) -> None:
-        """Add the names of the arguments that are true to the flags."""
+        """Add, to the flags, the name of each argument that is true."""
         self.flags |= {name for name, value in given.items() if value}
 
 
 def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> FileContents:
-    """Return the contents of the file for an experiment, all of whose settings are supported.
+    """Return the contents of the file for an experiment whose settings are all supported.
 
     Args:
       experiment: the experiment.
@@ -246,7 +246,7 @@ def _pipeline(facts: FileContents, experiment: Experiment) -> None:
 
 
 def own_tree(tree: PyTree) -> PyTree:
-    """Return a parameter tree in the form of the ejected file, in which layers are a list."""
+    """Return a tree of parameters in the form of the ejected file, with the layers as a list."""
 
     def listed(layers: PyTree) -> list[PyTree]:
         return [layers[str(i)] for i in range(len(layers))]
@@ -262,7 +262,7 @@ def own_tree(tree: PyTree) -> PyTree:
 def _specs(shardings: PyTree, *, each: bool = False) -> PyTree:
     """Return the partition specs of shardings.
 
-    If all specs are equal, the result is a single spec, unless `each` is true.
+    If all specs are equal, the result is a single spec, unless `each` is set.
     """
     specs = jax.tree.map(lambda sharding: shortened(sharding.spec), own_tree(shardings))
     found = {*jax.tree.leaves(specs)}

@@ -85,15 +85,15 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
 
 
 def _kept(path: str) -> bool:
-    """Return whether a setting affects only the reading of data.
+    """Return whether a setting affects only how data are read.
 
-    A transform does not: it also changes the model's input.
+    A transform, for example, does not only do that: it also changes the model's input.
     """
     return path.startswith("data.") and not path.startswith("data.transform")
 
 
 def _together(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a text for each combination of supported settings that is not supported."""
+    """Yield a text about each unsupported combination of settings that are supported alone."""
     parallel, mesh, optim = config.parallel, config.mesh.sizes(), config.optim
     reduced, stages = parallel.reduce is not None, mesh.get("stage", 1) != 1
     zero, tensor = parallel.zero.stage > 0, mesh.get("tensor", 1) != 1
@@ -118,7 +118,7 @@ def _together(config: ExperimentConfig) -> Iterator[str]:
 
 
 def check_built(experiment: Experiment) -> None:
-    """Check the settings whose support depends on the built experiment.
+    """Check the settings for which only the built experiment shows whether they are supported.
 
     Raises:
       ConfigError: a setting is not supported. The message has the remedy.
@@ -155,9 +155,9 @@ def _problem(path: str, value: Any) -> str | None:
 
 
 def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of each setting that differs from its default.
+    """Yield the dotted path and the value of each setting that differs from its default.
 
-    The `type` of an alternative is always included.
+    The `type` that selects an alternative is always included.
 
     Args:
       config: the config, or a section of the config.
@@ -173,7 +173,7 @@ def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]
         if name != "type" and value == default:
             continue
         if isinstance(value, Config):
-            # The presence of a section that is None by default is a choice, even with default
+            # A section that is None by default is a choice if it is present, even with default
             # values.
             if default is None and "type" not in type(value).model_fields:
                 yield below, "set"

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline schedule, in which all stages begin a tick together."""
+"""The timeline of a pipeline schedule, whose stages begin each tick together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ IDLE = ".."
 def timeline(schedule: Schedule) -> list[list[str]]:
     """Return the timeline of each stage, with an entry for each tick.
 
-    An entry is `F3` or `B3` for the forward or backward pass of microbatch 3, or `..` for an idle
-    stage. Each stage runs its tasks in order. A task runs in the first tick after all tasks on
-    which it depends.
+    An entry is `F3` or `B3` for the forward or backward pass of microbatch 3, or `..` if the stage
+    is idle. Each stage runs its tasks in order. A task runs in the first tick after the ticks of
+    all tasks on which it depends.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
     >>> for row in timeline(OneFOneB().build(2, 2)):
@@ -38,7 +38,7 @@ def timeline(schedule: Schedule) -> list[list[str]]:
 
 
 def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
-    # In the supported schedules a backward pass is a single task, so that its INPUT half is never a
+    # In the supported schedules, a backward pass is a single task, so its INPUT half is never a
     # separate task.
     return all(n in done for n in needs(task, schedule.chunks) if n.kind is not TaskKind.INPUT)
 
@@ -46,9 +46,9 @@ def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
 def slots_of(rows: Sequence[Sequence[str]]) -> int:
     """Return the smallest number of slots with which a stage's stored microbatches never collide.
 
-    Microbatch m is in slot m modulo the number of slots. A stage stores a microbatch from the
-    forward pass on the previous stage until the backward pass on the stage. The first stage stores
-    a microbatch from its forward pass on this stage.
+    Microbatch m is in slot m modulo the number of slots. A stage stores a microbatch from its
+    forward pass on the previous stage until its backward pass on this stage. The first stage stores
+    it from its forward pass on the first stage.
 
     Args:
       rows: the timeline of each stage.
