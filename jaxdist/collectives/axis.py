@@ -91,7 +91,7 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def checked(axis: object, operation: str) -> Axis:
-    """Check an axis, and return it; a tuple with one name is returned as the name.
+    """Check an axis, and return the axis, or the single name if the axis is a tuple with one name.
 
     Args:
       axis: the axis.

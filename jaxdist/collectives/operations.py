@@ -74,8 +74,8 @@ def reduce_scatter(
 
     Args:
       x, axis, op, algorithm: the arguments of `all_reduce`.
-      dim: the dim along which the result is divided into blocks. If it has n elements, a block has
-        c = ceil(n / N) elements, and device i gets the elements from i * c up to (i + 1) * c.
+      dim: the dim along which the result is divided into blocks. If this dim has n elements, a
+        block has c = ceil(n / N) elements, and device i gets the c elements from index i * c.
 
     Returns:
       This device's block, with c elements in `dim`. The last blocks are padded with zeros.
@@ -240,7 +240,8 @@ def _reduced(
 ) -> jax.Array:
     """Call `run` in the dtype of the sum, and return the sum or the mean in the dtype of `x`.
 
-    The dtype of the sum is `algorithm.accumulate` if it is set, for half-width floats.
+    The dtype of the sum is the dtype of `x`, or for floats of two bytes `algorithm.accumulate`
+    unless this setting is None.
     """
     half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
     carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x

@@ -88,8 +88,8 @@ class Prediction:
 def coding_bytes_per_second(kind: str) -> float:
     """Return the bytes of memory per second that a device processes while it encodes and decodes.
 
-    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`). For a CPU it is a
-    measured rate of a core, since arithmetic takes longer on a CPU than access to memory.
+    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`). For a CPU the result
+    is a measured rate of a core, since arithmetic takes longer on a CPU than access to memory.
 
     >>> coding_bytes_per_second("v5e")
     810000000000.0

@@ -61,8 +61,8 @@ class BucketState(NamedTuple):
     Attributes:
       up: the feedback's memory for the messages with this device's gradients, with the shape of the
         bucket.
-      up_view: the view of the sum of all devices' messages. With "scatter" it is the view of this
-        device's shard of this sum.
+      up_view: the view of the sum of all devices' messages. With "scatter" this is the view of this
+        device's shard of the sum.
       down: the feedback's memory for the messages with the sums of this device's shard.
       down_view: the view of the messages with the sums of all shards, with the shape of the bucket.
       common: the common state of the feedback, which is the same on all devices.

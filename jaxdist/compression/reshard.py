@@ -55,7 +55,7 @@ def reshard(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The numbers of devices along the message axes, and along the mesh axes before and after them.
+    """The numbers of devices along the message axes, and along the slower and faster mesh axes.
 
     Attributes:
       before: the number of devices along the axes that are slower than the message axes.

@@ -155,7 +155,8 @@ class _Walk:
     ) -> bool:
         """Return whether a collective begins at this instruction.
 
-        If not, an earlier instruction began the collective, and a TPU fusion continues or ends it.
+        Otherwise an earlier instruction began the collective, and a TPU fusion continues or ends
+        it.
         """
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True

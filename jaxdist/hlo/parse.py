@@ -243,8 +243,8 @@ def tuple_types(type_text: str) -> list[str]:
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
     """Return the instructions with a `get-tuple-element` for each operand such as `%loop#1`.
 
-    Such an operand is an element of a tuple. The XLA of jax 0.11 and newer writes it without a
-    `get-tuple-element`.
+    Such an operand is an element of a tuple. The XLA of jax 0.11 and newer writes such an operand
+    without a `get-tuple-element`.
     """
     known = {instruction.name: instruction for instruction in instructions}
     after: dict[str, list[Instruction]] = {}

@@ -125,7 +125,7 @@ def done_of(
       computation: the computation that contains `start`.
       module: the program.
       index: the index of the operation in flight in the tuple of `start`, which is a loop or a
-        parameter. For an instruction that starts the operation it is None.
+        parameter. For an instruction that starts the operation the index is None.
 
     Returns:
       The name of the instruction that waits. If the computation returns the operation in flight,

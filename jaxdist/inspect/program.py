@@ -104,7 +104,7 @@ class Inspection:
 
         Args:
           masked: whether products that attention's mask discards count (as in PaLM, arXiv
-            2204.02311, appendix B). If not, causal attention counts half.
+            2204.02311, appendix B). If False, causal attention counts half.
         """
         known = find_device(self.device_kind)
         if self.step_time is None or known is None or not self.step_time.seconds:

@@ -32,7 +32,7 @@ def canonical_text(text: str) -> str:
 
 
 def structure(text: str) -> str:
-    """Return a SHA-256 hash of a program that does not depend on names or on the schedule.
+    """Return a SHA-256 hash of a program; names and the schedule do not change the hash.
 
     The hash of an instruction includes the hashes of its operands and of the computations that it
     calls, which HLO text defines before their use. The hashes within a computation are sorted.

@@ -186,7 +186,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
 
 
 def _schedule_notes(found: StepTime) -> list[str]:
-    """Return sentences about the branches of conditionals that the prediction assumes."""
+    """Return sentences about the branches that the prediction assumes for conditionals."""
     notes: list[str] = []
     if found.schedule:
         notes.append(

@@ -39,8 +39,8 @@ class LambRule:
 
     Attributes:
       bias_correction: whether the moments are divided by 1 - b^t.
-      decay_in_ratio: whether weight decay is part of the direction that the trust ratio scales;
-        otherwise it is added after the ratio.
+      decay_in_ratio: whether weight decay is part of the direction that the trust ratio scales.
+        Otherwise weight decay is added after the ratio.
       decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
       adapt_vectors: whether the trust ratio scales biases and norm scales too, unless a mask
         excludes them.
@@ -101,8 +101,8 @@ def lamb(
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
 
     A step makes three passes over the tensors, for moments, norms and updates. If XLA fuses the
-    step with `optax.apply_updates`, it reads and writes 53 bytes for each float32 parameter, and
-    needs temporaries of an eighth of one tensor.
+    step with `optax.apply_updates`, the step reads and writes 53 bytes for each float32 parameter,
+    and needs temporaries of an eighth of one tensor.
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LambRule`.

@@ -35,8 +35,8 @@ class LarsRule:
     Attributes:
       norm_of_sum: whether to divide by ||g + weight_decay w|| rather than ||g|| + weight_decay
         ||w||.
-      rate_in_momentum: whether the learning rate is a factor before the momentum; otherwise it is a
-        factor after the momentum.
+      rate_in_momentum: whether the learning rate is a factor before the momentum. Otherwise the
+        learning rate is a factor after the momentum.
       decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
       adapt_vectors: whether the trust ratio scales biases and norm scales too, unless a mask
         excludes them.

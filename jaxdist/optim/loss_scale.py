@@ -49,7 +49,7 @@ class LossScaleState(NamedTuple):
 
 
 def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
-    """Return the loss scale of a step: `state`, or a scale of 1 if float16 parameters lack one.
+    """Return `state`, or a scale of 1 if `state` is None and a parameter is in float16.
 
     With a scale, a backward pass starts from the mean loss of a microbatch, and gradients are added
     up over microbatches in float32. Without a scale, a backward pass starts from the total loss.

@@ -77,7 +77,8 @@ class StepClock:
 
     An optimizer counts its updates. A schedule counts steps, since warm-up, decay, batch sizes and
     the end of a run are planned in steps. The difference is known only while an update is traced,
-    and no optax transformation accepts the difference as an argument, so this object holds it.
+    and no optax transformation accepts the difference as an argument, so this object holds the
+    difference.
 
     >>> clock = StepClock()
     >>> doubled = clock.by_steps(lambda step: 2 * step)

@@ -59,8 +59,8 @@ class BatchContext:
       axes: the manual mesh axes that split the rows of the batch, or () if the batch is one global
         array that XLA partitions.
       statistics_over: the axes over which a BatchNorm calls collectives to average its statistics.
-      placed: the function that sets the shardings of each microbatch's gradients before they are
-        added up.
+      placed: the function that sets the shardings of each microbatch's gradients, before the
+        gradients are added up.
     """
 
     axes: tuple[str, ...] = ()
@@ -132,8 +132,8 @@ class Exchange(Protocol):
     """The exchange that sums the gradients of all devices and distributes the new parameters.
 
     Each device gets its share of the summed gradients: a shard with ZeRO, otherwise all gradients.
-    A step passes `state` (for example residuals) to the next step, and the training state contains
-    it. The state of an exchange without residuals is `()`.
+    A step passes `state` (for example residuals) to the next step as a part of the training state.
+    The state of an exchange without residuals is `()`.
 
     Attributes:
       zero: the split of the training state over replicas, or None without ZeRO.
@@ -180,7 +180,7 @@ class Exchange(Protocol):
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
-        """Compute gradients of the mean loss of the whole batch, and the next state."""
+        """Compute gradients of the mean loss of the whole batch, and the exchange's next state."""
         ...
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:

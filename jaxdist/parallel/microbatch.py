@@ -12,7 +12,7 @@ def split_rows(batch: PyTree, count: int, layout: Layout) -> PyTree:
     """Divide a batch into microbatches, from leaves `[rows, ...]` to `[count, rows / count, ...]`.
 
     Microbatch k has the rows k, k + count, k + 2 count, and so on. Each device therefore divides
-    the rows that it holds, and sends none.
+    the rows that it holds, and sends no rows.
     """
 
     def leaf(x: jax.Array) -> jax.Array:

@@ -62,9 +62,9 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     The numbers of stages, chunks and microbatches follow from the file.
 
     Raises:
-      ConfigError: the file cannot be read; or a cell is not a task, a task is missing or occurs
-        twice, or a chunk is on two stages (the message names row, column and value); or a stage
-        would wait forever.
+      ConfigError: the file cannot be read, a stage would wait forever, a cell is not a task, a task
+        is missing or occurs twice, or a chunk is on two stages. A message about a cell names its
+        row, column and value.
     """
     try:
         # Some spreadsheet programs begin a file with a byte order mark, which `-sig` drops.

@@ -23,10 +23,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation: when each task of a schedule runs.
+    """The result of a simulation: the times at which each task of a schedule runs.
 
     The activations of a microbatch in a chunk are live from the FORWARD task to the end of the FULL
-    or WEIGHT task. After an INPUT task only the fraction `kept` of the costs is live.
+    or WEIGHT task. After an INPUT task only a fraction of the activations is live, which is `kept`
+    of the costs.
 
     Attributes:
       schedule: the simulated schedule.

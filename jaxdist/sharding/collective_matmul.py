@@ -34,7 +34,8 @@ MOST_READ = 4
 def distances(count: int) -> list[int]:
     """Return the numbers of hops from which the chunks of a ring arrive, the nearest chunk first.
 
-    A positive number is for one direction of the ring, and a negative number for the other.
+    A positive number is for one direction of the ring, and a negative number for the other
+    direction.
 
     >>> distances(5), distances(4)
     ([0, 1, -1, 2, -2], [0, 1, -1, 2])
@@ -71,7 +72,7 @@ class AxisRing:
     def products(
         self, pieces: Pieces, *kernels: jax.Array, leaving: bool = False
     ) -> tuple[Pieces, ...]:
-        """Multiply all chunks `[B, l, D]` by each kernel `[D, F]`, in their dtype.
+        """Multiply all chunks `[B, l, D]` by each kernel `[D, F]`.
 
         Args:
           pieces: the chunks.
@@ -151,7 +152,8 @@ def _one_by_one(
 ) -> list[Any]:
     """Apply a function to each chunk in sequence, and return the results in the order of `pieces`.
 
-    Barriers enforce the sequence. Without them, XLA waits for all chunks before the first matmul.
+    Barriers enforce the sequence. Without the barriers, XLA waits for all chunks before the first
+    matmul.
 
     Args:
       function: the function.

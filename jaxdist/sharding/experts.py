@@ -224,8 +224,8 @@ def choose_exchange(
     Args:
       name: the name of an exchange, or "auto".
       tokens, most, devices, top_k: the arguments of `TokenExchange.tokens_sent`.
-      platform: the platform of the devices. For "auto", "ragged" is chosen on TPUs only, since XLA
-        does not support it on CPUs, and on GPUs it waits for the host.
+      platform: the platform of the devices. For "auto", "ragged" is chosen on TPUs only. XLA does
+        not support ragged all-to-alls on CPUs, and on GPUs they wait for the host.
 
     >>> choose_exchange("auto", 1024, 1024, 4, 2, "cpu"), choose_exchange(
     ...     "auto", 1024, 640, 4, 2, "cpu"

@@ -119,8 +119,8 @@ class Layout:
       rules: the pairs of a logical dim and a mesh axis or None.
       collective_matmul: the setting of `ShardingConfig` with the same name.
       experts: the setting of `ShardingConfig` with the same name.
-      shared: the method by which the devices of axis `context` share a sequence, or None if it is
-        not chosen yet or no axis splits sequences.
+      shared: the method by which the devices of axis `context` share a sequence, or None if no
+        method is chosen yet or no axis splits sequences.
     """
 
     mesh: Mesh
@@ -132,7 +132,7 @@ class Layout:
     def axis_of(self, dim: str | None) -> str | None:
         """Return the axis to which a rule maps a logical dim, or None if the dim is not split.
 
-        The mesh may not have this axis. For the dim None the result is None.
+        The mesh may lack this axis. For the dim None the result is None.
 
         Raises:
           ShardingError: no rule names the dim.
@@ -192,7 +192,7 @@ class Layout:
         return self._size(self.names_of(dim))
 
     def axes(self, dim: str) -> tuple[str, ...]:
-        """Return the names of the mesh axes that split a logical dim, or () if it has one part."""
+        """Return the names of the mesh axes that split a logical dim, or () if it is not split."""
         return self.names_of(dim) if self.parts(dim) > 1 else ()
 
     @property
@@ -273,10 +273,10 @@ class Layout:
     ) -> Callable[..., jax.Array]:
         """Return a function that calls `function` on each device's blocks of arrays.
 
-        The function runs in a `jax.shard_map` over all axes that are not manual already. These
-        include axes that split no dim, because XLA would have to partition the function over an
-        auto axis. The result has the sharding of the first array. If the number of rows of a batch
-        is not a multiple of its number of parts, the rows are replicated.
+        The function runs in a `jax.shard_map` over all axes that are not manual already. The manual
+        axes include axes that split no dim, because XLA would have to partition the function over
+        an auto axis. The result has the sharding of the first array. If the number of rows of a
+        batch is not a multiple of its number of parts, the rows are replicated.
 
         Args:
           function: the function of the blocks.

@@ -164,10 +164,10 @@ def digest(leaf: jax.Array) -> jax.Array:
     """Compute the digest of an array's bits, uint32 `[2]`, which no order of summation changes.
 
     The array is read as words x_i of at most 32 bits. The digest is two sums modulo 2^32: the sum
-    of x_i (2 i + 1), and the sum of h(x_i + g i), where h is bijective and scatters bits, and g is
-    odd. The multipliers of the first sum are odd and h is bijective, so a change of a single word
-    changes both sums. Changes of several words may cancel each other in the first sum; in the
-    second sum this has a probability of 2^-32.
+    of x_i (2 i + 1), and the sum of h(x_i + g i). The function h is bijective and scatters bits,
+    and g is odd. The multipliers of the first sum are odd and h is bijective, so a change of a
+    single word changes both sums. Changes of several words may cancel each other in the first sum.
+    In the second sum, such changes cancel each other with a probability of 2^-32.
 
     >>> [int(word) for word in digest(jnp.array([1, 0, 2], jnp.int32))]
     [11, 239823234]

@@ -72,7 +72,7 @@ class _Loop(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """The conditions that end a loop, and the random key; they change without a new program.
+    """The conditions that end a loop, and the random key, which are arguments of a compiled loop.
 
     Attributes:
       most: the maximum number of tokens to add to a prompt, int32.

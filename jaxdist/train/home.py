@@ -1,7 +1,7 @@
 """The conversions of a training state between its four forms.
 
-The model's form is that of a single device. The devices' form is stored between steps, and may be
-padded or reordered. Each `View` converts leaves between these two forms. The view decides with
+The model's form is the form on a single device. The devices' form is stored between steps, and may
+be padded or reordered. Each `View` converts leaves between these two forms. The view decides with
 which of the two forms steps compute, and which of the two forms checkpoints hold. Another method to
 store state (such as offloading) is another view.
 """

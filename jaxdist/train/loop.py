@@ -49,8 +49,9 @@ def run_loop(
 ) -> TrainState:
     """Take steps `start + 1` to `stop`; return the state after the last step taken.
 
-    Unless `hooks.due` is true for step n, the loop waits for the metrics of step n only after it
-    has dispatched step n + 1, so that the work of Python overlaps with the work of the devices.
+    The loop dispatches step n + 1 before it waits for the metrics of step n, so that the work of
+    Python overlaps with the work of the devices. But if `hooks.due` is true for step n, the loop
+    waits for step n first.
 
     Args:
       train: the function that takes a step, which donates the state.

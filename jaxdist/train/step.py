@@ -42,8 +42,8 @@ class StepGradients(NamedTuple):
     """The result of `Program.gradients`, which is an argument of `Program.update`.
 
     Attributes:
-      grads: the gradients of the mean loss, a tree like the parameters. With ZeRO they are shards,
-        padded with zeros if a tensor does not divide evenly.
+      grads: the gradients of the mean loss, a tree like the parameters. With ZeRO the gradients are
+        shards, which are padded with zeros if a tensor does not divide evenly.
       sums: all values that the loss measures, with their weights.
       buffers: the model's buffers after the batch.
       exchange: the state of the exchange of gradients for the next step.

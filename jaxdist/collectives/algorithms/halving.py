@@ -21,7 +21,7 @@ class Halving(circulant.Circulant):
     takes L steps, of S/2 bytes each if N is a power of two. Broadcast and reduce run as in `Tree`.
 
     The order of summation for the block of device d is a balanced tree of depth L over x[d],
-    x[d-1], ..., with indices modulo N. For N = 4 it is (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
+    x[d-1], ..., with indices modulo N. For N = 4 the sum is (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
     """
 
     type: Literal["halving"] = "halving"

@@ -30,7 +30,7 @@ class Ring(Algorithm):
 
     The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
     x[d], from left to right, with indices modulo N. In two directions, with r = floor(N/2) and l =
-    floor((N-1)/2), it is (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
+    floor((N-1)/2), the sum is (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
     """
 
     type: Literal["ring"] = "ring"

@@ -46,7 +46,7 @@ def ends(x: jax.Array, axis: str | Sequence[str], number: int, dim: int | None =
 
 
 def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of an operand, with the mark at which it enters a function.
+    """Return a device's shard of an operand, with the mark at which the shard enters a function.
 
     Args:
       x: the shard.
@@ -57,7 +57,7 @@ def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
 
 
 def leaves(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of a result, with the mark at which it leaves a function.
+    """Return a device's shard of a result, with the mark at which the shard leaves a function.
 
     Args:
       x: the shard.

@@ -95,12 +95,12 @@ class Strict(Explicit):
 
     @property
     def _cut(self) -> str:
-        """The clause for an error of `check_adds_up` that says how a batch is divided."""
+        """The clause that says how a batch is divided, for an error of `check_adds_up`."""
         return f"the batch is computed in {self.order.shards} logical shards"
 
     @property
     def _alone(self) -> bool:
-        """Whether a single device computes a logical shard, instead of a group of devices."""
+        """Whether a single device, and not a group of devices, computes each logical shard."""
         return self.devices == self.mesh.size
 
     def gradients(
@@ -219,8 +219,8 @@ class Strict(Explicit):
     ) -> tuple[Any, ...]:
         """Apply `function` to values that are equal on all devices of the batch's axes.
 
-        The `jax.shard_map` makes the program the same for any number of devices. Without it,
-        functions that ask which mesh axes are auto axes would compute differently.
+        The `jax.shard_map` makes the program the same for any number of devices. Without the
+        `jax.shard_map`, functions that ask which mesh axes are auto axes would compute differently.
         """
         run = jax.shard_map(
             partial(once, function, flat=self._alone),

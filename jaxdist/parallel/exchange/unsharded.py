@@ -2,7 +2,7 @@
 
 With stage 3, which PyTorch calls FSDP, parameters are stored as shards too. Each layer's parameters
 are gathered when the layer runs, or all parameters are gathered once per step. The module
-`jaxdist.parallel.unshard` gathers them.
+`jaxdist.parallel.unshard` gathers the parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Unsharded(Sharding):
 
         Later gathers of this copy use the fast network only. Each copy has a further dim, which
         counts fast networks. This dim is the first dim, or the second dim in a stack of layers. In
-        a slice of a stack, which has a single layer, it is therefore the first dim too.
+        a slice that has a single layer of a stack, the further dim is therefore the first dim too.
 
         Returns:
           A copy for each leaf that ZeRO splits, and None for the other leaves.

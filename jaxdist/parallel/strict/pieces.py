@@ -67,7 +67,7 @@ def once(
     *,
     flat: bool = True,
 ) -> tuple[Any, ...]:
-    """Apply a function to trees, such that XLA compiles it separately from the code around it.
+    """Apply a function to trees, such that XLA compiles the function separately from other code.
 
     Args:
       function: the function, which is called with the trees and then with `rest`. The n trees that

@@ -51,7 +51,7 @@ class LocalTree:
     def held(self) -> int:
         """The number of trees in memory at a time.
 
-        They are a sum for each level, a sum for each block, and the shard that is added.
+        The trees are a sum for each level, a sum for each block, and the shard that is added.
         """
         return self.levels + self.blocks + 1
 
@@ -98,7 +98,7 @@ class Order:
 
 
 def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
-    """Return a tree behind a barrier, which separates its computation from the code that uses it.
+    """Return a tree behind a barrier, between the code that computes it and the code that uses it.
 
     Args:
       tree: the tree.

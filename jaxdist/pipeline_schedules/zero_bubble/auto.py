@@ -60,7 +60,7 @@ def zb_auto(
     memory_limit: float = 2.0,
     search: int = 30,
 ) -> Schedule:
-    """Search for zero-bubble schedules within a limit of memory, and return the best of them.
+    """Search for zero-bubble schedules within a limit of memory, and return the best.
 
     The best schedule has the shortest period. If all times are equal, the bubble is 0 with twice
     the memory of 1F1B and at least 2 * stages - 1 microbatches. With the memory of 1F1B the bubble
@@ -99,7 +99,7 @@ class _Found(NamedTuple):
     """A schedule that the search tried.
 
     Attributes:
-      period: the period of the schedule, or infinity if it exceeds the limit of memory.
+      period: the period of the schedule, or infinity if the schedule exceeds the limit of memory.
       first: for each stage, the number of forward tasks with which it begins.
       patience: the patience of the `Fill`.
       rows: the tasks of each stage, or None if the schedule exceeds the limit of memory.

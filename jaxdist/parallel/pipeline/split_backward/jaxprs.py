@@ -121,7 +121,7 @@ def bind(equation: JaxprEqn, env: Env) -> None:
     """Run an equation on the values in `env`, and add its results to `env`.
 
     The equation runs as the only equation of a jaxpr, in the context (such as a mesh) in which it
-    was traced. `primitive.bind` would run it in the current context.
+    was traced. `primitive.bind` would run the equation in the current context.
     """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
