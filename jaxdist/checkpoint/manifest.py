@@ -109,6 +109,8 @@ def record_of(path: Path, *, durable: bool = False) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         if durable:
+            # Other code has written the file. On Linux, an fsync writes all cached content of a
+            # file to disk, even through a descriptor that can only read.
             os.fsync(file.fileno())
         return FileRecord(bytes=file.tell(), blake2b=digest.hexdigest())
 

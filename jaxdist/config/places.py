@@ -42,6 +42,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
     for key in near:
         others = [other for other in by_key[key] if other != path]
         for other in others:
+            # `zip` is not strict: only the levels that both paths have are compared.
             pairs = zip(path[:-1], other[:-1], strict=False)
             shared[other] = sum(1 for one, two in pairs if one == two)
         # Keys are ordered by similarity, so that the first key that another section has is the

@@ -102,6 +102,7 @@ class Striker(Recorder):
         if not (self._ready and self.left):
             return
         if self.run is None:
+            # While no process has published the directory, the next look tries again.
             with suppress(OSError):
                 self.run = run_folder.run_directory()
         strike = self.left[0]
@@ -110,6 +111,7 @@ class Striker(Recorder):
             self._ready = False
             self.left.pop(0)
             self.struck.append(time.time())
+            # The process may have ended by itself since it published its status.
             with suppress(ProcessLookupError):
                 number = signal.SIGSTOP if strike.stops else signal.SIGKILL
                 os.kill(of[strike.process].pid, number)

@@ -87,6 +87,7 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, own])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type") or ()
+    # `zip` is not strict: a file without kinds of tokens has no special tokens.
     special = [t for t, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return tokenizer.to_str()

@@ -286,6 +286,7 @@ def _scan_lists(
     looped = count - count % together
 
     def run(x: PyTree, layers: Params, *, prevent_cse: bool) -> Any:
+        # `zip` is not strict: after the loop, fewer blocks than policies remain.
         for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
             layer = jax.tree.map(operator.itemgetter(i), layers)
             x = recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)

@@ -58,6 +58,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
         backward = _rounds(TaskKind.FULL, stage, stages, microbatches, chunks)
         ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
         row = forward[:ahead]
+        # `zip` is not strict: the backward tasks that have no forward task to alternate with follow
+        # at the end of the row.
         for pair in zip(forward[ahead:], backward, strict=False):
             row.extend(pair)
         rows.append((*row, *backward[len(forward) - ahead :]))

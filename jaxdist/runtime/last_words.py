@@ -111,6 +111,7 @@ class StandardError:
 
     def close(self) -> None:
         """Wait until all output has been passed on, at the end of a process; drop later output."""
+        # Standard error may be closed already, or nothing may read it any more.
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -152,6 +152,8 @@ class Generator:
         nats = self._scored(merged, buffers, loop) if log_probs else loop.nats
         arrays = map(np.asarray, (loop.tokens, loop.length, nats, loop.done))
         texts = []
+        # `zip` is not strict: the arrays also have the copies of the last prompt that pad the
+        # batch.
         for prompt, tokens_N, length, nats_N, done in zip(prompts, *arrays, strict=False):
             added = nats_N[len(prompt) : length].tolist() if log_probs else None
             texts.append(Text(tokens_N[:length].tolist(), added, bool(done)))

@@ -62,6 +62,8 @@ def slots_of(rows: Sequence[Sequence[str]]) -> int:
             for task in row
             if task[0] == "F"
         }
+        # `before` is the row of the previous stage, or for the first stage its own row. `zip` is
+        # not strict, since the shifted rows have one row more.
         for before, row in zip((rows[0], *rows), rows, strict=False)
     ]
     count = 1

@@ -236,6 +236,7 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join()
         self.release()
+        # If the rendezvous does not answer, the lease of this host expires by itself.
         with suppress(RendezvousError):
             self.say(leaves=True)
             self.election.turn()

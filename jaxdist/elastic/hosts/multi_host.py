@@ -220,6 +220,7 @@ class MultiHost:
     def leave(self) -> None:
         """Announce at once that this host leaves, so that the other hosts know why to stop."""
         self.members.tell(leaving=True)
+        # If this message is lost, the next renewal of the lease sends the same facts.
         with suppress(RendezvousError):
             self.members.say()
 

@@ -42,6 +42,7 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
     weight, layers = weight_BL.sum(), len(statistics.load)
     totals = dict(zip(SUMS, statistics.sums.sum(0), strict=True))
     penalty = experts.balance * totals["balance_loss"] + experts.z_loss * totals["z_loss"]
+    # Only the penalty has a gradient. The load and the metrics are reported.
     load_NE = jax.lax.stop_gradient(statistics.load.sum(1))
     sums = {
         name: Mean(jax.lax.stop_gradient(total) / layers, weight) for name, total in totals.items()

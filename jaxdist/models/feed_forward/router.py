@@ -78,6 +78,8 @@ def route(
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)
     score_BLE = soft_BLE if config.router == "softmax" else jax.nn.sigmoid(logits_BLE)
+    # The ranks only select experts. Gradients reach the scores through the weights below, and never
+    # the bias.
     ranked_BLE = jax.lax.stop_gradient(score_BLE + bias_E.reshape(1, 1, E))
     ids_BLk = jax.lax.top_k(ranked_BLE, k)[1]
     weights_BLk = jnp.take_along_axis(score_BLE, ids_BLk, -1)
@@ -128,6 +130,7 @@ def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> 
     weight_B = weight_BL.sum(1)
     divisor_B = jnp.where(weight_B == 0, 1, weight_B)
     mean_BE = (share_BLE * weight_BL[..., None]).sum(1) / divisor_B[:, None]
+    # The fractions f_i count discrete choices, so only the probabilities P_i have a gradient.
     return load_BE.shape[-1] * (jax.lax.stop_gradient(load_BE) * mean_BE).sum(-1)
 
 

@@ -151,6 +151,8 @@ class Strict(Explicit):
             # optimizer skips the whole step.
             fine = all_finite(grads)
             grads = jax.tree.map(lambda g: jnp.where(fine, g, jnp.nan), grads)
+        # With this barrier and the barriers below, XLA fuses the update with no code that depends
+        # on the number of devices.
         return lax.optimization_barrier((grads, params))
 
     def publish(self, params: Params, into: Params) -> PyTree:

@@ -99,6 +99,7 @@ class FolderRendezvous:
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
+            # If another host has created the file first, its content is read below.
             with suppress(FileExistsError):
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with os.fdopen(descriptor, "w") as file:

@@ -140,6 +140,7 @@ class Cut:
         def body(x: PyTree, own: tuple[jax.Array, Any]) -> tuple[Any, None]:
             place, weights = own
             with tick_scope(LAYER):
+                # The layers from `count` on only pad the stack of a smaller chunk, and do not run.
                 return lax.cond(place < count, lambda: layer(weights, x), lambda: x), None
 
         return lax.scan(body, x, (jnp.arange(self.most), params))[0]
