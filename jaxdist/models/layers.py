@@ -122,6 +122,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize x `[..., D]`, keeping its shape and dtype."""
+        # In bfloat16, the mean of the squares would keep only two to three digits.
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
         # Parameters get the rank of x, since users may set jax_numpy_rank_promotion to "raise".
