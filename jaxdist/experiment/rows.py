@@ -18,11 +18,11 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.errors import ConfigError, JaxdistError
+from jaxdist.jaxprs import scan_counts
 from jaxdist.parallel.contract import BatchContext, Exchange
 from jaxdist.parallel.exchange.explicit import Explicit
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective
-from jaxdist.parallel.pipeline.split_backward.jaxprs import scan_counts
 from jaxdist.types import Buffers, Params, PyTree
 
 _PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)

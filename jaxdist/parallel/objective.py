@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
+from jaxdist.jaxprs import depends_on
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
-from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import join_leaves
 from jaxdist.types import Buffers, Params
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
+from jaxdist.jaxprs import depends_on
 from jaxdist.optim.build import Rate, build_optimizer
 from jaxdist.optim.common import OptimizerConfig
-from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, OptState, Params, Scalar, Updates
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxdist.parallel.pipeline.split_backward.jaxprs import scan_counts
+from jaxdist.jaxprs import scan_counts
 from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.borders import dim_of_spec, leaving

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxdist.jaxprs import depends_on
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Visit
-from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.types import Grads, Params, PyTree, TreeDef
 
 ChunkFn = Callable[[Params, Activation, Visit], Activation]

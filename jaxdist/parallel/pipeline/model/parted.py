@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError
+from jaxdist.jaxprs import depends_on
 from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
@@ -29,7 +30,6 @@ from jaxdist.parallel.pipeline.model.pipeline import Apart, Pipeline, lowered, m
 from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.pipeline.planning.estimate import shapes_of
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
-from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.parallel.pipeline.stand_in import Output
 from jaxdist.sharding import Dims, Layout
 from jaxdist.types import Buffers, Params, PyTree

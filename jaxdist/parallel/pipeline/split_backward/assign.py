@@ -13,7 +13,7 @@ from typing import Literal
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Constant
 
-from jaxdist.parallel.pipeline.split_backward.jaxprs import closed, inlined, scan_counts
+from jaxdist.jaxprs import closed, inlined, scan_counts
 
 Half = Literal["b", "w"]
 

@@ -16,8 +16,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from jaxdist.jaxprs import Env, bind, inlined, scan_counts, value
 from jaxdist.parallel.pipeline.split_backward.assign import Half, SplitScan, Step, assign, reads
-from jaxdist.parallel.pipeline.split_backward.jaxprs import Env, bind, inlined, scan_counts, value
 from jaxdist.types import PyTree
 
 

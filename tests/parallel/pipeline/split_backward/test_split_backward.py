@@ -5,9 +5,9 @@ import pytest
 from pipeline_models import MODELS, alone, batch, on_mesh
 
 from jaxdist.hlo import ledger
+from jaxdist.jaxprs import depends_on
 from jaxdist.parallel.pipeline.executor.model_fns import Visit
 from jaxdist.parallel.pipeline.executor.residuals import find_residuals
-from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.parallel.pipeline.split_backward.split import split_function
 
 
