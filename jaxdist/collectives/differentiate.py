@@ -75,7 +75,7 @@ def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 
 def extremum(operation: str, forward: Function) -> Function:
-    """Return a function that calls `forward`, a max or a min, and cannot be differentiated.
+    """Return a function that calls `forward`, and whose differentiation raises an error.
 
     Args:
       operation: the name of the collective, for the error message.

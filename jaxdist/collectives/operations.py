@@ -240,8 +240,8 @@ def _reduced(
 ) -> jax.Array:
     """Call `run` in the dtype of the sum, and return the sum or the mean in the dtype of `x`.
 
-    The dtype of the sum is the dtype of `x`, or for floats of two bytes `algorithm.accumulate`
-    unless this setting is None.
+    The dtype of the sum is the dtype of `x`. For floats of two bytes, the dtype is
+    `algorithm.accumulate` instead, unless this setting is None.
     """
     half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
     carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x

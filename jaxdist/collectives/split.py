@@ -38,8 +38,8 @@ def gather_leaves(
       shards: the shards of this device, inside `jax.shard_map`.
       dims: the split dim of each tensor.
       axis: the name of a mesh axis, or a tuple of names.
-      lengths: for each tensor, the number of elements of its split dim to keep, or None to keep
-        all; or None to keep all elements of all tensors.
+      lengths: for each tensor, the number of elements of its split dim to keep, or None to keep all
+        of them. If the argument is None, all elements of all tensors are kept.
       algorithm: the algorithm, whose `bucket_bytes` is used as in `reduce_tree`.
 
     Returns:
@@ -142,8 +142,8 @@ def join_shards(
     """Join whole tensors from the concatenated shards of all N devices.
 
     Args:
-      blocks: an array [N, total]. Each row has the shards of a device, whose split dims are moved
-        to the front and which are flattened and concatenated.
+      blocks: an array [N, total]. Each row has the shards of a device. The split dim of each shard
+        is moved to the front, and the shards are flattened and concatenated.
       shapes: the shapes of the shards in a row, with the split dim first.
       dims: the split dim of each tensor.
       lengths: the length of each tensor's split dim without the padding of shards.

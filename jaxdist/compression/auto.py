@@ -105,7 +105,7 @@ def resolve(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> CodecConfig:
-    """Return the candidate of an automatic choice that has the least predicted time.
+    """Return the candidate with the least predicted time.
 
     Args:
       choice: the automatic choice.

@@ -53,7 +53,10 @@ class SequenceSplit:
         return "ring" if self.rotates else "gather"
 
     def describe(self) -> str:
-        """Return the name of the method, with the size of a group between 1 and all devices."""
+        """Return the name of the method, with the size of a group where sizes are a choice.
+
+        The size is shown if there are several groups of several devices each.
+        """
         return f"{self.way} of {self.swapped}" if 1 < self.swapped < self.size else self.way
 
 

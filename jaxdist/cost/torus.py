@@ -54,8 +54,8 @@ class Torus:
       rings: for each dim of the torus, whether its ends are joined; further elements are ignored.
       fast: the link between neighbors.
       slow: the link between slices.
-      cores: the number of devices of a chip. If there are several, the last coordinate in `places`
-        is the number of the device within the chip.
+      cores: the number of devices of a chip. If a chip has several devices, the last coordinate in
+        `places` is the number of the device within the chip.
     """
 
     places: np.ndarray

@@ -106,7 +106,7 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Count the pairs of an output and a kernel position along a dim that read an input element.
+    """Count the pairs (output, kernel position), along a dim, whose product reads an input element.
 
     A pair that reads padding, or a zero of a dilated input, does not count.
 

@@ -1,8 +1,9 @@
 """The groups of devices that take part in a collective, and the mesh axes that they span.
 
-HLO has four notations for groups: lists, `{{0,1},{2,3}}`; an iota that is reshaped, `[2,4]<=[8]`,
-and transposed, `T(1,0)`; axes of XLA's mesh, `mesh['a'=2,'b'=4] {'b'}`, or parts of such axes; and
-for a permute `source_target_pairs={{0,1},{1,0}}`.
+HLO has four notations for groups. The first notation is a list of lists, `{{0,1},{2,3}}`. The
+second is an iota that is reshaped, `[2,4]<=[8]`, and may be transposed, `T(1,0)`. The third has
+axes of XLA's mesh, or parts of axes: `mesh['a'=2,'b'=4] {'b'}`. The fourth is for permutes:
+`source_target_pairs={{0,1},{1,0}}`.
 """
 
 from __future__ import annotations

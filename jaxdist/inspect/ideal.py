@@ -15,7 +15,7 @@ from jaxdist.sharding import param_shardings
 
 
 def masked_flops(experiment: Experiment) -> float:
-    """Return the FLOPs of a step whose results attention's mask discards.
+    """Return the FLOPs, in a step, of products that attention's mask discards.
 
     The result is 0 for models without a method `masked_flops`.
     """

@@ -1,4 +1,4 @@
-"""Digests of compiled programs that do not depend on names and order, for comparisons."""
+"""Digests of compiled programs, for comparisons in which names and order do not count."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ def scale(
     therefore has the same number of steps.
 
     Args:
-      examples_per_epoch: the size of the training split, which warmup_epochs needs.
+      examples_per_epoch: the size of the training split. None is allowed if the config has no
+        warmup_epochs.
 
     Raises:
       ConfigError: the warm-up would fill the run; the config has warmup_epochs, but

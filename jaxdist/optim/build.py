@@ -141,7 +141,7 @@ class ImportedOptimizerConfig(OptimizerConfig):
 
 
 def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
-    """Refuse a transformation whose first update is not finite, for parameters and gradients of 1.
+    """Refuse a transformation whose first update is not finite if parameters and gradients are 1.
 
     For example, with a decay of 1 the bias correction is 0 / 0. No other check finds such a mistake
     before the run.

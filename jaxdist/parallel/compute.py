@@ -98,7 +98,7 @@ class Accumulated(Unstaged):
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
-    """Return the computation of gradients that divides a batch into `microbatches` parts."""
+    """Return the computation of gradients for batches that have `microbatches` parts."""
     if microbatches == 1:
         return WholeBatch(objective, layout)
     return Accumulated(objective, layout, microbatches)

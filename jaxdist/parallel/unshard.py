@@ -127,7 +127,8 @@ def defer(
       dim: the index of the split dim of the parameter or of its gradient, not negative.
       wire: the collectives.
       spec: the partition spec of the parameter over auto axes.
-      sharded: whether the parameter is sharded (stage 3). Only its gradient is sharded otherwise.
+      sharded: whether the parameter is sharded (stage 3). Otherwise only the parameter's gradient
+        is sharded.
       length, second: the attributes of `ShardedParameter`.
       once: whether to gather the shard here, once for all uses in a step. The result is then a
         `Scattered` parameter.

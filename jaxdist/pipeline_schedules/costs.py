@@ -96,7 +96,7 @@ Time = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class CostsConfig(Config):
-    """The costs of a schedule's tasks: each is a number, or a list with a number for each chunk."""
+    """The costs of a schedule's tasks: numbers, or lists with a number for each chunk."""
 
     forward: Time | tuple[Time, ...] = 1.0
     """The time of a forward task, in any unit, which is also the unit of the other times."""

@@ -6,7 +6,8 @@ unit of waiting. `(0F4;7B1)OVERLAP_F_B` has two tasks that run together; these a
 in sequence. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
 `0REDUCE_GRAD`, and `WAIT_` before any of these) are ignored, because the messages follow from the
 tasks. PyTorch's 1F1B schedule counts the forward tasks of the last stage from 1 but the backward
-tasks from 0. Such a chunk is read as if both kinds of tasks were counted from 0.
+tasks from 0. A chunk whose forward tasks are counted from 1 in this manner is read as if they were
+counted from 0.
 """
 
 from __future__ import annotations

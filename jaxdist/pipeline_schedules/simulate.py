@@ -26,8 +26,7 @@ class Timeline:
     """The result of a simulation: the times at which each task of a schedule runs.
 
     The activations of a microbatch in a chunk are live from the FORWARD task to the end of the FULL
-    or WEIGHT task. After an INPUT task only a fraction of the activations is live, which is `kept`
-    of the costs.
+    or WEIGHT task. After an INPUT task only the fraction `Costs.kept` of these activations is live.
 
     Attributes:
       schedule: the simulated schedule.

@@ -1,4 +1,4 @@
-"""Matmuls over a tensor axis that overlap with their collectives, chunk by chunk.
+"""Matmuls that overlap, chunk by chunk, with their collectives over a tensor axis.
 
 If the sequence of the residual stream is split over the axis, an MLP begins with an all-gather of
 its input and ends with a reduce-scatter of its result. This module instead sends each device's

@@ -45,7 +45,7 @@ def assemble(
       seed: the seed of the initial parameters and of the random layers.
       microbatches: the number of microbatches. With `pipeline` the argument is ignored, since the
         pipeline's schedule has the number.
-      exchange: the exchange of gradients, or None if XLA places the communication.
+      exchange: the exchange of gradients, or None if XLA inserts the collectives.
       pipeline: the stages that hold the layers, or None if each device has all layers.
       outer: the exchange of parameters between steps, or None without such an exchange.
       options: the options for the compiler.

@@ -1,4 +1,4 @@
-"""Decoding with a cache of keys and values: one position at a time, with the model of training.
+"""Decoding with a cache of keys and values: the trained model computes one position at a time.
 
 The model's blocks run unchanged, except that their attention is replaced by an attention that reads
 and writes the cache.
@@ -112,7 +112,7 @@ class CachedAttention:
 
     @property
     def ask(self) -> AttentionRequest:
-        """The request of the attention that is replaced."""
+        """The attention request of `inner`, the attention that is replaced."""
         return self.inner.ask
 
     def __call__(

@@ -109,5 +109,5 @@ def evaluate(
 
 
 def _value_of(parts: Sequence[Any]) -> float:
-    """Return the value of a metric that needs all parts of a split together, such as AUC."""
+    """Return the value of a metric, such as AUC, that needs all parts of a split together."""
     return type(parts[0]).value(parts)

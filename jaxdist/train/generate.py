@@ -180,7 +180,7 @@ class Generator:
 
     @cached_property
     def _turned(self) -> Any:
-        """A function from parameters to the form that steps with a cache read."""
+        """A function that converts parameters to the form that a step with a cache reads."""
         return jax.jit(partial(decode.turned, self._model)) if self._turns else lambda kept: kept
 
     @cached_property

@@ -21,7 +21,7 @@ class Hooks(Protocol):
         """Receive the notice that the loop now waits for `step`, whose metrics are passed next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Receive the metrics of a step, which is complete; called for every step, in order.
+        """Receive the metrics of a complete step; the loop calls this for every step, in order.
 
         Args:
           step: the number of the step, counted from 1.
@@ -54,7 +54,7 @@ def run_loop(
     waits for step n first.
 
     Args:
-      train: the function that takes a step, which donates the state.
+      train: the function that takes a step and donates the state.
       batches: the batches of the steps from `start + 1`.
       hooks: the callbacks between steps, one of which may end the run early.
     """

@@ -1,8 +1,8 @@
 """The jitted training step on a mesh, in which model, loss and optimizer are combined.
 
-A step depends on its parts only by their contracts: the computation of gradients (`Compute`), their
-exchange (`Exchange`), the forms of stored state (`View`), and the exchange between steps (`Outer`).
-`jaxdist.train.assemble` chooses the parts.
+A step depends on its parts only by their contracts: the computation of gradients (`Compute`), the
+exchange of gradients (`Exchange`), the forms of stored state (`View`), and the exchange between
+steps (`Outer`). `jaxdist.train.assemble` chooses the parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The algorithm for an axis with one device, which sends nothing."""
+"""The algorithm for an axis with a single device: nothing is sent."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The base class of error feedback, with a memory of each sender and a view of each receiver.
 
 In each round a sender computes an array `x` from its gradient and its memory (`correct`). The
-sender encodes `x`, decodes the message, and computes its next memory (`settle`). A receiver
-computes the value that replaces the gradient from the decoded message and its view (`receive`).
+sender encodes `x`, decodes the message, and computes its next memory (`settle`). From the decoded
+message and its view, a receiver computes the value that replaces the gradient (`receive`).
 
 If messages have something other than gradients, such as momentum, all devices keep a common state.
-`carried` computes the value to send from this state and a gradient. `conclude` computes the value
-that replaces the sum of gradients from this state and the received sum.
+From this state and a gradient, `carried` computes the value to send. From this state and the
+received sum, `conclude` computes the value that replaces the sum of gradients.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _schedule_free(state: OptState) -> Any:
 
 
 def _unwrapped(function: EvalParams, what: str) -> EvalParams:
-    """Convert a function of the rule's state into a function of the state that has wrappers.
+    """Convert a function of the rule's state into a function of the optimizer's complete state.
 
     The parameters that the function returns have the dtypes of the trained parameters.
 

@@ -108,7 +108,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather each tensor that `zero` splits from its shards, and keep the other tensors."""
+    """Gather, from its shards, each tensor that `zero` splits, and keep the other tensors."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]

@@ -18,7 +18,7 @@ class _CalledError(Exception):
 
 
 class _Asked(StandIn):
-    """A stand-in for a model that reports the arguments of its call."""
+    """A stand-in that reports the arguments with which a loss calls its model."""
 
     # The exception ends the loss here, because the loss could not compute with a stand-in's result.
     def hidden(self, *inputs: PyTree) -> Any:

@@ -179,7 +179,7 @@ def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -
 
 
 def turns(count: int, turn: Callable[[jax.Array, PyTree], PyTree], begun: PyTree) -> PyTree:
-    """Run a loop like `lax.fori_loop` that XLA never merges with the code around the loop.
+    """Run a loop that XLA never merges with the code around it, otherwise like `lax.fori_loop`.
 
     A barrier hides the number of iterations from XLA, which would otherwise inline a loop with a
     single iteration.

@@ -68,7 +68,7 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
 
 
 def write_svg(timeline: Timeline, path: str | os.PathLike[str], width: int = 1200) -> None:
-    """Write the picture that `draw_svg` returns to a file."""
+    """Write to a file the picture that `draw_svg` returns."""
     Path(path).write_text(draw_svg(timeline, width), encoding="utf-8")
 
 
@@ -116,7 +116,7 @@ def _channels(colour: str) -> list[int]:
 
 
 def _axis(timeline: Timeline, scale: float, top: float) -> Iterator[str]:
-    """Draw an axis with at most about ten times, in steps of 1, 2 or 5 times a power of ten."""
+    """Draw a time axis with at most about ten labels, in steps of 1, 2 or 5 times a power of 10."""
     step = _step(timeline.makespan / 10)
     tick = 0.0
     # With the tolerance, the last tick is drawn although the sum of the steps is rounded.

@@ -55,7 +55,7 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], unit_seconds: float = 1e-3
 ) -> None:
-    """Write the trace that `chrome_trace` returns to a file, as JSON."""
+    """Write to a file, as JSON, the trace that `chrome_trace` returns."""
     Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
 
 

@@ -184,7 +184,7 @@ def _order(stage: int, stages: int, microbatches: int, times: Iterable[int]) -> 
 def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
     """Return the maximum of the live activations on a stage if the block is repeated.
 
-    A WEIGHT task runs in the first unit after its INPUT task that is free in every repetition.
+    A WEIGHT task runs after its INPUT task, in the first unit that is free in every repetition.
 
     Args:
       times: the starts of the F and I tasks of microbatch 0 on the stage.

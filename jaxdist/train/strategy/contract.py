@@ -103,7 +103,7 @@ class RunSettings:
 
 
 class Strategy(Protocol):
-    """The config of a strategy."""
+    """The protocol of the strategies' configs."""
 
     def outer(self) -> Outer | None:
         """Return the exchange of parameters between steps, or None without such an exchange."""
