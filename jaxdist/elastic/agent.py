@@ -1,6 +1,6 @@
 """The agent, which starts the processes of a run, watches them, and restarts them after a failure.
 
-JAX cannot replace one process of a running group, so after a failure the agent restarts all
+JAX cannot replace a single process of a running group, so after a failure the agent restarts all
 processes. The new processes form a *generation*, which has a new port, and resume from the newest
 snapshot in memory or the newest checkpoint on disk.
 """
@@ -28,7 +28,7 @@ from jaxdist.runtime.notices import Notice, heard
 from jaxdist.types import Json
 
 CONFIG_ERROR = 2
-"""The exit code of a process whose configuration is wrong: a restart cannot help."""
+"""The exit code of a process whose configuration is wrong; a restart cannot help."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class AgentSettings:
       restarts: the number of consecutive generations that may fail without a new step before the
         run fails.
       stuck_timeouts: the times for which a process may make no progress.
-      notices: the sources of preemption notices besides signals. The training processes poll these
-        sources as well; the agent needs them while it runs no process.
+      notices: the sources of preemption notices besides signals. The training processes also poll
+        these sources; the agent polls them while no process runs.
     """
 
     args: Mapping[str, Json]
@@ -114,7 +114,7 @@ class Agent:
                     lost = assignment.first + failure.process
                     self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
             finally:
-                # The processes are ended before `release`, which reports that they are gone.
+                # The processes are ended before `release`, because it reports that they are gone.
                 team.kill()
             if failure is None:
                 asked = self._stop_reason is not None or run_folder.noticed() is not None
@@ -141,8 +141,7 @@ class Agent:
             return
         process = assignment.first + failure.process
         if self._stop_reason is not None:
-            # This machine was asked to stop, so that no generation follows in which the work could
-            # be repeated.
+            # This machine was asked to stop, so no generation follows that could repeat the work.
             raise RunError(f"process {process} {failure.how}: {failure.words}")
         event = {"process": process, "how": failure.how, "step": self.newest}
         named = self.hosts.named()
@@ -216,8 +215,8 @@ class Agent:
 def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
     """Return the exit code of an agent whose processes ended well, or None if it must join again.
 
-    When one host is asked to stop, all hosts save and stop after the same step. The host that was
-    asked then leaves the run, and the other hosts continue without this host.
+    If a host is asked to stop, all hosts save and stop after the same step. The host that was asked
+    then leaves the run, and the other hosts continue without it.
 
     Args:
       asked: whether this machine was asked to stop, by a signal to its agent or by a preemption

@@ -81,11 +81,11 @@ class Hosts(Protocol):
         ...
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return why this machine must end its processes, or None if they may continue."""
+        """Return the reason why this machine must end its processes, or None to continue."""
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether all processes must save and stop, to restart on more hosts."""
+        """Return whether all processes must save and stop, so that more hosts can join."""
         ...
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
@@ -107,7 +107,7 @@ class Hosts(Protocol):
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress of the other machines' processes, or None while a status is unknown.
+        """Return the progress of other machines' processes, or None if any status is unknown.
 
         The times in the statuses are by this machine's clock.
         """
@@ -139,7 +139,7 @@ class Hosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Release all resources; the agent calls no method afterwards."""
+        """Release all resources; the agent calls no other method after this call."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Fault injection: processes of an elastic run are killed and stopped at steps drawn from a seed.
+"""Fault injection: seeded random steps at which processes of an elastic run are killed or stopped.
 
-A drill predicts from the first failure which share of the run's time is kept work, and compares the
-prediction with the measured share.
+From the first failure, a drill predicts the share of the run's time that is kept work. It compares
+the prediction with the measured share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxdist.types import Json, JsonObject
 STOPS = 0.25
 """The share of failures that stop a process with SIGSTOP instead of killing it."""
 FIRST, LAST = 0.1, 0.95
-"""The fractions of a run's steps between which failures occur."""
+"""The fractions of a run's steps between which all failures occur."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Strike:
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
-    """Return the failures to inject: one in each of `failures` equal parts of a run's steps.
+    """Return the failures to inject: a failure in each of `failures` equal parts of a run's steps.
 
     The first failure kills its process; each later failure may stop the process instead.
 
@@ -61,8 +61,9 @@ def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Str
     for index in range(failures):
         step = math.ceil(steps * (FIRST + part * (index + rng.random())))
         process, stops = rng.randrange(processes), rng.random() < STOPS
-        # The first failure always kills, because `judge_drill` measures the recovery from a kill
-        # with it and adds the time after which a stopped process is detected.
+        # The first failure always kills its process, because `judge_drill` measures with it the
+        # recovery from a kill. To this recovery `judge_drill` adds the time after which a stopped
+        # process is detected.
         found.append(Strike(step, process, stops and index > 0))
     return found
 
@@ -73,7 +74,7 @@ class Striker(Recorder):
     Attributes:
       left: the failures that have not occurred yet.
       struck: the times of the failures that occurred, in seconds since 1970.
-      run: the run directory, once it is known.
+      run: the run directory, or None until it is known.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Striker(Recorder):
         self._ready = False
 
     def begun(self) -> None:
-        """Record that a generation takes steps, and allow the next failure."""
+        """Record that a generation takes steps, after which the next failure may occur."""
         super().begun()
-        # Failures wait for the end of a recovery, because `planned_share` assumes so.
+        # Failures wait for the end of a recovery, because `planned_share` assumes this.
         self._ready = True
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record the failure of a process, and allow no other failure until new steps."""
+        """Record the failure of a process, and allow no other failure until there are new steps."""
         super().lost(run_folder, process, how, processes)
         self._ready = False
 
@@ -123,8 +124,8 @@ class Recovery:
 
     Attributes:
       seconds: the time from the failure to the first new step, in seconds.
-      detect: the part of `seconds` until the agent noticed the failure.
-      parts: the other parts of `seconds` by name. The part of the first step includes the repeated
+      detect: the part of `seconds` until the agent detected the failure.
+      parts: the other parts of `seconds` by name. The part for the first step includes the repeated
         steps.
       lost_steps: the number of steps that were repeated.
     """
@@ -174,7 +175,7 @@ class Drilled:
 
     Attributes:
       predicted: the predicted share of kept work in the time after the first start.
-      achieved: the measured share of kept work in the time after the first start.
+      achieved: the measured share of kept work in the same time.
     """
 
     recoveries: Sequence[Recovery]
@@ -225,9 +226,9 @@ def judge_drill(
     every: int,
     silent_seconds: float,
 ) -> Drilled:
-    """Predict the share of kept work from a run's first attempt and first failure.
+    """Return the predicted share of kept work, with the measured share.
 
-    Return the prediction together with the measured share.
+    The prediction uses only the run's first attempt and first failure.
 
     Args:
       recoveries: the recoveries of the run, of which there is at least one.

@@ -1,4 +1,4 @@
-"""The processes of a generation, which are forked from a process that has imported all modules.
+"""The processes of a generation, forked from a process that has already imported all modules.
 
 Each process receives its task as one JSON line on its standard input.
 """
@@ -70,7 +70,7 @@ class Member:
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
             self._code = self._server.ended(self.pid, wait=True)
-        # `close` flushes buffered input for the process, which fails if the process is dead.
+        # `close` writes buffered input to the process, which fails if the process is dead.
         with suppress(BrokenPipeError):
             self._orders.close()
 

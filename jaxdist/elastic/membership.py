@@ -2,8 +2,8 @@
 
 A registry receives renewals from hosts and grants leases on its current generation. A host is
 active while it holds a lease. This module does no I/O and reads no clock: the caller supplies the
-time and carries the messages. Messages may be lost, delayed, duplicated and reordered. Clocks may
-have any offset; the rate of each clock is wrong by `drift` at most.
+time and carries the messages. Messages may be lost, delayed, duplicated and reordered. The clocks
+may differ by any offset, but the rate of each clock is wrong by `drift` at most.
 
 Two generations are never active at the same time. A host counts its lease from its request, and the
 registry counts the lease from the answer, which is later. The host also shortens its lease by the
@@ -41,13 +41,13 @@ class Generation:
 
     @property
     def coordinator(self) -> str:
-        """The member to which the other members connect, which is the host that joined first."""
+        """The member to which the other members connect: the host that joined first."""
         return self.members[0]
 
 
 @dataclass(frozen=True)
 class Renew:
-    """The request of a host for a lease.
+    """A host's request for a lease.
 
     Attributes:
       host: a name that no other agent has, not even a later agent on the same machine.
@@ -135,7 +135,7 @@ class Host:
         if isinstance(message, Stop):
             return self.stop(message.token)
         given, until = message.generation, message.sent + config.held_seconds
-        # A late or duplicated grant is ignored, since with it an ended generation could overlap the
+        # A late or duplicated grant is ignored, since it could make an ended generation overlap the
         # next generation.
         if given.number <= self.stopped:
             return self
@@ -190,8 +190,8 @@ class Registry:
         """Return the state after a renewal, and the answer to the host that sent the renewal.
 
         Args:
-          fits: the function that returns whether hosts can work together, without the hosts that
-            ask to be left out.
+          fits: the function that returns whether hosts can work together; hosts that ask to be left
+            out are not passed to it.
         """
         known = self.heard(config, now, message).passed(config, now, fits)
         number = known.generation.number
@@ -204,7 +204,7 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a renewal: which hosts are alive, and which leases remain."""
+        """Return the state after a renewal, with the hosts that are alive and their leases."""
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -219,8 +219,7 @@ class Registry:
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
         back = message.host in self.quarantined - quarantined
-        # The departure of an unknown host changes nothing, and neither does a renewal of a known
-        # host.
+        # The departure of an unknown host, and a renewal of a known host, change nothing.
         since = now if came != message.leaves or back else self.since
         given = {"holders": holders, "granted": granted, "since": since}
         return replace(self, alive=alive, quarantined=quarantined, **given)
@@ -237,7 +236,7 @@ class Registry:
         if known.granted and known._grows(config, now, fits):
             # The members end the generation themselves after a save, so that no step is lost.
             known = replace(known, pauses=True)
-        # Hosts no longer hold a valid lease, so that the two generations cannot overlap.
+        # No host holds a valid lease any longer, so the two generations cannot overlap.
         if not known.granted and not holders:
             known = known._begun(config, now, fits)
         return known
@@ -256,7 +255,8 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # In the order of joining, earlier members stay in, since they have the newest snapshots.
+        # In the order of joining, hosts that joined earlier remain, since they have the newest
+        # snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 

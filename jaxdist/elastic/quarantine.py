@@ -1,8 +1,8 @@
 """The quarantine of hosts: which hosts take part in a generation, computed from plain data.
 
 A host with a stuck process asks to be left out for a while, because a process that was stuck once
-may be stuck again. The other hosts start without this host if they are enough and can form a mesh;
-otherwise the host takes part at once.
+may be stuck again. If enough other hosts are left and they can form a mesh, they start without this
+host. Otherwise the host takes part at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def able(
     most: int,
     fits: Fits = all_fit,
 ) -> tuple[str, ...]:
-    """Return the hosts that may take part, in order; a generation takes the first `most` hosts.
+    """Return the hosts that may take part, in order; a generation uses the first `most` of them.
 
     >>> able("abc", {"b"}, 2, 4), able("abc", {"b"}, 3, 4)
     (('a', 'c'), ('a', 'b', 'c'))

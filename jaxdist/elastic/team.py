@@ -19,8 +19,10 @@ from jaxdist.metrics.account import Activity
 from jaxdist.runtime.children import how_ended
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
-"""POLL_SECONDS: the time between two checks for processes that ended. LOOK_SECONDS: the time
-between two reads of the processes' statuses, when the generation takes steps."""
+"""POLL_SECONDS: the time between two checks for processes that have ended.
+LOOK_SECONDS: the time between two reads of the processes' statuses while the generation takes
+steps.
+"""
 END_SECONDS = 120.0
 """The time, in seconds, that processes may take to end after a process has ended well, or after all
 were asked to stop.
@@ -81,7 +83,7 @@ class Marks:
             self.stepped = now
 
     def seconds(self, lost_at: float | None) -> dict[str, float]:
-        """Return the seconds that each part of the start took; the first new step must be done.
+        """Return the seconds of each part of the start; the first new step must already be done.
 
         Args:
           lost_at: the time when the previous generation failed, or None for the first generation.
@@ -106,8 +108,8 @@ class Team:
 
     Attributes:
       newest: the last step that any process of the run has finished.
-      stop_reason: the function that returns the reason why this machine has to stop, or None while
-        it need not stop.
+      stop_reason: the function that returns the reason why this machine has to stop, or None if it
+        need not stop.
       stopped: whether a process saved and stopped before the end of the run, on request.
     """
 
@@ -208,8 +210,8 @@ class Team:
         """Pass a request to stop to all processes, once.
 
         Args:
-          grows: whether the registry's request to stop for more hosts also counts. False while
-            there are no new steps to save, because a restart would then only cost time.
+          grows: whether to pass on the registry's request to stop for more hosts too. False means
+            that there are no new steps to save, so that a restart would only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)
@@ -225,7 +227,7 @@ class Team:
             self.hosts.leave()
 
     def _note_copies(self) -> None:
-        """Record in the journal that the copies of snapshots fail, or that they succeed again."""
+        """Record in the journal that copies of snapshots begin to fail or succeed again."""
         why, before = self.hosts.uncopied(), self._uncopied
         if (why is None) != (before is None):
             event = "copied" if why is None else "uncopied"
@@ -239,7 +241,7 @@ class Team:
             if code is None
         )
         statuses = [one for one in found if one is not None]
-        # The process that was furthest ahead may be lost, but the newest step must not decrease.
+        # The process with the newest step may be lost, but `newest` must not decrease.
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 

@@ -44,11 +44,11 @@ def find_stuck(
     """Return the stuck process of this machine, or None if all processes may still make progress.
 
     A process without a heartbeat is stuck, because it is stopped or gets no CPU time. If all
-    processes have heartbeats and none makes progress for too long, the process at the lowest step
-    is stuck. If several processes are at that step, a process that does not wait for the devices is
-    preferred, then a process that is not inside a step, then the process whose progress ended
-    first. Each machine reports only a stuck process of this machine, and then informs the other
-    machines.
+    processes have heartbeats, but none makes progress for too long, the process at the lowest step
+    is stuck. If several processes are at that step, the stuck process is one that does not wait for
+    the devices, if possible. Among these, it is one that is not inside a step, and then the process
+    whose progress ended first. Each machine reports only its own stuck process, and then informs
+    the other machines.
 
     Args:
       found: the processes of this machine.
@@ -92,7 +92,7 @@ def first_lost(codes: Sequence[int | None]) -> int | None:
     Return None if no process has failed.
 
     A process that a signal killed counts as earlier than a process that exited with an error, since
-    the latter may have exited because the former was gone.
+    the exit may be a consequence of the kill.
 
     >>> first_lost([3, -9, None]), first_lost([None, 3, 0]), first_lost([0, None])
     (1, 1, None)

@@ -1,9 +1,9 @@
 """Transfer of snapshot parts between hosts over TCP, for replicas and for new hosts.
 
-Both sides prove that they know the shared token before a byte of a file is sent: each side signs
+Before any byte of a file is sent, both sides prove that they know the shared token: each side signs
 its message together with the nonce of the other side (HMAC-SHA256). The receiver compares the
 content with the signed digest. Nothing is encrypted: an attacker on the network can read the state,
-but cannot change the state unnoticed.
+but cannot change it unnoticed.
 
     client: nonce                         server: nonce
     client: {"want": NAME, "mac": ...}    server: {"bytes": N, "blake2b": ..., "mac": ...}, bytes
@@ -34,7 +34,8 @@ SECONDS = 10.0
 """The time of silence that ends a transfer, in seconds."""
 _NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
 _REQUEST_BYTES = 1024
-"""The largest number of bytes that a client may send before the server knows its signature."""
+"""The largest number of bytes that a client may send before the server has checked its signature.
+"""
 LIST = "*"
 """The name that a client sends to request the list of all parts."""
 
@@ -90,9 +91,9 @@ class _Server(socketserver.ThreadingTCPServer):
 def _listening(host: str, answering: Any) -> _Server:
     """Return a server that listens only on the address that the other hosts use.
 
-    There are two exceptions, in which the server listens on all addresses of this machine. The
-    machine may not have the address, because a network translates it. Or the name may resolve only
-    to loopback (127.0.1.1 in Debian's /etc/hosts).
+    In two cases, the server listens on all addresses of this machine instead. In the first case,
+    the machine does not have the address, because a network translates it. In the second case, the
+    name resolves only to loopback (127.0.1.1 in Debian's /etc/hosts).
     """
     named = not is_loopback(host) and host != "localhost"
     with suppress(OSError):
@@ -123,7 +124,7 @@ def parts_in(folder: Path) -> list[str]:
 def seed(disk: Path, folder: Path) -> None:
     """Copy the snapshots on this machine's disk to the folder from which other hosts may copy.
 
-    A part that cannot be read is skipped.
+    A part that cannot be read is left out.
     """
     for name in parts_in(disk):
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +155,8 @@ def fetch(
 
     Args:
       keeping: the context that is entered when all bytes have arrived, and in which the part gets
-        its name. The value of the context is whether the part is still wanted; None always wants
-        the part.
+        its name. The value of the context states whether the part is still wanted. Without a
+        context, the part is always wanted.
 
     Raises:
       CopyError: the host cannot be reached, lacks the part or the token, or the content does not
@@ -178,7 +179,7 @@ def fetch(
 
 
 class _Asked:
-    """The request of a file from another host, whose header has arrived; a context manager."""
+    """The request of a file from another host, after the header has arrived; a context manager."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want
@@ -274,7 +275,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
 
 
 class _Both:
-    """The reader and the writer of a connection, together as one file."""
+    """The reader and the writer of a connection as a single file."""
 
     def __init__(self, reader: Any, writer: Any) -> None:
         self.readline, self.write = reader.readline, writer.write

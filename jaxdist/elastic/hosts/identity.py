@@ -1,4 +1,4 @@
-"""Compatibility of hosts: the properties that all hosts of a run must have in common."""
+"""Compatibility of hosts: the properties that must be equal on all hosts of a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """Return the description of this host by which another host checks that both are compatible.
+    """Return the description of this host, with which another host checks that both are compatible.
 
     Args:
       values: the values of the config, with its overrides.
       settings: the settings of the agent that are not in the config.
       host: the name of this host for messages.
       name: the name of the rendezvous.
-      token: the shared token, of which the result contains only a proof.
+      token: the shared token; the result contains only a proof of the token.
     """
     versions = {f"version of {key}": found for key, found in environment.versions(PACKAGES).items()}
     return {

@@ -1,4 +1,4 @@
-"""The admission of a host to a run, after a check that it is compatible with the other hosts."""
+"""The admission of a host to a run, if the host is compatible with the other hosts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def join_hosts(
       snapshots: the folder in memory from which the server sends parts of snapshots.
       local: the folder on this machine's disk that has snapshots, or None if there is no such
         folder.
-      wait: the wait for a leader, with a time limit.
+      wait: the wait for a leader, which has a time limit.
 
     Raises:
       ConfigError: this host is not compatible with the others.
@@ -83,7 +83,8 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         if members.election.term is not None:
             return
         found = compatibility_of(members.rendezvous)
-        # Only a leader that is alive is compared; its token has changed since the first look.
+        # Only a leader that is alive is compared: its token has changed since this host first saw
+        # it.
         if found is not None and first not in (None, found[0]):
             check_compatibility(compatibility, found[1], members.rendezvous.address)
             return

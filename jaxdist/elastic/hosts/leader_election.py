@@ -34,12 +34,12 @@ from jaxdist.types import JsonObject
 LEADER_TIMEOUT_LEASES = 0.8
 """The time without a heartbeat after which a leader is replaced, in leases."""
 STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
-"""The time without a heartbeat after which a host that has not joined yet replaces the leader, in
-leases. The time is longer than `LEADER_TIMEOUT_LEASES`, so that a host that has already joined
-becomes the leader.
+"""The time without a heartbeat, in leases, after which a host that has not joined yet replaces the
+leader. The time is longer than `LEADER_TIMEOUT_LEASES`, so that a host that has joined becomes the
+leader first.
 """
 FORGET_LEASES = 30
-"""The time of silence after which the messages of a host are deleted, in leases."""
+"""The time of silence after which a host's messages are deleted, in leases."""
 
 
 def boot_clock() -> float:
@@ -58,8 +58,9 @@ class Term:
     Attributes:
       token: the token of the leader's last swap.
       registry: the current state of the registry.
-      heard: the number of each host's last message, and the time at which the message arrived.
-      saved: the registry as the leader last wrote it.
+      heard: for each host, the number of its last message, and the time at which this message
+        arrived.
+      saved: the registry in the form in which the leader last wrote it.
       answers: the answers that are sent to hosts after the next swap.
       facts: the facts that each host has published about itself.
       begun: whether the first swap of the term has succeeded.
@@ -75,7 +76,7 @@ class Term:
 
 
 class LeaderElection:
-    """The leader election, from the view of one host; call `turn` repeatedly.
+    """The leader election from the view of a single host; call `turn` repeatedly.
 
     Args:
       own: the name of this host.
@@ -83,8 +84,8 @@ class LeaderElection:
         properties for the hosts that join; see `jaxdist.elastic.hosts.identity`.
       before: the number of the newest generation of the run at earlier rendezvous.
       clock: the function that returns the time of this host's clock, in seconds.
-      fits: the function that returns whether hosts can work together, from the facts that each host
-        has published.
+      fits: the function that returns whether hosts can work together, given the facts that each
+        host has published.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class LeaderElection:
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
-        # A change of the token is the heartbeat, and this host's clock gives the time of the
-        # change. A time inside the token would come from another clock.
+        # A change of the token is the heartbeat. This host's clock gives the time of the change,
+        # because a time inside the token would be by another clock.
         if text != self._seen:
             self._seen, self._since = text, now
         waited = now - self._since > timeout_leases * self.config.lease_seconds
@@ -172,8 +173,8 @@ class LeaderElection:
         """Write the registry if it has changed, and swap the token.
 
         Returns:
-          Whether the swap succeeded. If not, another host has taken the token, and the term of this
-          host has ended.
+          Whether the swap succeeded. If it failed, another host has taken the token, and the term
+          of this host has ended.
         """
         term = self.term
         assert term is not None
@@ -223,7 +224,7 @@ class LeaderElection:
 def encode_registry(registry: Registry) -> JsonObject:
     """Return the registry as JSON.
 
-    The times are left out, since they have a meaning only with the clock of this leader.
+    The times are left out, since they are by the clock of this leader.
 
     >>> decode_registry(encode_registry(Registry())) == Registry()
     True
@@ -252,7 +253,7 @@ def decode_registry(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """Return the registry as a leader last wrote it, or None if there was no leader yet.
+    """Return the registry that a leader last wrote, or None if there was no leader yet.
 
     The registry has no times.
 

@@ -1,4 +1,4 @@
-"""A host's membership: a thread that requests leases and takes part in the election.
+"""A host's membership, which is a thread that requests leases and takes part in the election.
 
 The agent manages the processes of the host. An answer may end the host's generation; the thread
 accepts such an answer only after the agent has reported that the host's processes are gone.
@@ -25,8 +25,8 @@ from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
-"""The part of a lease, as a fraction, that must be left for a host's processes to continue; with
-less, the processes are killed."""
+"""The smallest part of a lease that must be left for a host's processes to continue, as a fraction.
+If less is left, the processes are killed."""
 
 
 class Membership:
@@ -37,7 +37,7 @@ class Membership:
       over: the result of the run, with keys `generation`, `code` and `words`, or None during the
         run.
       name: the name of the rendezvous, which was drawn at random when the rendezvous was created.
-      trouble: the reason why the rendezvous does not answer, or None while it answers.
+      trouble: the error of a rendezvous that does not answer, or None while the rendezvous answers.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Membership:
     @property
     def beat_seconds(self) -> float:
         """The time between two turns, in seconds."""
-        # A host sends many messages for each lease, so that the loss of a few messages does not end
-        # the lease.
+        # A host sends many messages for each lease, so that it keeps the lease if a few messages
+        # are lost.
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
 
     @property
@@ -114,7 +114,7 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """The seconds for which this host still asks to be left out, or 0 if it does not."""
+        """The remaining seconds for which this host asks to be left out, or 0."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 
@@ -146,7 +146,7 @@ class Membership:
         """Send a request for a lease at once.
 
         Args:
-          leaves: whether the request is instead the last message of a host that leaves.
+          leaves: whether the request is the last message of a host that leaves.
 
         Raises:
           RendezvousError: the rendezvous cannot be reached.
@@ -191,8 +191,8 @@ class Membership:
         # The rendezvous may have been recreated during the election.
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
-        # The result of the run is read after the answer, since the end of the run may have caused
-        # the answer.
+        # The result of the run is read after the answer, since the end of the run may be the reason
+        # for the answer.
         over = self.rendezvous.get(OVER)
         if over is not None and over["generation"] > self._before:
             self.over = over

@@ -28,8 +28,8 @@ class HostMessages:
     def why(self, assignment: Assignment, ends: str) -> str:
         """Return the reason why a generation ended, in the words of the host whose process failed.
 
-        The reason is the failure of the rendezvous, the words that a host has published, or that a
-        host leaves. If none of these is known, the reason follows from `ends`.
+        The reason is the failure of the rendezvous, the words that a host has published, or the
+        fact that a host leaves. If none of these is known, the reason follows from `ends`.
         """
         trouble = self.members.trouble
         if trouble is not None:

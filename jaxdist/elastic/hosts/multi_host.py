@@ -3,7 +3,7 @@
 The registry decides which hosts form a generation, and in which order. The first host plans the
 work of each host (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. The plan
 names the newest snapshot of which the hosts together have all parts. Each host fetches the parts of
-this snapshot that it lacks, and starts its processes. The rendezvous holds these values:
+this snapshot that it lacks, and then starts its processes. The rendezvous holds these values:
 
     host/HOST      a host's message: its renewal, and facts (name, address, parts of snapshots ...)
     answer/HOST    the leader's answer to a host
@@ -51,7 +51,7 @@ from jaxdist.heartbeat.status import Status
 from jaxdist.types import JsonObject
 
 END_SECONDS = 120.0
-"""The time for which a host whose processes ended well waits for the end of the run, in seconds."""
+"""The time, in seconds, that a host waits for the end of the run after its processes ended well."""
 GROWS = "a host came"
 
 
@@ -89,8 +89,8 @@ class MultiHost:
         self.rendezvous, self.config, self.here = rendezvous, config, here
         self.compatibility = compatibility
         self.say, self.seconds = say, seconds
-        # The lambda delays the access to `_preparing`, which is built last, since it needs the
-        # membership, and the membership needs the election.
+        # The lambda delays the access to `_preparing`. That attribute is built last, since it needs
+        # the membership, and the membership needs the election.
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
         self.members = Membership(rendezvous, config, here.host, election, clock)
@@ -141,7 +141,8 @@ class MultiHost:
             self._pass_path(assignment)
         over = self.members.over
         if over is not None:
-            # If the run ended well elsewhere, the processes here end by themselves in a moment.
+            # If the run ended well on another host, the processes of this host will soon end by
+            # themselves.
             ended_well = over["code"] == 0 and assignment.count
             return None if ended_well else over["words"] or "the run is over"
         # A run cannot resume from a checkpoint that lacks parts of the state. The processes are
@@ -153,7 +154,7 @@ class MultiHost:
         return None if ends is None else self._messages.why(assignment, ends)
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether to save and stop; always False if checkpoints lack parts of the state."""
+        """Return whether to save and stop; False if checkpoints lack parts of the state."""
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
@@ -168,7 +169,7 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run has taken its last step, instead of stopping on request."""
+        """Return whether the run has taken its last step, and not only stopped on request."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -208,7 +209,7 @@ class MultiHost:
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Return why the processes stopped: the name of the host that leaves, if it is known."""
+        """Return why the processes stopped, with the name of the leaving host, if it is known."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was asked to stop"
         )
@@ -275,7 +276,7 @@ class MultiHost:
         return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
-        """Return whether the run has already finished, and print how to train further if so."""
+        """Return whether the run has already finished; if so, print how to train it further."""
         run = finished(self.rendezvous, self._values)
         if run is None:
             return False

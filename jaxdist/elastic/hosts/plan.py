@@ -1,8 +1,8 @@
 """The plan of a generation: the work of each host, computed from plain data.
 
 The axes of the model in the mesh (tensor, stage, context, expert) keep their sizes, and the data
-axis takes the remaining devices. The first hosts, in the order in which they joined, train: as many
-hosts as can form a mesh. The other hosts wait, ready to replace a host that is lost.
+axis takes the remaining devices. Hosts train in the order in which they joined, as many as can form
+a mesh. The other hosts wait, ready to replace a host that is lost.
 
 The batch does not change, so every step takes the same examples in the same order and learns at the
 same rate as without failures. If fewer devices share the batch, the batch is computed in more
@@ -61,7 +61,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class BatchRule:
-    """The mesh and the batch of the config, and how they change with the number of devices.
+    """The mesh and the batch of the config, and their change with the number of devices.
 
     Attributes:
       mesh: the size of each axis, in the order of the config. If an axis spans two networks, its
@@ -126,7 +126,7 @@ class BatchRule:
         """Return the settings that replace the config's mesh and batch on `devices` devices.
 
         Raises:
-          RunError: the devices form no mesh, or no number of microbatches divides the batch.
+          RunError: the devices do not form a mesh, or no number of microbatches divides the batch.
         """
         data, written = self.data_size(devices), self.mesh.get(DATA, 1)
         found = []
@@ -175,11 +175,11 @@ class GenerationPlan:
     """The plan of a generation.
 
     Attributes:
-      places: the number of the first process and the number of processes, for each host with
+      places: for each host with processes, the number of its first process and the number of its
         processes.
       total: the number of processes on all hosts.
       devices: the number of devices of all processes.
-      settings: the settings of this generation, which replace those of the config.
+      settings: the settings of this generation, which replace settings of the config.
       idle: the names of the hosts that wait in reserve.
       snapshot: the host from which to fetch each part of the newest complete snapshot, by the
         part's name. The mapping is empty if no snapshot is complete.
@@ -235,7 +235,7 @@ def make_plan(
 
 
 def newest_whole(members: Sequence[HostFacts]) -> dict[str, str]:
-    """Return a host for each part of the newest snapshot of which the members have all parts.
+    """Return, for each part of the members' newest complete snapshot, a host that has the part.
 
     The result is empty if no snapshot is complete.
 

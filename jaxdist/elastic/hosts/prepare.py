@@ -23,7 +23,7 @@ FULL = "run/full"
 
 @dataclass(frozen=True)
 class Preparing:
-    """The steps by which one host takes part in the start of a generation.
+    """The steps with which a host takes part in the start of a generation.
 
     Attributes:
       address: the address at which the other hosts reach this host.
@@ -40,7 +40,7 @@ class Preparing:
     resume: bool
 
     def tell_plan(self, key: str, generation: Generation) -> RunError | None:
-        """Publish the plan of a generation, on its first host; return an error if none exists.
+        """Publish the plan of a generation, on its first host; return the error if no plan exists.
 
         Raises:
           RendezvousError: the plan cannot be published.
@@ -99,7 +99,7 @@ class Preparing:
         return BatchRule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Return whether a value was written after the rendezvous's last run ended."""
+        """Return whether a value was written after the end of the last run at the rendezvous."""
         return told is not None and told["generation"] > self.members.ended_before
 
     def collect(
@@ -107,8 +107,8 @@ class Preparing:
     ) -> SnapshotReplica | None:
         """Fetch the parts of the plan's snapshot that this host lacks, and delete all other parts.
 
-        The deleted parts belong to steps that will be repeated, or to snapshots that a lost host
-        made incomplete.
+        The deleted parts belong to steps that will be repeated, or to snapshots that lost parts
+        with a host.
 
         Returns:
           The replica of the snapshots of the host before this host, or None if there is no other

@@ -1,8 +1,8 @@
-"""The progress of processes on other hosts, which is needed to find a stuck process.
+"""The progress of processes on other hosts, from which a host finds a stuck process.
 
-The clocks of hosts differ, so a host publishes the ages of its statuses instead of times. The ages
-are part of the message that the host sends twice a second to renew its lease. Another host reads
-the message only if the processes of the reader have waited too long.
+The clocks of hosts differ, so a host publishes the ages of its statuses instead of their times. The
+ages are part of the message that the host sends twice a second to renew its lease. Another host
+reads the message only if its own processes have waited too long.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RemoteProgress:
           said: each host's last message, as `jaxdist.elastic.hosts.leader_election.encode_renewal`
             has written it.
           now: the current time in seconds. The age of a message counts from the time at which this
-            host first read the message, so that a status can only appear younger than it is.
+            host first read the message, so a status may appear younger than it is, but never older.
         """
         self._next = now + READ_SECONDS
         found: list[Status] = []

@@ -26,7 +26,7 @@ ID, PATH, OVER = "run/id", "run/path", "run/over"
 
 
 def ended_before(rendezvous: Rendezvous) -> int:
-    """Return the generation in which the last run of a rendezvous ended, or -1 if no run has ended.
+    """Return the generation in which a rendezvous's last run ended, or -1 if no run has ended.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -36,7 +36,7 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def requested_directory(values: JsonObject) -> str | None:
-    """Return the run directory that a config requests, or None if the config's name decides."""
+    """Return the run directory that a config requests, or None if it requests none."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
@@ -57,7 +57,7 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 def run_to_begin(
     rendezvous: Rendezvous, ended: int, generation: int, asked: str | None
 ) -> Identity:
-    """Return the run that a new generation trains; draw a new id if the run has no id yet.
+    """Return the run that a new generation trains; if the run has no id yet, draw a new id.
 
     Args:
       ended: the generation in which the last run ended.
@@ -110,7 +110,7 @@ def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
 
 
 def command_of(values: Json) -> str:
-    """Return a digest of a config, which is the same on all agents that have the same config."""
+    """Return a digest of a config, which is equal on all agents with an equal config."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -14,7 +14,7 @@ LOOK_SECONDS = 0.5
 FAILURES = 6
 """The number of consecutive failures after which a replica reports that it makes no copies."""
 KEEP = 2
-"""The number of snapshots that are kept: two, because the newest snapshot may be incomplete."""
+"""The number of snapshots that are kept; there are two, because the newest may be incomplete."""
 
 
 class SnapshotReplica:
@@ -47,7 +47,7 @@ class SnapshotReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the copies without a wait for a transfer, since the source host may be stuck."""
+        """Stop the copies; do not wait for a transfer, since the source host may be stuck."""
         with self._keeping:
             self._closed.set()
 
@@ -69,7 +69,7 @@ class SnapshotReplica:
 
     @contextmanager
     def _wanted(self) -> Iterator[bool]:
-        """Yield whether copies are still wanted; the value holds inside the `with` block."""
+        """Yield whether copies are still wanted; the answer is valid inside the `with` block."""
         with self._keeping:
             yield not self._closed.is_set()
 
@@ -92,8 +92,8 @@ class SnapshotReplica:
             try:
                 self.look()
             except CopyError as error:
-                # A first failure is not reported: the source host may be lost, which the registry
-                # will notice, or may just have deleted an old file.
+                # A first failure is not reported. The source host may be lost, which the registry
+                # will detect, or may just have deleted an old file.
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (

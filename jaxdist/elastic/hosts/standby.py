@@ -18,7 +18,7 @@ from jaxdist.runtime.rendezvous import Wait
 READ_SECONDS = 1.0
 """The time between two reads of the registry, in seconds."""
 SURE_LEASES = 2
-"""The number of leases after which a generation is reported as running: a younger generation may
+"""The number of leases after which a generation is reported as running. A younger generation may
 just have been lost."""
 
 

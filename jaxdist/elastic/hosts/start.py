@@ -111,12 +111,12 @@ def agent_of(
 def local_of(
     values: JsonObject, base: Path, run: Identity | None, *, exact: bool = False
 ) -> Path | None:
-    """Return the folder with the run's snapshots on this machine's disk, or None if there is none.
+    """Return the folder with the run's snapshots on this machine's disk, or None without snapshots.
 
     Args:
       base: the run directory that the config names.
-      run: the run that the other hosts train, or None if it is unknown. In the latter case the only
-        run at `base` is taken; if there are several runs, the first process refuses to start.
+      run: the run that the other hosts train, or None if it is unknown. If it is unknown, the only
+        run at `base` is used; if there are several runs, the first process refuses to start.
       exact: whether `base` itself is the run directory.
 
     >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}

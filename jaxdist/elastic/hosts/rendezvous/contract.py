@@ -90,7 +90,7 @@ class Rendezvous(Protocol):
         ...
 
     def secret(self) -> bytes:
-        """Return a secret that only users of the store can read, which replaces a token file."""
+        """Return a secret that only users of the store can read, for hosts without a token file."""
         ...
 
     def compare_and_swap(self, seen: str, new: str) -> bool:

@@ -2,8 +2,8 @@
 
 The cluster may have several members, of which a majority must be alive. Since etcd is linearizable,
 a swap that etcd acknowledged is never lost. Each value has a key below `/jaxdist/NAME/`. No key
-expires: the leases and the leader election of the hosts use only swaps of the token, with every
-kind of rendezvous.
+expires: as with every kind of rendezvous, the leases and the leader election of the hosts use only
+swaps of the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from jaxdist.types import Json
 
 CA, CERTIFICATE, KEY = (f"JAXDIST_ETCD_{name}" for name in ("CA", "CERTIFICATE", "KEY"))
 SECONDS = 5.0
-"""The time within which a member must answer, in seconds, before the next member is asked."""
+"""The time, in seconds, within which a member must answer; after this time the next member is
+asked."""
 
 
 class EtcdRendezvous:
@@ -33,7 +34,7 @@ class EtcdRendezvous:
 
     Args:
       address: the address etcd://HOST:PORT[,HOST:PORT...]. An address with TLS begins with
-        etcds://. An address ends with `#NAME` if the cluster has another run too. With TLS,
+        etcds://. An address ends with `#NAME` if another run uses the same cluster. With TLS,
         environment variables name the files of the authority (JAXDIST_ETCD_CA) and of this host's
         certificate and key (JAXDIST_ETCD_CERTIFICATE, JAXDIST_ETCD_KEY).
 
@@ -130,7 +131,7 @@ class EtcdRendezvous:
         )
 
     def _asked(self, member: str, path: str, body: str) -> dict[str, Any]:
-        # Each call opens a connection, since calls come from several threads, and only a few in a
+        # Each call opens a connection, since calls come from several threads, but only a few per
         # second.
         connection = (
             http.client.HTTPConnection(member, timeout=SECONDS)

@@ -94,8 +94,8 @@ class FolderRendezvous:
     def secret(self) -> bytes:
         """Return the content of a file that only its owner can read, even in a shared folder.
 
-        The token cannot be the secret, since the token is a file name, which everyone who may list
-        the folder can see.
+        The token cannot be the secret, since the token is a file name, which every user who may
+        list the folder can see.
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
@@ -127,8 +127,8 @@ class FolderRendezvous:
             try:
                 os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)
             except FileNotFoundError:
-                # A missing directory means that the rendezvous is gone, not that another host
-                # swapped first.
+                # A missing directory means that the rendezvous is gone, and not that another host
+                # swapped the token first.
                 if not (self.folder / KEEPER).is_dir():
                     raise
                 return False
@@ -180,7 +180,7 @@ class FolderRendezvous:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Return how renames in an empty directory fail to be atomic, or None if they are atomic.
+    """Return the way in which renames in an empty directory are not atomic, or None if they are.
 
     The test makes about forty renames, while a thread reads.
     """
@@ -208,7 +208,7 @@ def _one_by_one(folder: Path) -> str | None:
 
 
 def _while_read(folder: Path) -> str | None:
-    """Return how a reader fails while a file is repeatedly replaced, or None if it never fails."""
+    """Return how a read fails while a file is repeatedly replaced, or None if no read fails."""
     path, seen = folder / "value", set[str]()
     whole = "x" * 4096
     path.write_text(whole)

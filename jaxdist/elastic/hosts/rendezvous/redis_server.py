@@ -1,9 +1,9 @@
 """A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of values.
 
-The server must be a single server. A replica that takes over may lack the last writes, and one of
+The server must not be replicated. A replica that takes over may lack the last writes, and one of
 these may be a swap that was acknowledged. The data need not survive a restart. After a restart
-without data, the server gets a token with another name; every agent notices the name, and no
-earlier lease is granted again.
+without data, the server gets a token with another name. Every agent then notices the new name, and
+no earlier lease is granted again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RedisRendezvous:
 
     Args:
       address: the address redis://[:PASSWORD@]HOST:PORT/DB. An address with TLS begins with
-        rediss://. An address ends with `#NAME` if the server has another run too. A password is
+        rediss://. An address ends with `#NAME` if another run uses the same server. A password is
         safer in the environment (`find_password`) than in the address, since other users can see
         the address in the list of processes.
 
@@ -143,7 +143,7 @@ def find_password(environ: Mapping[str, str]) -> str | None:
 
 
 def check_secure(url: str, password: str | None) -> None:
-    """Check that strangers on the network can neither read nor write the server.
+    """Check that other users of the network can neither read nor write the server's data.
 
     A client that can write to the server controls what the hosts of the run do, and can fetch the
     model's state.
