@@ -1,7 +1,7 @@
-"""The agreement of all processes of a run on a value that one or several processes have.
+"""Functions by which all processes of a run agree on a value that some processes have.
 
-All functions are collectives: every process calls them, on its main thread, in the same order. A
-run with a single process needs no communication.
+All functions are collectives: every process calls them on its main thread, in the same order. A run
+with a single process communicates nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def broadcast_json(value: Json) -> Json:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    # All processes must pass arrays of the same shape, although only the array of process 0 counts.
+    # All processes must pass arrays of the same shape, although only the array of process 0 is
+    # used.
     padded = np.resize(data, size)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 

@@ -1,8 +1,8 @@
 """The writing and reading of a tree's arrays, in any sharding, exact to the bit.
 
 Each large array has separate files (`pieces`). Orbax writes the small arrays, as a flat mapping
-from a leaf's number to its array. The manifest has the names of the leaves. The structure (None,
-empty containers, namedtuples) is not stored; a load takes it from the target.
+from a leaf's number to the leaf's array. The manifest has the names of the leaves. The structure
+(None, empty containers, namedtuples) is not stored; a load takes the structure from the target.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""The largest number of errors to fetch after a save, which is larger than the number of orbax's
-files.
+"""The largest number of errors to fetch after a save. It exceeds the number of files that orbax
+writes.
 """
 
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use, since the import takes longer than that of jax, and mute its log.
+    """Import orbax on first use, since its import takes longer than that of jax, and mute its log.
 
-    Orbax logs each error that it raises with a traceback; the store reports the error in one line
-    instead.
+    Orbax logs each error that it raises with a traceback; the store instead reports each error in
+    one line.
     """
     import orbax.checkpoint
 
@@ -95,8 +95,8 @@ class ArrayWriter:
     Every process calls each method.
 
     Args:
-      chunk_bytes: the least size, in bytes, at which an array is stored in separate files. Each of
-        these files has at most this size.
+      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files; also
+        the largest size of each of these files.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
@@ -115,8 +115,7 @@ class ArrayWriter:
     def start(self, path: Path, tree: PyTree) -> LargeArrayFiles:
         """Copy the arrays to the host, start to write the small arrays below `path`, and return.
 
-        The caller may donate the arrays after this call. The files that are returned are not
-        written yet.
+        The caller may donate the arrays after this call. The returned files are not written yet.
         """
         packed = _pack(tree)
         found = {
@@ -133,8 +132,8 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            # Orbax keeps the error and would raise it again in the `wait` of the next save. All its
-            # errors are therefore fetched here.
+            # Orbax keeps the error and would raise it again in the `wait` of the next save.
+            # Therefore all its errors are fetched here.
             except Exception:
                 self._failures()
                 raise
@@ -155,7 +154,7 @@ class ArrayWriter:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Return all errors of a save; each call of orbax raises only one of them."""
+        """Return all errors of a save, of which each call of orbax raises only one."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -169,8 +168,8 @@ class ArrayWriter:
     def barrier(self, name: str) -> None:
         """Wait for all processes through jax's coordination service.
 
-        A collective on devices would have to run on the main thread, in the same order in every
-        process.
+        A collective on devices is not possible here: it would have to run on the main thread, in
+        the same order in every process.
         """
         self._barrier(key=name, timeout_ms=WRITE_TIMEOUT_SECONDS * 1000)
 
@@ -209,7 +208,7 @@ def _load_packed(
     """Load arrays from orbax's files, by number.
 
     Args:
-      whole: whether `stored` has all arrays in these files; orbax must know this.
+      whole: whether `stored` contains all arrays of these files, which orbax must know.
     """
     ocp = _orbax()
     # With `strict=False`, orbax cuts an array or pads it with zeros if the target has another
@@ -228,7 +227,7 @@ def _load_packed(
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a target's leaf on disk, with the target's sharding."""
+    """Return the shape and dtype that a leaf has on disk, with the sharding of the leaf."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

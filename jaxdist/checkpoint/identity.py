@@ -1,11 +1,11 @@
-"""The identity of a run: an id in its directory, which distinguishes it from other runs.
+"""The identity of a run: an id in its directory, which distinguishes the run from other runs.
 
 RUN/run.json    {"id": "9f86d081884c7d65", "begun": "2026-01-31 12:00:00 +0000", "asked": "gpt"}
 
 A path does not identify a run: the directory can be deleted and a new run can start there, and a
-second run of a config takes a numbered name next to the first. Each process that continues a run (a
-later generation, a worker, a server) or uses its snapshots therefore receives the id with the path,
-and refuses a directory with another id.
+second run of a config takes a numbered name next to the name of the first. Each process that
+continues a run (a later generation, a worker, a server) or uses its snapshots therefore receives
+the id with the path, and refuses a directory with another id.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Identity:
     Attributes:
       id: a random id, which is drawn before the run starts or when it starts.
       path: the directory of the run, or None while it is unknown.
-      begun: the local time of the run's start, as text for people, or an empty string if it is
-        unknown.
-      asked: the name of the directory that was requested, or None for a run from before jaxdist had
-        ids. The name of the run's directory may have a number in addition.
+      begun: the local time of the run's start, as text for people, or an empty string if the time
+        is unknown.
+      asked: the name of the directory that was requested, to which the run's directory may add a
+        number. None means that the run is older than ids.
     """
 
     id: str
@@ -113,9 +113,9 @@ def write_identity(run: Path, identity: Identity) -> None:
 
 
 def given_identity(run: Path) -> Identity:
-    """Return the identity of a started run, and give the run an id if it has none.
+    """Return the identity of a started run; give the run an id if it has none.
 
-    Runs from before jaxdist had ids have no identity.
+    A run that is older than ids has no identity.
 
     Raises:
       RunError: see `read_identity`.
@@ -185,10 +185,10 @@ def run_directories(base: Path) -> list[Path]:
 
 
 def with_id(base: Path, wanted: str) -> Path | None:
-    """Return the directory of the run with an id, among `base`, `base-2`, ..., or None.
+    """Return the directory with an id among `base`, `base-2`, ..., or None if none has the id.
 
-    A caller needs this function if a process has ended before it could report the directory that it
-    had taken.
+    A caller needs this function if a process has taken a directory, and has ended before it could
+    report the directory.
 
     Raises:
       RunError: see `read_identity`.

@@ -41,9 +41,9 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    A commit renames this directory. A directory with a generation in its name can therefore be
-    committed only by this generation. After the next generation has started, this generation cannot
-    commit the directory either, since the next generation first removes it (`recover`).
+    A commit renames this directory. If its name contains a generation, only this generation can
+    commit the directory. After the next generation has started, even this generation cannot, since
+    the next generation removes the directory first (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
@@ -89,7 +89,7 @@ def commit(staging: Path, final: Path) -> None:
     """Rename a finished checkpoint to its final name, in place of a checkpoint of the same step.
 
     Raises:
-      OSError: the rename failed; a checkpoint of the same step has its name again.
+      OSError: the rename failed; an existing checkpoint of the same step has its name again.
     """
     replaced = final.with_name(_REPLACED + final.name)
     os.stat(staging)  # A directory that was removed must not replace anything.
@@ -101,14 +101,14 @@ def commit(staging: Path, final: Path) -> None:
         if replaced.exists() and not final.exists():
             os.rename(replaced, final)
         raise
-    # Only after this fsync is the new name certain to survive a power failure, so that the replaced
-    # files can be deleted.
+    # Only after this fsync is the new name certain to survive a power failure. Only then can the
+    # replaced files be deleted.
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, after a rename to a name that readers do not take for a checkpoint.
+    """Delete a checkpoint, after a rename to a name that readers do not regard as a checkpoint.
 
     Raises:
       OSError: the rename failed; the checkpoint is unchanged.
@@ -124,7 +124,7 @@ def delete(path: Path) -> None:
 def clear_older(directory: Path, generation: int) -> None:
     """Remove the directories in which earlier generations were writing checkpoints.
 
-    This function is needed in addition to `recover`, since processes of an earlier generation may
+    This function is needed in addition to `recover`: processes of an earlier generation may
     continue to write for a while after the next generation has called `recover`.
     """
     for path in directory.glob(f"{_STAGING}*"):
@@ -147,7 +147,7 @@ def recover(directory: Path) -> list[str]:
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
         # A rename removes the directory atomically. A writer that is still alive may be about to
-        # commit the directory, and must not commit it with some files deleted.
+        # commit the directory, and must not commit it after only some of its files are deleted.
         doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
         with suppress(OSError):
             if not name.startswith(_DELETED):

@@ -45,8 +45,8 @@ def claim(directory: Path, run: Identity) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         staging = folder / f".{OWNER}_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
-        # All processes of a machine write this file at the same time. Each process therefore writes
-        # a temporary file and renames it.
+        # All processes of a machine write this file at the same time, so each process writes a
+        # temporary file and renames it.
         staging.rename(folder / OWNER)
     except OSError as error:
         raise CheckpointError(
@@ -62,7 +62,7 @@ def claim(directory: Path, run: Identity) -> Path:
 def _is_needless(folder: Path) -> bool:
     """Return whether no resume can use the snapshots in a folder.
 
-    The snapshots have no use if the run's directory is gone or belongs to another run, or if the
+    The snapshots are useless if the run's directory is gone or belongs to another run, or if the
     run has a checkpoint that is at least as new. Return False while the run is active, and if it is
     unknown whether the run exists.
     """

@@ -125,7 +125,7 @@ def seal(
     known: Mapping[str, FileRecord] | None = None,
     generation: int | None = None,
 ) -> Manifest:
-    """Write the manifest of a checkpoint, with the digests of all files, after an fsync of each.
+    """Write the manifest of a checkpoint with the digests of all files, after an fsync of each.
 
     Every file that is not in `known` is read, usually from the page cache.
 
@@ -163,8 +163,8 @@ def seal(
         file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
-    # The fsync of a file makes only its content survive a power failure. The name of the file needs
-    # an fsync of its directory.
+    # The fsync of a file preserves only its content in a power failure. Its name needs an fsync of
+    # the directory.
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             fsync_directory(path)

@@ -1,9 +1,9 @@
-"""Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
+"""Parts of a state, which are described by patterns over the paths of arrays, such as `!opt_state`.
 
 A pattern is a path whose names may contain `*` and `?`; the pattern selects all arrays at and below
-that path. A pattern with a leading `!` excludes the arrays below its path. A part consists of the
-arrays that at least one pattern selects and no pattern excludes; if all patterns exclude, the part
-consists of all other arrays.
+that path. A pattern with a leading `!` excludes the arrays at and below its path. A part consists
+of the arrays that at least one pattern selects and no pattern excludes. If all patterns exclude,
+the part consists of all arrays that no pattern excludes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the names that belong to the part that the patterns describe, in their order.
+    """Return, in order, the names that belong to the part that the patterns describe.
 
     >>> taken(["params", "!params/head"], ["params/body/w", "params/head/w", "step"])
     ['params/body/w']

@@ -4,9 +4,10 @@ pieces/000012/          array number 12
   0.0                   its chunk that begins at row 0 and column 0: raw bytes in C order
   341.0                 the next chunk
 
-A file of an earlier step with the same digest is reused, whichever array it belongs to. Since the
-new step has a hard link to the file, each step is complete without the others, and a deletion needs
-no reference counts. On a file system without hard links, the file is written again.
+A file of an earlier step with the same digest is reused, even if it belongs to another array. Since
+the new step has a hard link to the file, each step is complete without the other steps, and a
+deletion needs no count of references. On a file system without hard links, the file is written
+again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest
 
 CHUNK_BYTES = 1 << 20
 _LEAST_SHARE = 8
-"""Orbax packs the arrays whose shards are smaller than a chunk divided by this number, since these
-arrays would make too many files.
+"""The number N such that orbax packs arrays whose shards are smaller than 1 / N of a chunk. In
+separate files, such arrays would make too many files.
 """
 
 
@@ -107,8 +108,8 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
     """Copy to the host the chunks of an array that this process writes."""
     found: list[Piece] = []
-    # Only replica 0 is copied, so that one process writes each chunk. All copies start before the
-    # first is awaited, so that they overlap.
+    # Only replica 0 is copied, so that exactly one process writes each chunk. All copies start
+    # before the first copy is awaited, so that they overlap.
     shards = [shard for shard in array.addressable_shards if not shard.replica_id]
     for shard in shards:
         shard.data.copy_to_host_async()
@@ -144,8 +145,8 @@ class Known:
     """An index of the files of earlier steps and of this step, by their digests.
 
     Args:
-      steps: the directory and the manifest of each earlier step. If several files are equal, the
-        file of the last step is used.
+      steps: the directory and the manifest of each earlier step. If several files have the same
+        digest, the file of the last step is used.
       on_event: the function that is called with a line about each file that is found damaged.
     """
 
@@ -161,7 +162,7 @@ class Known:
         }
 
     def link(self, record: FileRecord, path: Path) -> bool:
-        """Create `path` as a hard link to a known file with this record; return whether it worked.
+        """Create `path` as a hard link to a known file with this record; return False on failure.
 
         The known file is first read and compared with its digest, since damage must not spread to
         later steps.
@@ -259,9 +260,9 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
 def owned(array: jax.Array) -> jax.Array:
     """Return a copy of an array on CPU devices in which each device has a separate buffer.
 
-    On CPU an array that was made from a NumPy array may use NumPy's memory, and devices with equal
-    shards then share a buffer. Such a buffer cannot be donated, so that the first step after a
-    resume would have two states in memory.
+    On CPU, an array that was made from a NumPy array may use NumPy's memory, and devices with equal
+    shards then share a buffer. Such a buffer cannot be donated, and the first step after a resume
+    would hold two states in memory.
     """
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array

@@ -1,4 +1,4 @@
-"""Short descriptions of errors of orbax, tensorstore and the operating system, in one line each."""
+"""Descriptions, in one line each, of errors of orbax, tensorstore and the operating system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loading of the newest valid checkpoint, with warnings about newer damaged checkpoints.
+"""The load of the newest valid checkpoint, with warnings about newer checkpoints that are damaged.
 
 A load writes nothing, so that another process can evaluate a run that is finished or still in
 progress.
@@ -66,7 +66,7 @@ class Restored:
 def committed_steps(directory: Path) -> tuple[int, ...]:
     """Return the steps with a valid manifest, in ascending order.
 
-    Only the manifests are checked, not the other files.
+    Only the manifests are checked, and not the other files.
     """
     return tuple(manifest.step for manifest in valid_manifests(directory))
 
@@ -131,8 +131,8 @@ def restore_as(
       on_event: the function that process 0 calls with a line for each damaged checkpoint.
 
     Raises:
-      CheckpointError: there is no complete checkpoint, the requested step is missing or damaged, or
-        the checkpoint is that of another model. In the last case no older checkpoint is tried,
+      CheckpointError: there is no complete checkpoint; the requested step is missing or damaged; or
+        the checkpoint belongs to another model. In the last case no older checkpoint is tried,
         since it would belong to the other model too.
     """
     directory = directory.absolute()  # Orbax accepts only absolute paths.
@@ -173,7 +173,7 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """Load a step, and return the checkpoint and None, or None and a description of the problem.
+    """Load a step; return the checkpoint and None, or None and a description of the problem.
 
     Either all processes return a checkpoint, or all processes return a problem.
     """
@@ -195,7 +195,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path, manifest, target)
-    # Any exception of orbax or tensorstore means that the checkpoint cannot be loaded.
+    # Any error of orbax or tensorstore means that the checkpoint cannot be loaded.
     except Exception as error:
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     # All processes must take or skip the same checkpoint.

@@ -32,9 +32,9 @@ def best_step(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
 def to_delete(
     saved: Sequence[Saved], *, keep: int, keep_best: bool, lower_is_better: bool
 ) -> tuple[int, ...]:
-    """Return the steps to delete, the oldest first: all except the newest `keep` and the best.
+    """Return the steps to delete, beginning with the oldest step.
 
-    The best step is deleted too unless `keep_best` is set.
+    The newest `keep` steps are not deleted. The best step is not deleted if `keep_best` is set.
 
     >>> saved = [Saved(1, 0.5), Saved(2, 0.1), Saved(3, float("nan")), Saved(4, 0.3)]
     >>> to_delete(saved, keep=1, keep_best=True, lower_is_better=True)

@@ -1,8 +1,8 @@
-"""Snapshots of the state in a machine's memory, or on its disk, from which a run resumes.
+"""Snapshots of the state, in a machine's memory or on its disk, from which a run resumes.
 
-No process waits for another process. Each process writes the shards of the state that it holds, so
-that replica 0 of each shard is written once. A snapshot is complete when the files of all processes
-exist.
+No process waits for another process. Each process writes the shards of the state that it holds, but
+only replica 0 of each shard, so that each shard is written once. A snapshot is complete when the
+files of all processes exist.
 
 FOLDER/step_00000120.1_of_4      the part of step 120 that process 1 of 4 writes:
     a line of JSON               names and positions of the pieces, metadata, a digest of all
@@ -101,7 +101,7 @@ class Snapshots:
     def forget(self, after: int) -> None:
         """Delete the snapshots after a step from which the run has resumed.
 
-        The run repeats these steps, and must not resume from their earlier snapshots.
+        The run repeats these steps, and must not resume from snapshots that were taken before.
         """
         self._unlink(lambda step: step > after)
 
@@ -126,8 +126,9 @@ class Snapshots:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
-                # On a disk, the rename may survive a crash although the content does not. A file in
-                # memory never survives a crash, so that an fsync would only take time.
+                # On a disk, the rename may survive a crash of the machine although the content does
+                # not. A file in memory never survives such a crash, so an fsync would only take
+                # time.
                 if self._lasts:
                     file.flush()
                     os.fsync(file.fileno())
@@ -166,7 +167,7 @@ class Snapshots:
 def _pieces(state: PyTree) -> Iterator[_Piece]:
     """Yield copies of replica 0 of each shard that this process holds."""
     leaves = named_leaves(state)
-    # All copies to the host begin before the first is awaited, so that they overlap.
+    # All copies to the host begin before the first copy is awaited, so that they overlap.
     for leaf in leaves.values():
         leaf.copy_to_host_async()
     for name, leaf in leaves.items():
@@ -186,7 +187,7 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> Span:
 
 
 def _raw(array: np.ndarray) -> memoryview:
-    """Return the bytes of an array, as a view of uint8 because a bfloat16 has no Python buffer."""
+    """Return an array's bytes as a view of uint8, because a bfloat16 array has no buffer."""
     return array.reshape(-1).view(np.uint8).data
 
 
@@ -214,7 +215,7 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> dict[int, list[Path]]:
-    """Return the complete set of files of each step; of several sets, the largest set."""
+    """Return the complete set of files of each step; if there are several sets, the largest set."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(folder.glob("step_*")):
         part = snapshot_of(path.name)

@@ -1,10 +1,12 @@
 """The store of a run's checkpoints, which saves in the background.
 
-A kill at any time loses no committed checkpoint.
+A kill at any time loses no committed checkpoint. A save has these steps:
 
-A save has these steps. The arrays are written into a hidden directory. Every file is digested and
-synced to disk. The manifest is written and synced. The directory is renamed, and its parent is
-synced. At last the checkpoints that the retention does not keep are deleted.
+1. The arrays are written into a hidden directory.
+2. Every file is digested and synced to disk.
+3. The manifest is written and synced.
+4. The directory is renamed, and its parent is synced.
+5. The checkpoints that the retention does not keep are deleted.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes passed the last barrier of the save. If so, all can take part in a
-    broadcast of the outcome.
+    """Whether all processes passed the last barrier of the save. If they did, all of them can take
+    part in a broadcast of the outcome.
     """
 
 
@@ -84,11 +86,11 @@ class CheckpointStore:
       keep: the number of newest checkpoints to keep, at least 1.
       keep_best: whether to keep the checkpoint with the best metric as well.
       lower_is_better: whether a lower metric is better.
-      chunk_bytes: the least size, in bytes, of an array that is stored in separate files, each of
-        at most this size. Such a file becomes a link if its content is unchanged since an earlier
-        step.
-      on_event: the function that is called with a line about each event that the user should know
-        of, such as a damaged file. The background thread may call it.
+      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files, and
+        the largest size of each of these files. If a file has the content of a file of an earlier
+        step, it becomes a link to that file.
+      on_event: the function that is called with a line about each event that concerns the user,
+        such as a damaged file. The background thread may call the function.
       fence: the fence of this generation, or None. A run on several hosts needs a fence, since
         processes of an earlier generation may still be alive.
 
@@ -242,8 +244,8 @@ class CheckpointStore:
         return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
-        # The probe shows already now, and not at the first save, that an existing directory cannot
-        # be written. All processes probe at the same time, so that each needs a different name.
+        # The probe shows now, and not only at the first save, that an existing directory cannot be
+        # written. All processes probe at the same time, so each process needs a different name.
         probe = self.directory / f".probe-{jax.process_index()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -280,7 +282,7 @@ class CheckpointStore:
         try:
             self._writer.wait()
             written, failure = self._place(pending)
-            # Process 0 seals all files, so that every process must have written its files before.
+            # Process 0 seals all files, so every process must have written its files before.
             self._writer.barrier(f"jaxdist_pieces_{self._saves}")
             try:
                 if self._primary and failure is None:
@@ -299,7 +301,7 @@ class CheckpointStore:
         """Write or link this process's part of the large arrays; return records, or a failure.
 
         No error is raised, since the other processes wait for this process at the next barrier. If
-        files are missing, process 0 finds this when it commits.
+        files are missing, process 0 detects this when it commits.
         """
         try:
             steps = [
@@ -318,7 +320,7 @@ class CheckpointStore:
     def _commit(self, pending: _Pending, written: Mapping[str, FileRecord]) -> None:
         staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
-        # Orbax would create a missing directory again for its arrays. Only the file that was
+        # If the directory is missing, orbax creates another for its arrays. Only the file that was
         # written first shows that the directory is still that of this save.
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was removed while the arrays were written")
@@ -331,8 +333,8 @@ class CheckpointStore:
         generation = None if self._fence is None else self._fence.generation
         seal(staging, step=pending.step, **given, known=written, generation=generation)
         self._check_fence()
-        # If this process is suspended here while the next generation starts, it no longer finds the
-        # directory that it would rename, since the next generation removes it.
+        # If this process is suspended here while the next generation starts, the rename below
+        # fails, since the next generation removes the directory.
         layout.commit(staging, final)
         self._check_fence()
         self._clear_older()
@@ -360,8 +362,8 @@ class CheckpointStore:
     def _prune(self, step: int) -> None:
         """Delete the checkpoints up to a committed step that the retention does not keep.
 
-        The directory has later steps if the run was resumed from an earlier step. If the retention
-        counted the later steps, it could delete the step that was just saved.
+        If the run was resumed from an earlier step, the directory also has later steps. If the
+        retention counted those steps, it could delete the step that was just saved.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]

@@ -40,7 +40,7 @@ def describe_arrays(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord
     """Return the record of each array in a tree, by path.
 
     Args:
-      shapes: a tree like `tree` with the shapes to record; None records the arrays' own shapes.
+      shapes: a tree like `tree` with the shapes to record; None records the shapes of the arrays.
     """
     leaves = named_leaves(tree)
     own = leaves if shapes is None else named_leaves(shapes)
@@ -60,7 +60,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
-    """Return the differences between saved arrays and a target, as a line for each path.
+    """Return the differences between saved arrays and a target: a line for each such path.
 
     An array may be missing, extra, or of another shape or dtype.
 
