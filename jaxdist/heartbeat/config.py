@@ -39,7 +39,7 @@ class MembershipConfig(Config):
 
     @property
     def held_seconds(self) -> float:
-        """The seconds, by its clock, for which a host assumes that it holds its lease."""
+        """The seconds, by the host's clock, for which a host assumes that it holds its lease."""
         # The host's clock may be slow by `drift` while the registry's clock is fast by `drift`.
         return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
 

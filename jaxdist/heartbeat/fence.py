@@ -4,8 +4,8 @@
 
 Each generation leaves a mark before it reads a file of the run. A generation that finds the mark of
 a later generation stops writing. Marks are only added, so a late mark cannot lower the fence. A
-process may be suspended between the check and the write. Therefore the name of each file contains
-the generation's number, and the next generation first deletes the files of earlier generations
+process may be suspended between the check and the write. Therefore file names contain the
+generation's number. The next generation first deletes the files of earlier generations
 (`jaxdist.checkpoint.layout`) and replaces the file of metrics.
 """
 
@@ -22,7 +22,7 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Fence:
-    """The state of a fence, which refuses the writes of all generations before the newest writer.
+    """The state of a fence, which refuses the writes of all generations before the newest.
 
     >>> fence = Fence().admit(3)
     >>> fence.admit(2) is None, fence.admit(4)
@@ -63,8 +63,8 @@ class RunFence:
                 f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
                 "another directory with run.directory=PATH"
             ) from error
-        # If two generations start at the same time, the older generation sees the mark of the
-        # newer, because each checks only after it has left its mark.
+        # If two generations start at the same time, the older generation sees the mark of the newer
+        # generation, because each generation checks only after it has left its mark.
         self.check()
 
     def check(self) -> None:

@@ -42,8 +42,8 @@ def young(cost: float, mttf: float) -> float:
 def daly(cost: float, mttf: float) -> float:
     """Return the time between saves that loses the least time, to a higher order than `young`.
 
-    Failures during saves, and work that is partly lost, are also counted. The formula is equation
-    37 of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
+    The formula also counts failures during saves, and work that is partly lost. It is equation 37
+    of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
     22, 2006).
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
@@ -79,7 +79,7 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the share of time that is kept work, if a failure is injected regularly.
+    """Return the share of time that is kept work, if a failure is injected at regular times.
 
     The formula assumes that no failure occurs during a recovery, and that each failure loses half
     of the work between two saves.

@@ -25,7 +25,7 @@ class Journal:
         """Add an event of a generation, as a line with the values `what`."""
         line = {"time": time.time(), "generation": run_folder.generation, "event": event, **what}
         self._kept.append(line)
-        # Events stay in memory while no process has published the directory, or while the disk is
+        # Events stay in memory if no process has published the directory yet, or if the disk is
         # full.
         with suppress(OSError):
             path = run_folder.run_directory() / FILE_NAME
@@ -36,7 +36,7 @@ class Journal:
 
 
 def read_journal(run: Path) -> list[JsonObject]:
-    """Return the events of a run's generations in order, or an empty list for a run without agent.
+    """Return the events of a run's generations in order, or [] for a run without an agent.
 
     Raises:
       RunError: the journal cannot be read.

@@ -21,7 +21,7 @@ MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "jaxdist-", ".held"
 YOUNG_SECONDS = 10.0
 """The age, in seconds, below which an unlocked folder is kept, because its agent may be about to
-lock it."""
+lock the folder."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RunFolder:
 
     @property
     def run(self) -> Path:
-        """The file with the path and the id of the run, which exists once they are known."""
+        """The file with the path and the id of the run, once a process has published them."""
         return self.folder / "run"
 
     def tell_run(self, run: Identity) -> None:
@@ -91,7 +91,7 @@ class RunFolder:
         return self.folder / f"notice_{self.generation}"
 
     def noticed(self) -> str | None:
-        """Return the preemption notice that a process has received, or None if there is none."""
+        """Return the preemption notice that a process has received, or None without a notice."""
         try:
             return self.notice.read_text(encoding="utf-8") or None
         except FileNotFoundError:
@@ -126,7 +126,7 @@ def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
 def new_folder() -> Iterator[Path]:
     """Create a folder that only this user can enter, and delete it when the context ends.
 
-    The folder is in memory on systems with /dev/shm. The function also deletes the folders of
+    On systems with /dev/shm, the folder is in memory. The function also deletes the folders of
     agents that were killed.
     """
     parent = MEMORY if MEMORY.is_dir() else None
@@ -138,15 +138,15 @@ def new_folder() -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Lock a folder while the context, or a process with its descriptor, lasts.
+    """Lock a folder while the context, or a process with the yielded descriptor, lasts.
 
-    Another agent does not delete a locked folder.
-
-    A process that receives the descriptor at its start (`pass_fds`) also keeps the lock.
+    Another agent does not delete a locked folder. A process that receives the descriptor at its
+    start (`pass_fds`) also holds the lock.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # The agent and its processes share this lock; `left_behind` tries to get an exclusive lock.
+        # The agent and its processes share this lock, while `left_behind` tries to get an exclusive
+        # lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
     finally:
@@ -154,10 +154,11 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def left_behind() -> list[Path]:
-    """Return this user's folders in memory that neither an agent nor its processes lock."""
+    """Return this user's folders in memory that no agent and no process of an agent locks."""
     found = []
     for folder in MEMORY.glob(f"{PREFIX}*"):
-        # An OSError skips folders of other users, deleted folders and locked folders.
+        # An OSError skips folders of other users, folders that were deleted, and folders that are
+        # locked.
         with suppress(OSError):
             descriptor = os.open(folder / LOCK, os.O_RDWR)
             try:

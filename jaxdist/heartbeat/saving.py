@@ -30,7 +30,7 @@ class Failures:
 
 
 def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Failures:
-    """Return the mean time between failures, and that of a recovery, from an agent's journal.
+    """Return the mean times between failures and of a recovery, from an agent's journal.
 
     Args:
       now: the current time, in seconds since 1970.
@@ -50,7 +50,7 @@ def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Fa
 
 @dataclass(frozen=True)
 class Interval:
-    """The interval between two saves.
+    """The interval between two saves, with the quantities from which it was computed.
 
     Attributes:
       steps: the number of steps between two saves.

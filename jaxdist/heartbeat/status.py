@@ -1,9 +1,9 @@
 """The status of each process of a run, in shared memory that the agent reads without messages.
 
-A thread writes heartbeats independently of the main thread. The heartbeats of a process that is
-stopped (SIGSTOP, a swapped-out machine) cease; those of a process that waits in a collective do
-not. Besides the current phase, the memory has a ring buffer of the main thread's last phases. This
-flight record outlives the process.
+A thread writes heartbeats independently of the main thread. If a process is stopped (SIGSTOP, a
+swapped-out machine), its heartbeats cease. If a process waits in a collective, its heartbeats
+continue. Besides the current phase, the memory has a ring buffer with the main thread's last
+phases. This flight record outlives the process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.account import Activity
 
 BEAT_SECONDS = 0.1
-"""The mean time between two heartbeats, in seconds. The times are random, so that the stops of a
-process that is stopped periodically cannot stay in phase with its heartbeats.
+"""The mean time between two heartbeats, in seconds. The times are random, so that a process that is
+stopped periodically cannot have all heartbeats between its stops.
 """
 LATE_SECONDS = 0.01
 """The delay, in seconds, above which a heartbeat is late, because the process did not run."""
@@ -100,8 +100,8 @@ class Phase:
 class Publisher:
     """The writer of the status of this process; a context manager.
 
-    To write a phase takes 1 us, and to write a heartbeat takes 20 us of a thread (`jaxdist bench
-    elastic`).
+    It takes 1 us to write a phase, and 20 us of a thread to write a heartbeat
+    (`jaxdist bench elastic`).
 
     Args:
       path: the path of the file in memory.
@@ -113,8 +113,8 @@ class Publisher:
 
     def __init__(self, path: Path, process: int) -> None:
         try:
-            # The file is filled with zeros. If it had a hole and memory were full, a later write
-            # would kill the process.
+            # The file is filled with zeros. If the file had a hole and memory were full, a later
+            # write would kill the process.
             path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
@@ -128,8 +128,8 @@ class Publisher:
         self._beats = self._late = 0
         self._over = threading.Event()
         self._thread = threading.Thread(
-            # The thread has a separate generator, since the global generator belongs to the user's
-            # code.
+            # The thread has a separate generator of random numbers, since the global generator
+            # belongs to the user's code.
             target=self._live,
             args=(random.Random(process),),
             name="status",
@@ -189,7 +189,7 @@ class Publisher:
         while True:
             seconds = BEAT_SECONDS * rng.uniform(0.5, 1.5)
             begun = time.monotonic()
-            # With `sleep`, `close` would have to wait until the next heartbeat.
+            # If the thread slept instead, `close` would have to wait until the next heartbeat.
             if self._over.wait(seconds):
                 return
             self._beats += 1

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from jaxdist.types import Json, JsonObject
 
 END_SECONDS = 10.0
-"""The seconds within which a child must exit after the end of its input."""
+"""The seconds within which a child must exit after its input has ended."""
 LAST_LINES = 15
 
 
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class PipedProcess(Protocol):
-    """The part of `subprocess.Popen` that a child needs of its process."""
+    """The methods of `subprocess.Popen` that a child's process must have."""
 
     pid: int
 
@@ -70,13 +70,14 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         try:
-            # `theirs` is closed in this process, or `_read` would not see the end of a dead child.
+            # `theirs` is closed in this process, since `_read` would otherwise not see the end of a
+            # dead child.
             with log.open("ab") as errors, theirs:
                 self.process = begin(theirs.fileno(), errors.fileno())
         except BaseException:  # The reader, which closes the socket at its end, has not started.
             self._socket.close()
             raise
-        # With a thread for each child, the parent can wait for all children in one queue.
+        # With a thread for each child, the parent can wait for all children with a single queue.
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
 
@@ -122,7 +123,7 @@ def end_together(children: Sequence[Child]) -> None:
     """End all children; kill children that are still alive after `END_SECONDS`."""
     for child in children:
         child.close_input()
-    # The deadline is common, since a wait for each child in turn could take as many times as long.
+    # The deadline is common, since separate waits for N children could take N times as long.
     deadline = time.monotonic() + END_SECONDS
     for child in children:
         child.end(deadline)
@@ -131,7 +132,7 @@ def end_together(children: Sequence[Child]) -> None:
 class Parent:
     """The connection of a child to its parent.
 
-    All other output of the child goes to its standard error.
+    All other output of the child is sent to its standard error.
     """
 
     def __init__(self) -> None:
@@ -157,7 +158,7 @@ class Parent:
 
 
 def input_lines() -> Iterator[bytes]:
-    """Yield the lines of standard input as they arrive, byte by byte: the lines must be short.
+    """Yield the lines of standard input as they arrive; each byte is a read, so use short lines.
 
     A thread that waits for a line of `sys.stdin` holds a lock, and Python aborts a process that
     ends meanwhile. This reader has no lock.
@@ -181,7 +182,7 @@ def send(stream: IO[bytes], what: Json) -> None:
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:
-    """Return the last lines of a log; an empty string if the log cannot be read."""
+    """Return the last lines of a log, or an empty string if the log cannot be read."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

@@ -31,7 +31,7 @@ _OPEN_MPI = (
 
 @dataclass(frozen=True)
 class Sighting:
-    """A scheduler's information about this process; a missing value is None.
+    """A scheduler's information about this process, in which a missing value is None.
 
     Attributes:
       scheduler: the name of the scheduler.
@@ -89,7 +89,7 @@ def _lacking(read: Environ, *names: str) -> str:
 def open_mpi(environ: Environ) -> Sighting | None:
     """Detect mpirun of Open MPI.
 
-    mpirun reports the host on which it runs: version 4 by an address, version 5 in the name of the
+    mpirun reports the host on which it runs: version 4 as an address, version 5 in the name of the
     job. Process 0 is on this host unless the user excluded the host from the job.
     """
     uri, job, size, rank = _OPEN_MPI
@@ -183,7 +183,7 @@ def tpu_pod(environ: Environ) -> Sighting | None:
 
 
 def skypilot(environ: Environ) -> Sighting | None:
-    """Detect SkyPilot, which starts one process on each node."""
+    """Detect SkyPilot, which starts a single process on each node."""
     ips, rank = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
     read = _read(environ, ips, rank)
     if not read:
@@ -224,7 +224,7 @@ def _attribute(server: str, name: str) -> str:
 
 
 def kubernetes(environ: Environ) -> Sighting | None:
-    """Detect a pod of an indexed Kubernetes job, which knows its number, but not its peers."""
+    """Detect a pod of an indexed Kubernetes job; the pod knows its number, but not its peers."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")

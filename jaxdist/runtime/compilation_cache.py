@@ -1,4 +1,4 @@
-"""A cache of compiled programs between runs, so that a run's second start compiles nothing.
+"""A cache of compiled programs between runs, so that the second start of a run compiles nothing.
 
 Programs that jax reads from the cache run as native code in this process. Therefore the directory
 must belong to this user, and no other user may write to it.
@@ -19,8 +19,8 @@ SETTINGS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""The settings with which jax keeps every program, even if the program compiles fast: a run needs
-all of its programs at the start."""
+"""The settings with which jax keeps every program, even a program that compiles fast, since a run
+needs all of its programs at the start."""
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The connection to the other processes: joining, dividing GPUs, stopping and failing together."""
+"""The connection to other processes: joining them, dividing GPUs, stopping and failing together."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def connected(
     """Join the peers for the block; do nothing in a process without peers.
 
     Within the block, jax handles SIGTERM as its preemption notice: call `preempted` at each step.
-    An error ends the process at once, because jax would wait for lost peers, or for peers that wait
-    for this process.
+    An error ends the process at once, because jax would otherwise wait for lost peers, or for peers
+    that wait for this process.
 
     Args:
       processes: the position of this process among its peers, or None for a process without peers.
@@ -56,7 +56,7 @@ def connected(
 
     Raises:
       RunError: the peers cannot be joined (the message names missing peers, or jax's reason), or
-        the GPUs of a node do not each have exactly one owner.
+        some GPU of a node does not have exactly one owner.
     """
     if processes is None:
         yield
@@ -69,7 +69,7 @@ def connected(
         code = report(_lost_peer(error, processes) or error)
         sys.stdout.flush()
         words.close()
-        # `sys.exit` would run jax's exit handlers, which wait for the other processes, which may
+        # `sys.exit` would run jax's exit handlers. They wait for the other processes, which may
         # wait for this process.
         os._exit(code)
 
@@ -83,7 +83,7 @@ def _who(index: int, count: int) -> str:
 
 
 def _lost_peer(error: BaseException, processes: Processes) -> RunError | None:
-    """Return an error that a user understands if jax reports a lost peer, or None for other errors.
+    """Return an error for the user if jax reports a lost peer, or None for any other error.
 
     jax reports a lost peer as the error of a collective. During the start of the devices, jax
     wraps the error of the lost connection in a `RuntimeError` ("Unable to initialize backend").

@@ -1,17 +1,17 @@
 """The preparation of the environment variables that jax reads once, before jax is imported.
 
 Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
-CPU thread pool must have at least two threads per fake device, or collectives can wait for a device
-whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sets the
-size of the pool. The timeout of a collective that waits for a lost peer must be shorter than its
-default of 30 minutes.
+CPU thread pool must have at least two threads per fake device. With fewer threads, a collective can
+wait for a device whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds);
+`NPROC` sets the size of the pool. The timeout of a collective that waits for a lost peer must be
+shorter than its default of 30 minutes.
 
 glibc reads another variable even earlier, when the process starts. XLA's CPU backend allocates its
-temporaries with malloc at each step and frees them afterwards, so that on Linux a training step can
-spend half of its time on page faults; glibc's huge pages reduce the faults by a factor of 512. By
-default glibc maps each block of more than 32 MiB separately. The tunables here make glibc take such
-blocks from its heap, where they are reused, and use a single heap, because all other heaps are
-limited to 64 MiB.
+temporaries with malloc at each step and frees them afterwards. On Linux, a training step can
+therefore spend half of its time on page faults; glibc's huge pages reduce the faults by a factor of
+512. By default, glibc maps each block of more than 32 MiB separately. The tunables here make glibc
+take such blocks from its heap, where they are reused. They also make glibc use a single heap,
+because all other heaps are limited to 64 MiB.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_xla_flags(text: str) -> dict[str, str | None]:
 
 
 def format_xla_flags(flags: dict[str, str | None]) -> str:
-    """Format flags: the inverse of `parse_xla_flags`."""
+    """Format flags as the text of XLA_FLAGS, which `parse_xla_flags` parses."""
     return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())
 
 
@@ -67,8 +67,8 @@ def plan_environment(
 
     Args:
       environ: the current environment.
-      fake_devices: the number of fake CPU devices; None leaves the device count unchanged, but a
-        count in XLA_FLAGS still gets its thread pool.
+      fake_devices: the number of fake CPU devices. None leaves the device count unchanged; if
+        XLA_FLAGS has a count, the thread pool is set for this count.
       collective_timeout_seconds: the timeout of collectives in seconds, unless XLA_FLAGS contains a
         timeout.
       idle_libtpu: the result of `has_idle_libtpu`.
@@ -95,8 +95,8 @@ def plan_environment(
 def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
     """Return whether libtpu is installed on a machine with neither TPU nor GPU.
 
-    Such an installation of libtpu serves to compile ahead of time; as a backend, libtpu would only
-    print that there is no TPU.
+    Such an installation of libtpu serves to compile ahead of time. As a backend, this libtpu would
+    only report that there is no TPU.
     """
     nodes = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
     present = any(any(devices.glob(name)) for name in nodes)
@@ -160,7 +160,7 @@ def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
     present = environ.get("GLIBC_TUNABLES", "")
     pairs = [pair.partition("=") for pair in present.split(":") if pair]
     given = {name: value for name, _, value in pairs}
-    # The user's values come last, so that they win.
+    # The user's values come last, so that they take precedence.
     planned = ":".join(f"{name}={value}" for name, value in {**MALLOC_TUNABLES, **given}.items())
     return planned if planned != present else None
 

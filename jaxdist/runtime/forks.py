@@ -1,7 +1,7 @@
 """A fork server: processes forked from a process that has already imported everything.
 
-The imports that training needs take seconds of a core for each process; a fork takes milliseconds
-and shares the memory. The server has no threads of its own and has started no backend, so its forks
+The imports that training needs take each process seconds of a core. A fork takes milliseconds and
+shares the memory. The server has no threads of its own and has started no backend, so its forks
 behave as if they had imported everything themselves. The server answers on its standard input,
 which is a socket.
 """
@@ -27,8 +27,8 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""The signals that a scheduler sends to all processes of a job; the server leaves them to the agent
-and to the forked processes."""
+"""The signals that a scheduler sends to all processes of a job. The server blocks them; the agent
+and the forked processes handle them."""
 MOST_FILES = 8
 POLL_SECONDS = 0.01
 
@@ -55,8 +55,8 @@ class ForkServer:
         self.close()
         self._channel, theirs = socket.socketpair()
         with theirs, self._log.open("ab") as errors:
-            # The server has its own session, so that only the caller passes signals of the terminal
-            # on.
+            # The server has a separate session, so that signals of the terminal reach it only
+            # through the caller.
             self._process = subprocess.Popen(
                 python_module(self._module),
                 stdin=theirs.fileno(),
@@ -66,7 +66,7 @@ class ForkServer:
             )
 
     def fork(self, files: Sequence[int]) -> int:
-        """Fork a process, and return when the process exists.
+        """Fork a process, and return its id as soon as the process exists.
 
         Args:
           files: the descriptors of the new process's standard input and standard error, and any
@@ -143,7 +143,8 @@ class ForkServer:
         if not told:
             self.close()
             return False
-        # A stream has no message boundaries: the rest of the last line may come with the next call.
+        # A stream has no message boundaries, so the rest of the last line may arrive with the next
+        # call.
         *lines, self._rest = (self._rest + told).split(b"\n")
         for one in map(json.loads, lines):
             if "code" in one:
@@ -232,13 +233,14 @@ def await_fork() -> bool:
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
     """Make a forked process independent of the server."""
-    # The process gets its own session, so that `killpg` reaches exactly what the process starts.
+    # The process gets a separate session, so that `killpg` reaches exactly the processes that it
+    # starts.
     os.setsid()
     os.dup2(files[0], 0)
     os.dup2(files[1], 2)
     _close([*files[:2], *woken])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Pending signals are delivered here, so this comes last, when the process is independent.
+    # Pending signals are delivered here, so this step is the last: the process is now independent.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 

@@ -1,11 +1,11 @@
 """A query of the GPU driver for the visible devices, in the order of jax's device numbers.
 
-`jaxdist.runtime.gpus` runs this file by its path in a separate process, so that the caller survives
-a driver that hangs or crashes, and so that CUDA is not initialized in a process that forks later.
+`jaxdist.runtime.gpus` runs this file by its path in a separate process. The caller therefore
+survives a driver that hangs or crashes, and CUDA is not initialized in a process that forks later.
 The file imports only the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
 ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so this file parses none
 of them. The program prints a JSON object with `gpus`, a unique name of each GPU, and `problem`, a
-text, which is empty on success.
+text that is empty on success.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cuda(library: Any) -> list[str]:
         raise DriverError(f"cuInit answers with error {code}")
     count, device, found = ctypes.c_int(), ctypes.c_int(), []
     _asked(library, "cuDeviceGetCount", ctypes.byref(count))
-    # Version 2 identifies the instance of a GPU that MIG splits, version 1 only the whole GPU.
+    # Version 2 identifies an instance of a GPU that MIG splits; version 1 identifies only the GPU.
     name = "cuDeviceGetUuid_v2" if hasattr(library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     for index in range(count.value):
         uuid = (ctypes.c_ubyte * 16)()

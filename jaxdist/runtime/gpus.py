@@ -1,10 +1,10 @@
 """The division of a node's visible GPUs among the processes of the node.
 
-By default jax takes all visible GPUs, or under Slurm or Open MPI the GPU with the number of the
-process within its node. Neither choice is right in general: several processes may see the same
-GPUs, or a scheduler may have confined each process to its own GPUs, which then have the numbers 0,
-1, ... Every process therefore asks the driver for the identities of the GPUs that it sees, process
-0 divides the GPUs (`divide_gpus`), and each process passes its share to jax.
+By default, jax takes all visible GPUs. Under Slurm or Open MPI, jax takes the GPU with the number
+of the process within its node. Neither choice is right in general: several processes may see the
+same GPUs, or a scheduler may have confined each process to some GPUs, which then have the numbers
+0, 1, ... Every process therefore asks the driver for the identities of the GPUs that it sees,
+process 0 divides the GPUs (`divide_gpus`), and each process passes its share to jax.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _has_driver(platforms: Iterable[str]) -> bool:
 
 
 def _query(one: str) -> dict[str, Any]:
-    # Isolated and without site-packages (-I -S), which the query does not need, it starts sooner.
+    # With -I and -S, Python is isolated and skips site-packages, which the query does not need, so
+    # that it starts sooner.
     command = [sys.executable, "-I", "-S", gpu_query.__file__, one]
     try:
         done = subprocess.run(
@@ -180,7 +181,7 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
     (2, None)
     """
     step = environ.get("SLURM_STEP_GPUS", "")
-    # SLURM_GPUS_ON_NODE comes later, because it may be inherited from the batch script, which has
+    # SLURM_GPUS_ON_NODE comes later, because a step may inherit it from the batch script, which has
     # all GPUs of the job.
     if step and all(part.isdigit() for part in step.split(",")):
         return len(step.split(","))
@@ -193,8 +194,8 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
 def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     """Return the GPUs that each process owns, so that each GPU has exactly one owner.
 
-    Processes that see the same GPUs share the GPUs evenly, in the order of the processes. A process
-    that sees GPUs which no other process sees owns all of these GPUs. The user's choice by
+    Processes that see the same GPUs share them evenly, in the order of the processes. If a process
+    sees GPUs that no other process sees, it owns all of these GPUs. The user's choice by
     JAX_LOCAL_DEVICE_IDS is respected.
 
     Args:
@@ -233,7 +234,7 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
 
 
 def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shares of the processes `members`, which see the same GPUs."""
+    """Return the shares of the processes `members`, which all see the same GPUs."""
     gpus, machine = seen[members[0]].gpus, seen[members[0]].machine
     chosen = [seen[index].chosen for index in members]
     if any(one is not None for one in chosen):
@@ -248,7 +249,8 @@ def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...
     shares = []
     for position, index in enumerate(members):
         mine = gpus[position * each : (position + 1) * each]
-        # The numbers must be those of the process: it may see the same GPUs in another order.
+        # The numbers must be in the order of the process, which may see the same GPUs in another
+        # order.
         shares.append(tuple(seen[index].gpus.index(name) for name in mine))
     return shares
 
@@ -270,7 +272,7 @@ def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
 
 
 def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> None:
-    """Refuse a GPU with two owners, and a node whose GPUs from the scheduler are not all owned."""
+    """Refuse a GPU with two owners, and a node on which GPUs from the scheduler have no owner."""
     owners: dict[str, int] = {}
     for index, (one, share) in enumerate(zip(seen, shares, strict=True)):
         for number in share:

@@ -34,7 +34,7 @@ from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
 CHIPLET_LINKS = 6
-"""The assumed bandwidth between the two devices of a chip, in links of the torus; with this
+"""The assumed bandwidth between the two devices of a chip, in links of the torus. With this
 bandwidth, the connection is never the bottleneck."""
 
 
@@ -215,8 +215,8 @@ _KINDS = (
     ("h200", "h200"),
     ("cpu", "cpu"),
 )
-"""The substrings of `device_kind` in lower case, with short names; more specific substrings
-first."""
+"""Pairs of a substring of `device_kind`, in lower case, and a short name. The first substring that
+occurs counts, so more specific substrings come first."""
 
 
 def find_device(kind: str) -> Device | None:

@@ -1,9 +1,9 @@
 """A filter of standard error, whose last line explains to the user why the process ended.
 
 When a peer is lost, jax and gloo end this process from C++, with log lines and a stack, and no
-Python code runs any more. Another small process therefore holds the real standard error and passes
-on everything except the log of the coordination between processes. If that log reported that the
-process must end, and the process gave no reason itself, the filter adds a last line.
+Python code runs afterwards. Another small process therefore holds the real standard error and
+passes on everything except the log of the coordination between processes. If that log reported that
+the process must end, and the process gave no reason itself, the filter adds a last line.
 
 The other process runs this file as its program, so the file imports only the standard library.
 """
@@ -98,7 +98,7 @@ class StandardError:
     def __init__(self, who: str, coordinator: str) -> None:
         sys.stderr.flush()
         reader, writer = os.pipe()
-        # The filter has its own session, so that it outlives a Ctrl-C or a hangup that ends this
+        # The filter has a separate session, so that it outlives a Ctrl-C or a hangup that ends this
         # process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, who, coordinator],

@@ -15,7 +15,7 @@ name, which is field 2."""
 def begun(stat: Path = _STAT) -> int:
     """Return the value that `time.perf_counter_ns` had when this process started.
 
-    The value is accurate to a hundredth of a second, the resolution on Linux; a process that
+    The value is accurate to a hundredth of a second, the resolution on Linux. A process that has
     replaced itself (exec) counts as the same process. On a system that does not provide the start
     time, the result is the current time.
     """

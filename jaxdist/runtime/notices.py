@@ -1,7 +1,7 @@
 """The sources of preemption notices, which announce that this machine will be taken away.
 
-A source waits in its own thread; the first notice stops the run as a signal does: at the next step
-boundary, with a checkpoint. Signals are not sources here: `Termination` handles signals.
+A source waits in a separate thread; the first notice stops the run as a signal does: at the next
+step boundary, with a checkpoint. Signals are not sources here: `Termination` handles signals.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from jaxdist.config.schema import Config, FilePath
 GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
 QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
-"""The seconds after which a request that waits for a change is repeated, and the seconds after
-which a failed request is repeated."""
-# A proxy cannot reach the metadata server, which only the machine itself can reach.
+"""QUESTION_SECONDS: the seconds after which a request that waits for a change is repeated.
+AGAIN_SECONDS: the seconds after which a failed request is repeated.
+"""
+# The metadata server can only be reached from this machine, and not through a proxy.
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -49,7 +50,7 @@ class FileNotice:
         self.path, self.name, self._seconds = path, f"{path} has appeared", seconds
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait until the file exists, as `Notice.wait` does."""
+        """Wait until the file exists; see `Notice.wait`."""
         while not over.is_set():
             if self.path.exists():
                 return True
@@ -75,7 +76,7 @@ class MetadataNotice:
         self._url, self._say, self._failed = url, say, False
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait for the notice, as `Notice.wait` does, but complete a request in progress first."""
+        """Wait for the notice; once `over` is set, return after the request in progress."""
         url = self._url
         while not over.is_set():
             answer = self._asked(url)

@@ -1,10 +1,10 @@
 """A rendezvous of a program's processes before jax connects them, with readable messages.
 
 jax waits for its peers silently, and ends the process from C++ after a timeout. The processes
-therefore connect here first, on the same address: process 0 listens, the others connect, each sends
-a line with its data, and process 0 answers each with a decision. When all have connected, process 0
-closes the port, so that jax can open it. A client that is not a process of this program is
-rejected.
+therefore connect here first, on the same address. Process 0 listens, and each of the other
+processes connects and sends a line with its data. When all of them have connected, process 0
+answers each with a decision, and closes the port, so that jax can open it. A client that is not a
+process of this program is rejected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Decide = Callable[[Sequence[Json]], Sequence[Json]]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of this machine that was free a moment ago.
+    """Return a port of this machine that was free at the time of the call.
 
     Args:
-      host: the address of this machine, or an empty string for all its addresses.
+      host: the address of this machine, or an empty string for all addresses of the machine.
     """
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -165,7 +165,7 @@ def _gather(
             newcomer = None
             with suppress(TimeoutError):
                 newcomer, _ = server.accept()
-            # A process that was restarted during the wait connects again with the same number: its
+            # A process that was restarted during the wait connects again with the same number. Its
             # first connection must not block the second.
             for index in [index for index, peer in came.items() if _is_gone(peer)]:
                 came.pop(index).close()
@@ -207,7 +207,7 @@ def _listen(bind: str) -> socket.socket:
 def _admit(
     peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
 ) -> None:
-    """Keep the connection if it is from a process of the program, and reject it otherwise."""
+    """Keep the connection if it is from a process of the program; otherwise reject it."""
     peer.settimeout(_HELLO_SECONDS)  # A stranger may connect and send nothing.
     hello = _HELLO.fullmatch(_line(peer))
     if hello is None:
@@ -242,8 +242,8 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         try:
             with socket.create_connection(address, timeout=_RETRY_SECONDS * 10) as peer:
                 _send(peer, f"jaxdist {who} {json.dumps(told)}")
-                # Process 0 names the missing processes when its own time limit is reached: the
-                # limit here must be longer, or it might be reached first.
+                # Process 0 names the missing processes when its time limit is reached. The limit
+                # here must be longer, since otherwise it could be reached first.
                 peer.settimeout(wait.seconds + _RETRY_SECONDS * 10)
                 answer = _line(peer).decode(errors="replace").strip()
         except OSError as error:
@@ -282,7 +282,7 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
 
 
 def _line(peer: socket.socket) -> bytes:
-    """Read a line; return a part of the line if it is too long, too slow or cut short."""
+    """Read a line; if the line is too long, too slow or cut short, return only a part of it."""
     found = b""
     with suppress(OSError):
         while not found.endswith(b"\n") and len(found) < _LINE_BYTES:

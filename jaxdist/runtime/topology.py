@@ -1,6 +1,7 @@
 """The devices of a TPU topology, for which a program can be compiled without a TPU.
 
-libtpu describes, and compiles for, any topology on any Linux machine; only a run needs the chips.
+libtpu describes any topology, and compiles for it, on any Linux machine; only a run needs the
+chips.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
 class Topology:
     """A slice of a TPU family, with the shape of its torus of chips.
 
-    A topology is always a single slice: several slices communicate through their hosts, which no
-    compiled program shows.
+    A topology is always a single slice: several slices communicate through their hosts, which a
+    compiled program does not show.
     """
 
     family: str
@@ -150,7 +151,7 @@ def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
 def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return, for each dim of a slice, whether the ends of the dim are joined to a ring.
 
-    The difference matters, since libtpu compiles other programs for lines than for rings: for
+    The difference matters, since libtpu compiles for lines other programs than for rings. For
     lines, there is no all-gather along all dims at once, but an all-reduce of zeros around a shard.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))

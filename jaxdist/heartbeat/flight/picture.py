@@ -77,7 +77,7 @@ def flight_figure(record: JsonObject) -> Figure:
 
 
 def _shown(processes: Sequence[JsonObject]) -> tuple[float, float]:
-    """Return the first and the last second to show, without most of a long last phase."""
+    """Return the first and the last second to show; most of a long last phase is cut off."""
     rows = [one["phases"] for one in processes if one["phases"]]
     if not rows:
         return -1.0, 0.0

@@ -1,7 +1,7 @@
-"""The recorder of an agent, which reports slow processes and writes a record of each failure.
+"""The recorder of an agent, which reports slow processes and records each failure.
 
-RUN/flight_3.json      each process's last phases when generation 3 failed or was stuck
-RUN/flight_3.png       a picture of this record, drawn once the next generation takes steps
+RUN/flight_3.json      each process's last phases before generation 3 failed or was stuck
+RUN/flight_3.png       a picture of this record, drawn after the next generation takes steps
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOK_SECONDS = 5.0
 consecutive checks is reported.
 """
 DRAW_SECONDS = 60.0
-"""The longest time, in seconds, for which the agent waits for a picture before it exits."""
+"""The longest time, in seconds, for which the agent waits for a picture before the agent exits."""
 
 
 class Recorder:
@@ -101,8 +101,8 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the records that are not written yet, if the run directory is known."""
-        # The next call tries again if no process has published the directory, or if the disk is
-        # full.
+        # If no process has published the directory, or if the disk is full, the next call tries
+        # again.
         with suppress(OSError):
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
@@ -119,7 +119,7 @@ class Recorder:
         self._begin_drawing()
 
     def close(self) -> None:
-        """Draw the last pictures; return when they are finished, or have taken too long."""
+        """Draw the last pictures; return when they are finished or `DRAW_SECONDS` have passed."""
         self._write()
         self._end_drawing()
         self._begin_drawing()
@@ -154,8 +154,8 @@ class Recorder:
 def record_name(record: JsonObject) -> str:
     """Return the name of the file of a record.
 
-    The name has the number of the record's first process, unless the number is 0, since each
-    machine writes a file for its processes.
+    The name has the number of the record's first process, unless the number is 0. Each machine
+    writes a file about its processes, so the names must differ.
 
     >>> record_name({"generation": 3, "processes": [{"process": 2}]})
     'flight_3_from_2.json'

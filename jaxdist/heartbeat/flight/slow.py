@@ -1,20 +1,21 @@
-"""The detection of a slow process that delays the others, from the statuses of all processes.
+"""The detection of a slow process, which delays the other processes, from all statuses.
 
-Processes that take every step together have the same step time. The step time therefore does not
-show which process is slow. Three measures do, and the first measure gives the most information:
+Processes that take every step together have the same step time, so the step time does not show
+which process is slow. Three measures show it; the first measure gives the most information:
 
 1. The first measure is the main thread's time outside its wait for the devices: input, dispatch,
-copies, hooks. A process that spends more time outside the wait starts its step later than the
-others.
+copies, hooks. A process that spends more time outside the wait starts its step later than the other
+processes.
 
 2. The second measure is the share of a process's heartbeats that were late because the process did
 not run (stopped periodically, starved). The thread of the heartbeats wakes at random moments. This
 share therefore estimates the share of time in which the process did not run. The estimate is a
 lower bound, because the end of each stop is not counted.
 
-3. The third measure is how often a process is the last to finish a step, and by how much time. The
-others wait at least this time in the next collective; the measure cannot show how much slower the
-devices are. The measure compares times of one clock, so it compares only processes of one machine.
+3. The third measure is how often a process is the last to finish a step, and with how much delay.
+The other processes wait at least for this delay in the next collective; the measure cannot show how
+much slower the devices are. The measure compares times of one clock, so it compares only processes
+of the same machine.
 
 A device that is slow only within a collective, which slows all devices alike, is not detected.
 """
@@ -60,10 +61,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class Slow:
-    """A slow process, and the measure that shows that it is slow.
+    """A slow process, and the measure that shows that the process is slow.
 
     Attributes:
-      ratio: the process's time divided by the median time of the other processes.
+      ratio: the time of the process divided by the median time of the other processes.
       why: the measure that shows the slow process, with the measured numbers.
       step: the last step on which the measure is based.
       least: whether the ratio is only a lower bound.
@@ -115,8 +116,8 @@ def _done(phases: Sequence[Phase]) -> dict[int, int]:
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:
-            # Only the first wait of a step counts: after a wait that an error ends, the number of
-            # the step stays the same.
+            # Only the first wait of a step counts, because after a wait that an error ends, the
+            # number of the step stays the same.
             found.setdefault(one.step, one.end)
     return found
 
