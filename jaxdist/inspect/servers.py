@@ -37,7 +37,7 @@ class ServerCost:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """A worker's part of a step with parameter servers, which is compiled as a program.
+    """The part of a step that a worker computes with parameter servers, as a compiled program.
 
     Attributes:
       program: the worker's program.

@@ -15,7 +15,7 @@ def checked_block(block: int) -> int:
     The number must be a multiple of 8, so that the bits of a block's elements fill whole bytes.
 
     Raises:
-      ValueError: the block is not a multiple of 8 from 8 to 2^20.
+      ValueError: the number is not a multiple of 8, or is outside of the range from 8 to 2^20.
     """
     if block % BITS or not 8 <= block <= 2**20:
         raise ValueError(

@@ -98,7 +98,7 @@ class Order:
 
 
 def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
-    """Return a tree behind a barrier, between the code that computes it and the code that uses it.
+    """Return a tree behind a barrier, between the code that computes the tree and later code.
 
     Args:
       tree: the tree.

@@ -41,7 +41,7 @@ class TrainStage:
 
 
 class StepHooks(Hooks, Protocol):
-    """The callbacks between the steps of a run that can be asked to stop."""
+    """The callbacks between the steps of a run, with a method that reports a request to stop."""
 
     stopped: bool
     """Whether a boundary has ended the run."""
