@@ -274,8 +274,8 @@ def replay(
 ) -> None:
     """Repeat a run with parameter servers, in the order in which its servers received messages.
 
-    The command prints whether the servers' last saved state is reproduced to the bit. If not, the
-    exit code is 1.
+    The command prints whether the servers' last saved state is reproduced to the bit. The exit code
+    is 1 if the state differs.
     """
     shared.prepare_run(run, [], devices)
     from jaxdist.commands.replay import replay as again

@@ -69,8 +69,8 @@ class Dataset:
       fields: the number of ids of each categorical field, by name, in the order of the columns of
         `ids`, or None without such fields.
       baselines: a function that returns, by name, the losses of simple models on the held-out
-        split, in nats per token. It may take seconds, so it is called only if a result is compared
-        with it.
+        split, in nats per token. The function may take seconds, so it is called only if a result is
+        compared with these losses.
       unchecked: the names of fields that may hold NaN, infinity, or values out of range.
     """
 

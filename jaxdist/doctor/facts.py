@@ -142,7 +142,7 @@ def probe_backend(
 ) -> Backend:
     """Start jax in a separate process, and return the devices that it finds.
 
-    If the process crashes or does not end in time, the result has this as its `problem`.
+    If the process crashes or does not end in time, the `problem` of the result describes that.
     """
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
@@ -175,7 +175,7 @@ def look_at(path: Path) -> Folder:
 def _own_requirements() -> tuple[str, dict[str, str]]:
     """Return the versions of Python and of packages that the installed jaxdist requires.
 
-    Both are empty if jaxdist is not installed as a package.
+    Both results are empty if jaxdist is not installed as a package.
     """
     try:
         own = importlib.metadata.metadata("jaxdist")

@@ -82,9 +82,9 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
 def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
     """Return the number of layers in each chunk of several stacks.
 
-    The number divides the number of layers of the stacks, which have equally many layers. This is
-    the largest divisor for which the layers of a chunk have at most `chunk_bytes` over all stacks.
-    If even a single layer is larger, the number is 1.
+    The number divides the number of layers of the stacks, which have equally many layers. The
+    number is the largest divisor for which the layers of a chunk have at most `chunk_bytes` over
+    all stacks. If even a single layer is larger, the number is 1.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)

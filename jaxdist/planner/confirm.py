@@ -42,7 +42,7 @@ class Confirmed:
         program.
       note: a sentence on the figures that are not from the program, or an empty string.
       compile_seconds: the time of the compilation, in seconds.
-      laid_out: whether the compiler was asked only for memory. If so, `seconds` is from the
+      laid_out: whether the compiler was asked only for memory. In that case, `seconds` is from the
         formula, and `mfu`, `sent_bytes` and `compile_seconds` are missing.
     """
 

@@ -154,8 +154,8 @@ class Decoder:
         """Return the FLOPs of a step in both passes, without recomputation.
 
         Args:
-          masked: whether products that the causal mask discards count. If not, half of attention's
-            products count.
+          masked: whether products that the causal mask discards count. If false, half of
+            attention's products count.
         """
         attention = self.attention_flops * (1.0 if masked else 0.5)
         return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)

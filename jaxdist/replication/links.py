@@ -22,8 +22,8 @@ class CopyLink(KeptSession):
     """A session with a follower; if the session ends, a thread opens another.
 
     Args:
-      opened: the function that is called with the link when a session begins. It must send the
-        entries without an answer again.
+      opened: the function that is called with the link when a session begins. The function must
+        send the entries without an answer again.
       copied: the function that is called with each answer of the follower.
     """
 

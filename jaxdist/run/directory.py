@@ -126,7 +126,7 @@ def take_directory(
     knows its run passes `run`; all other runs under these names are then ignored.
 
     Args:
-      named: whether the user named the directory. If so, a live run in the directory is an error,
+      named: whether the user named the directory. If true, a live run in the directory is an error,
         instead of a reason to try the next name.
       resume: whether to continue the run that has begun; a new run begins if there is none.
       say: the function that is called with a line about each other run that is found.

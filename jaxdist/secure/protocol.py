@@ -1,8 +1,8 @@
 """The protocol of a round of secure aggregation, for the clients and the server.
 
 The protocol is from section 4 of Bonawitz et al., "Practical secure aggregation for federated
-learning on user-held data" (arXiv 1611.04482). It protects the vectors from a server that follows
-the protocol, but examines everything that it receives. Every round has new keys.
+learning on user-held data" (arXiv 1611.04482). The protocol protects the vectors from a server that
+follows the protocol, but examines everything that it receives. Every round has new keys.
 
 1. Each client u sends two public keys (`SecureClient.keys`), and the server sends the roster of all
    keys to every client.

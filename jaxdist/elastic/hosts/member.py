@@ -122,7 +122,8 @@ class Membership:
         """Report that the processes of this host are gone.
 
         Args:
-          stuck: whether a process was stuck. If so, this host asks to be left out for a while.
+          stuck: whether a process was stuck. After a stuck process, this host asks to be left out
+            for a while.
         """
         with self._lock:
             if stuck:

@@ -1,7 +1,7 @@
 """The lookup of a batch's rows in a table on one device, in a split table, or in pulled rows.
 
 Dims: B batch, F fields, D width. Each of N devices has b examples, n = b F ids, and r rows of the
-table. It may request c ids from every other device.
+table. A device may request c ids from every other device.
 """
 
 from __future__ import annotations

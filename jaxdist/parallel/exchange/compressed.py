@@ -1,8 +1,8 @@
 """The exchanges that send gradients as messages of a codec, with error feedback.
 
 Messages are sent over all axes of the batch, or only over the slow network if the data axis is
-split over two networks. In the second case gradients are first summed without compression inside
-the fast network, and each device sends only its shard of the sums.
+split over two networks. If messages cross only the slow network, gradients are first summed without
+compression inside the fast network, and each device sends only its shard of the sums.
 """
 
 from __future__ import annotations

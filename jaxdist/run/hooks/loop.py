@@ -265,8 +265,8 @@ class Snapshot(LoopHook):
     """A hook that takes a snapshot when due, unless an earlier hook has saved the state.
 
     Attributes:
-      lasts: whether the snapshots are on a disk. If so, only a checkpoint after the same step makes
-        a snapshot unnecessary. Otherwise another snapshot after this step does too.
+      lasts: whether the snapshots are on a disk. If true, only a checkpoint after the same step
+        makes a snapshot unnecessary. Otherwise another snapshot after this step does too.
     """
 
     cadence: Cadence

@@ -41,8 +41,8 @@ def load_params(program: Program, leaves: list[Leaf]) -> Params:
 
     Adapters are not loaded, since a downloaded model has none.
 
-    During the load, a process needs host memory for the shards of its devices. It also needs memory
-    for the largest tensor, or for the largest shard if that is larger.
+    During the load, a process needs host memory for the shards of its devices. The process also
+    needs memory for the largest tensor, or for the largest shard if that is larger.
     """
     return _loaded(_divided(program, program.state_shapes.params)[0], leaves, "")
 

@@ -1,8 +1,8 @@
 """Save intervals that a run chooses itself while it trains.
 
 The interval only determines when states are saved, so no loss or metric depends on it. Process 0
-measures and chooses. It broadcasts the choice at a save, where all processes have to synchronize
-anyway.
+measures and chooses. Process 0 broadcasts the choice at a save, where all processes have to
+synchronize anyway.
 """
 
 from __future__ import annotations
