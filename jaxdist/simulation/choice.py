@@ -32,11 +32,11 @@ MODELS: Mapping[str, ConsistencyConfig] = {
 }
 """The consistency models that are compared, the strictest first."""
 PLAYED_BYTES = 2**19
-"""The largest number of bytes of a simulated model. Larger models and their links are scaled down
-by the same factor, so that times are unchanged."""
+"""The largest number of bytes of a simulated model. If a model is larger, the model and its links
+are scaled down by the same factor, so that times are unchanged."""
 PLAYED_STEPS = 24
-"""The number of steps that fit into the time of a simulation, by an upper estimate of a step's
-time."""
+"""The number of steps that fit into the time of a simulation, if each step takes its estimated
+time; the estimate is an upper bound."""
 CLEAR = 0.95
 """An exchange is rejected if the fastest exchange takes less than this fraction of the rejected
 exchange's time."""
@@ -78,7 +78,7 @@ class ChoiceConfig(Config):
 
 @dataclass(frozen=True)
 class Speeds:
-    """A distribution of the workers' step times.
+    """A distribution of the step times of the workers.
 
     Attributes:
       slowest: the factor on the step time of a single worker.
@@ -108,7 +108,7 @@ class Choice:
 
     @property
     def take(self) -> str:
-        """The strictest exchange that is nearly as fast as the fastest (see `CLEAR`)."""
+        """The strictest exchange that is nearly as fast as the fastest exchange (see `CLEAR`)."""
         fastest = min(self.seconds.values())
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
 
@@ -116,7 +116,9 @@ class Choice:
 def run_choice(
     settings: Sequence[str], *, json_file: Path | None = None, console: Console
 ) -> list[Choice]:
-    """Print and write recommendations, and return them; the same settings give the same numbers.
+    """Print and write recommendations, and return them.
+
+    The same settings give the same numbers.
 
     Args:
       settings: the path of a YAML file of `ChoiceConfig`, which may be left out, then `key=value`
@@ -148,10 +150,8 @@ def choice_rows(config: ChoiceConfig) -> Iterator[Choice]:
 def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds) -> float:
     """Return the time of a step that ends in an all-reduce of whole gradients.
 
-    If workers touch only a part of the parameters, an all-gather of the gradients of this part is
-    used if it is faster.
-
-    No communication overlaps with the backward pass.
+    If workers touch only a part of the parameters, and an all-gather of this part's gradients is
+    faster, the all-gather is used instead. No communication overlaps with the backward pass.
     """
     link = hardware.Link(config.latency_seconds, gbits * 1e9 / 8)
     levels = [Level(config.workers, link)]
@@ -159,7 +159,8 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
     if touched < 1:
         gathered = config.workers * touched * config.parameter_bytes
         exchanges.append(predict_seconds(XLA, "all_gather", gathered, levels))
-    # Each step waits for its slowest worker, so the maximum comes before the mean.
+    # Each step waits for its slowest worker, so the maximum over workers comes before the mean over
+    # steps.
     draws = np.random.default_rng(0).lognormal(0.0, speeds.noise, (4096, config.workers))
     draws[:, 0] *= speeds.slowest
     return float(draws.max(axis=1).mean()) * config.step_seconds + min(exchanges)
@@ -185,7 +186,7 @@ def server_seconds(
     cluster = Cluster(
         workers=config.workers, servers=config.servers, consistency=model, simulation=script
     )
-    # The estimate of a step's time is high, so that the simulation contains at least two steps.
+    # The estimate of a step's time is high, so the simulation contains at least two steps.
     exchange = 2 * size * (config.workers / config.servers + 1) / rate
     most = max(own) * (1 + 2 * speeds.noise) + exchange
     return step_seconds(cluster, int(scale * size / 4), PLAYED_STEPS * most)

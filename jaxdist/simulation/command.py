@@ -31,8 +31,8 @@ class SimulationResult:
 
     Attributes:
       caption: a sentence about the model, its data and the cluster.
-      targets: the target loss of each seed, to which the time of a run is measured.
-      rows: the runs of each variant; the first variant is the baseline of the others.
+      targets: for each seed, the loss to which the time of a run is measured.
+      rows: the runs of each variant; the other variants are compared with the first.
     """
 
     caption: str
@@ -93,7 +93,7 @@ def run_simulation(
     found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
     experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}
     check_alike(experiments)
-    # An unwritable file is refused here, before a simulation that may take long.
+    # A file that cannot be written is refused here, before a simulation that may take long.
     check_writable(plot, json_file)
     compilation_cache.enable(cache_directory() / "compiled")
     first = experiments[found[0]]
@@ -120,7 +120,7 @@ def _rows(
 ) -> tuple[SimulatedVariant, ...]:
     """Return a row for each variant.
 
-    The outer loop is over seeds, so that the variants share a seed's data and programs.
+    The outer loop is over seeds, so that all variants of a seed use the same data and programs.
     """
     simulator = Simulator()
     reports: dict[Variant, list[Report]] = {variant: [] for variant in variants}

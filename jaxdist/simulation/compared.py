@@ -12,7 +12,7 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 TOLERANCE = 0.01
-"""The fraction by which the default target is above the first variant's last loss."""
+"""The fraction by which the default target exceeds the first variant's last loss."""
 
 
 Targets = tuple[float, ...]
@@ -58,7 +58,7 @@ class SimulatedVariant:
 
 
 def default_targets(first: SimulatedVariant) -> Targets:
-    """Return for each seed a loss 1% above the first variant's last loss."""
+    """Return, for each seed, a loss that is 1% above the first variant's last loss."""
     return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
 
 

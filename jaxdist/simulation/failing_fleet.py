@@ -1,6 +1,6 @@
 """A simulation of a fleet whose devices fail: the share of useful work in the fleet's time.
 
-All devices work together, so one failure stops all of them. Failures are random, at a constant
+All devices work together, so a single failure stops all of them. Failures are random, at a constant
 rate. Work is saved in up to two tiers. Snapshots are frequent and stay in the memory of a host,
 with a replica in the memory of another host. Checkpoints on disk are less frequent. A failure loses
 the work since the last save. With a given probability, a failure destroys both copies of a
@@ -90,7 +90,8 @@ class FleetConfig(Config):
         """The seconds of work between checkpoints on disk when there are snapshots too."""
         if self.checkpoint_every_seconds is not None:
             return self.checkpoint_every_seconds
-        # A chance of zero would need no checkpoints: the interval is then the length of the run.
+        # With a chance of zero, no checkpoints are needed: the interval is then the length of the
+        # run.
         needed = max(self.both_copies_lost, 1e-9)
         longest = self.days * intervals.DAY_SECONDS
         return min(intervals.young(self.checkpoint_seconds, self.mttf / needed), longest)
@@ -102,8 +103,8 @@ class Saves:
 
     Attributes:
       every: the seconds of work between two saves.
-      disk: the number of saves from one checkpoint on disk to the next. The other saves are
-        snapshots, and 1 means no snapshots.
+      disk: the number of saves from one checkpoint on disk to the next. The saves between them are
+        snapshots; 1 means that there are no snapshots.
     """
 
     every: float
@@ -115,7 +116,8 @@ class Simulated:
     """The results of all runs with the same saves.
 
     Attributes:
-      seconds: the time by kind, float64 [runs]; the kinds add up to the length of a run.
+      seconds: the time by kind, float64 [runs]; the times of all kinds add up to the length of a
+        run.
       failures: the number of failures, int64 [runs].
     """
 
@@ -157,7 +159,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
 
 def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
-    """Simulate a fleet with each of the given saves, against the same failures.
+    """Simulate a fleet with each of the given kinds of saves; all kinds meet the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.
     """
@@ -219,7 +221,7 @@ class _State:
         self.seconds[Activity.LOST_WORK] += lost
         self.seconds[Activity.STEP] += kept + undone - lost
         self.saved = np.where(disk, 0, saved)
-        # A load from disk that a failure interrupted starts again.
+        # If a failure interrupts a load from disk, the load starts again.
         self.from_disk = disk | (self.from_disk & ~recovered)
         self._fall(dies)
 
@@ -232,13 +234,13 @@ class _State:
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds
         cycle = disk * every + (disk - 1) * fleet.snapshot_seconds + fleet.checkpoint_seconds
-        # One microsecond of slack keeps saved work saved, whatever the rounding.
+        # A slack of one microsecond preserves saved work in spite of rounding.
         cycles, rest = np.divmod(self.saved * period + up + 1e-6, cycle)
         saved = np.minimum(rest // period, disk - 1).astype(np.int64)
         left = np.clip(rest - saved * period - 1e-6, 0.0, None)
         undone = np.minimum(left, every)
         kept = (cycles * disk + saved - self.saved) * every
-        # Time that remains after a cycle's last interval belongs to its unfinished checkpoint.
+        # The time that remains after a cycle's last interval belongs to its unfinished checkpoint.
         stood = cycles * fleet.checkpoint_seconds
         stood += np.where(saved == disk - 1, left - undone, 0.0)
         self.seconds[Activity.CHECKPOINT_BLOCKED] += stood

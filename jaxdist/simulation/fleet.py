@@ -30,11 +30,12 @@ _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 @dataclass(frozen=True)
 class SaveTier:
-    """A kind of saves, simulated at each interval.
+    """A kind of saves, which is simulated at each interval.
 
     Attributes:
       name: the name of the kind of saves, for tables and pictures.
-      cost: the seconds that a save blocks training, for the kind of save whose interval varies.
+      cost: the seconds for which a save blocks training, for the kind of save whose interval
+        varies.
       rows: the simulated runs of each interval, the shortest interval first.
       formula: the goodput of each row by a closed form.
     """
@@ -60,8 +61,8 @@ class Fleet:
     """A simulated fleet.
 
     Attributes:
-      tiers: the checkpoints alone, and checkpoints with snapshots in memory; the rows of both have
-        the same intervals.
+      tiers: checkpoints alone, and checkpoints with snapshots in memory; both have rows for the
+        same intervals.
     """
 
     config: FleetConfig
@@ -97,7 +98,8 @@ class Fleet:
         return lines
 
     def _said(self, tier: SaveTier, at: int) -> str:
-        # `sweep` put these very floats among the intervals, so that equality is exact.
+        # `sweep` put exactly these floats among the intervals, so the comparison for equality is
+        # exact.
         names = [name for name, best in self.marks(tier).items() if best == self.every[at]]
         best = ["best"] if tier.rows[at] is tier.best else []
         return ", ".join([*best, *names])
@@ -166,7 +168,9 @@ def run_fleet(
     plot: Path | None = None,
     console: Console,
 ) -> Fleet:
-    """Simulate a fleet, and print and write the results; the same settings give the same numbers.
+    """Simulate a fleet, and print and write the results.
+
+    The same settings give the same numbers.
 
     Args:
       settings: the path of a YAML file of `FleetConfig`, which may be left out, then `key=value`
@@ -192,7 +196,7 @@ def sweep(config: FleetConfig) -> Fleet:
     """Simulate the goodput at each interval, with checkpoints alone and with snapshots too."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
-    # For free checkpoints Young's interval is zero, and so are its multiples.
+    # For checkpoints without a cost, Young's interval is zero, and so are its multiples.
     middle = intervals.young(max(costs[0], 1.0), config.mttf)
     every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
     alone = [Saves(seconds) for seconds in every]

@@ -31,7 +31,7 @@ def plot_simulation(
     """Draw the variants' runs, and write them with `jaxdist.metrics.figure.save_figure`.
 
     Args:
-      rows: the variants; curves show the first seed, histograms all seeds.
+      rows: the variants; the curves show the first seed, and the histograms all seeds.
       title: the text above the axes.
       target: the loss that a dashed line marks.
     """
@@ -73,7 +73,7 @@ def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: f
 
 
 def _draw_staleness(axes: Axes, row: SimulatedVariant, colour: np.ndarray) -> None:
-    """Draw a cumulative histogram: many such histograms remain distinguishable in the same axes."""
+    """Draw a cumulative histogram, since several of them are distinguishable in one figure."""
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)
     shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)

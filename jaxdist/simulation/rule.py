@@ -38,8 +38,8 @@ class ServerRule:
 
     Attributes:
       learning_rate: the largest learning rate of the run.
-      divisible: whether a range may be some rows of a parameter; false if the update needs a
-        norm of the whole parameter.
+      divisible: whether a range may consist of only some rows of a parameter; False if the update
+        needs a norm of the whole parameter.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class ServerRule:
         if is_statistic(name):
             return array - (gradient if rate == 1 else np.float32(rate) * gradient), state
         given = (self._shaped(name, array), self._shaped(name, gradient), state)
-        # A rate of 1 is left out of the program, which would round differently than on a mesh.
+        # A rate of 1 is left out of the program, which would otherwise round differently than on a
+        # mesh.
         factor = () if rate == 1 else (np.float32(rate),)
         new, state = self._rule(name).step(*given, *factor)
         return np.asarray(new).reshape(array.shape), state
@@ -110,7 +111,8 @@ class ServerRule:
             array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
         ) -> tuple[jax.Array, RuleState]:
             params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
-            # A server knows neither value; `check_separable` refuses optimizers that read them.
+            # A server knows neither of these values; `check_separable` refuses optimizers that read
+            # them.
             nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
             updates, state = transform.update(grads, state, params, **nothing)
             if rate:

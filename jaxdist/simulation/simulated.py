@@ -18,7 +18,7 @@ from jaxdist.train.strategy.config import ParameterServer
 POINTS = 20
 """The number of points of a loss curve if `eval.every` is not set."""
 _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
-"""The sections of a config that do not affect gradients, given the shares of the workers."""
+"""The sections of a config that do not affect gradients if the shares of the workers are given."""
 
 
 def cluster_of(config: ExperimentConfig) -> ParameterServer:

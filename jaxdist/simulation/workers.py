@@ -59,14 +59,14 @@ class ModelProblem:
             )
         self._program, self._shares, self._microbatches = program, shares, microbatches
         starts = [0, *accumulate(shares)]
-        # The last start is the end of the batch, which has no share.
+        # The last element of the starts is the end of the batch, where no share begins.
         self._loaders = [loader.part(*pair) for pair in zip(starts, shares, strict=False)]
         self._heldout, self._limit = heldout, evaluation_batches
         self._of_size = cache(self._gradients_of)
 
     @cached_property
     def _begun(self) -> TrainState:
-        """The initial training state; `gradient` replaces its step, parameters and buffers."""
+        """The initial training state, in which `gradient` replaces step, parameters and buffers."""
         return self._program.init()
 
     @property
@@ -81,7 +81,8 @@ class ModelProblem:
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
         """Compute the mean gradient and the tokens of a worker's part of a step's batch."""
         batch = self._loaders[worker].batch(step)
-        # Random layers draw by the state's step, so each worker and step needs its own number.
+        # Random layers draw by the step in the state, so each worker and step needs a separate
+        # number.
         draw = np.int32(step * len(self._shares) + worker)
         given, buffers = divided(self._tree(params), self._begun.buffers)
         state = replace(self._begun, step=draw, params=given, buffers=buffers)

@@ -1,4 +1,4 @@
-"""The checks of a simulation: the age of reads, and the size of unapplied changes."""
+"""The checks of a simulation: the age of reads, and the size of changes not yet applied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 class Reads:
-    """A check of the age of reads, by the simulation's own count of the changes in each version.
+    """A check of the age of reads, by a separate count of the changes in each version.
 
     Attributes:
       bound: the largest allowed age of a read, in clocks, or None if the model has no bound.
@@ -37,7 +37,7 @@ class Reads:
 
 
 class Values:
-    """A record of the quantity that a value bound limits: the sum of all changes under way.
+    """A record of the quantity that a value bound limits: the sum of all changes on their way.
 
     Attributes:
       largest: the largest change that plain SGD would make to a parameter with any of the sums so
@@ -54,7 +54,7 @@ class Values:
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
     def of(self, change: Shard) -> float:
-        """Return the largest change that plain SGD would make to a parameter by these gradients.
+        """Return the largest change of a parameter that plain SGD would make with these gradients.
 
         The result is NaN if any gradient contains a NaN.
         """
@@ -63,10 +63,10 @@ class Values:
         return unit * float(np.max([np.abs(array).max(initial=0.0) for array in change]))
 
     def look(self, under_way: Sequence[Shard]) -> None:
-        """Update `largest` from the changes of each worker that are under way to a server.
+        """Update `largest` from each worker's changes that are sent to a server but not applied.
 
-        A sum with a NaN or an infinity is not counted, because the server will drop the change that
-        contains this value.
+        A sum with a NaN or an infinity is not counted, because the server will drop the change with
+        this value.
         """
         total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
         found = self.of(total)

@@ -15,7 +15,7 @@ from jaxdist.simulation.engine.shard import Shard, ShardNode
 def joined_parameters(
     problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
 ) -> dict[str, np.ndarray]:
-    """Join the ranges of all servers into whole parameters, by name."""
+    """Join the ranges of all servers to whole parameters, by name."""
     found: dict[str, np.ndarray] = {}
     rows: dict[str, list[tuple[int, np.ndarray]]] = {}
     for node, arrays in zip(nodes, shards, strict=True):
@@ -32,7 +32,7 @@ class LossCurve:
     """A loss curve over virtual time.
 
     Args:
-      every: the number of steps between two points; a step has as many gradients as there are
+      every: the number of steps between two points; a step is as many gradients as there are
         workers.
       gradients: the function that returns the number of gradients that all workers have computed.
     """

@@ -1,4 +1,4 @@
-"""The encoding of pushes: the values that remain after a sender's codec, with error feedback."""
+"""The encoding of pushes by a sender's codec with error feedback, as the server decodes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual time of a simulation, and the messages, which take time."""
+"""The virtual time of a simulation, and the network, whose messages take time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW_BYTES = 14_600
 
 
 class EventQueue:
-    """A queue of actions by virtual time; actions at the same time keep the order of planning."""
+    """A queue of actions by virtual time; actions at equal times run in the order of planning."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -49,7 +49,7 @@ class _Flow:
 
     Attributes:
       luck: the random factor on the message's window.
-      ends: the time when its last byte leaves, if rates do not change.
+      ends: the time at which the last byte of the message leaves, if rates do not change.
     """
 
     source: Node
@@ -67,7 +67,7 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The message's weight when messages share a card; it grows with sent bytes."""
+        """The weight of the message on a shared card; the weight grows with the sent bytes."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
@@ -75,8 +75,8 @@ class _Flow:
 class Network:
     """Network cards that messages share as TCP connections do.
 
-    Messages that begin together get equal rates. The more bytes the earlier messages have sent, the
-    smaller is the share of a later message.
+    Messages that begin together get equal rates. A message that begins later gets a smaller share,
+    the more bytes the earlier messages have already sent.
 
     Attributes:
       received_bytes: the number of bytes that each node has received, copies included.
@@ -104,9 +104,9 @@ class Network:
         """Send a message now.
 
         Args:
-          deliver: the function that is called when the whole message has arrived, and called again
-            if the network duplicates the message.
-          lost: the function that is called at once when the message is lost.
+          deliver: the function that is called when the whole message has arrived. If the network
+            duplicates the message, the function is called again.
+          lost: the function that is called at once if the message is lost.
         """
         size, draws, link = HEADER_BYTES + payload_bytes, self._random, self.link
         self.sent_bytes[source] += size
@@ -149,7 +149,8 @@ class Network:
         self._plan += 1
         if self._flows:
             plan, next_end = self._plan, min(flow.ends for flow in self._flows)
-            # The end is passed on, since now + (next_end - now) may round to an earlier time.
+            # The time of the end is passed on, since now + (next_end - now) may round to an earlier
+            # time.
             self.timeline.after(next_end - now, lambda: self._finish(plan, next_end))
 
     def _finish(self, plan: int, end: float) -> None:
@@ -172,9 +173,9 @@ def fair_rates(
 ) -> list[float]:
     """Return the rate of each flow by max-min fairness.
 
-    In the result, no flow can get a higher rate per weight unless another flow, whose rate per
-    weight is not higher, gets a lower rate. The rates are found by progressive filling (Bertsekas
-    and Gallager, Data Networks, 6.5.2).
+    In the result, no flow can get a higher rate per weight, unless another flow gets a lower rate
+    and its rate per weight is not higher. The rates are found by progressive filling (Bertsekas and
+    Gallager, Data Networks, 6.5.2).
 
     Args:
       flows: the weight of each flow, and the ports that it passes.

@@ -1,4 +1,4 @@
-"""The time of a step, from a simulation with gradients of zeros."""
+"""The time of a step, measured in a simulation whose gradients are zeros."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate_training
 
 WARMUP = 4
-"""The number of steps at the start that the mean leaves out."""
+"""The number of first steps that the mean leaves out."""
 
 
 class Still:

@@ -1,4 +1,4 @@
-"""The interfaces of a simulation's problem and update rule in numpy arrays, and plain SGD."""
+"""The interfaces of a simulation's problem and update rule, in numpy arrays; and plain SGD."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UpdateRule(Protocol):
     """A separable update rule, which updates any range of any parameter separately.
 
     Attributes:
-      divisible: whether a range may be some rows of a parameter.
+      divisible: whether a range may consist of only some rows of a parameter.
     """
 
     @property

@@ -23,8 +23,8 @@ class RackNode:
 
     Attributes:
       place: the index of the rack.
-      client: the rack's number as a client of the servers; a rack that lost all of its workers gets
-        a new number.
+      client: the rack's number as a client of the servers. A rack that has lost all of its workers
+        gets a new number.
       workers: the numbers of the rack's workers.
       states: the protocol's state for each server, or an empty list while the rack has no workers.
     """
@@ -64,7 +64,7 @@ class RackNode:
         if not self.states or stamp.client not in self.states[server].inner.members:
             return
         state = self.states[server]
-        # A copy of a delivered message has no effect, so its payload would never be freed.
+        # A copy of a delivered message has no effect, so the copy's payload would never be freed.
         if stamp.sequence >= state.inner.inboxes[stamp.client].expected and payload is not None:
             self._payloads[server, stamp.client, stamp.sequence] = payload
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
@@ -127,7 +127,7 @@ class RackNode:
         self.run.ask_server(self.node, server, effect.message, total, self.again)
 
     def again(self, server: int, message: Message) -> None:
-        """Send a message again, unless the answer has arrived in the meantime."""
+        """Send a message again, unless its answer has arrived in the meantime."""
         if message.stamp.client != self.client or not self.states:
             return
         sequence = message.stamp.sequence

@@ -89,7 +89,7 @@ class Report:
 
     @property
     def mean_staleness(self) -> float:
-        """The mean staleness in updates, or 0 if nothing was applied."""
+        """The mean staleness in updates, or 0 if no change was applied."""
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(total, 1)
 
@@ -104,7 +104,7 @@ class Report:
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:
-        """Return all but the parameters, for a JSON file; a loss that is not finite is null."""
+        """Return all values but the parameters for JSON; a loss that is not finite is null."""
         return {
             "seconds": self.seconds,
             "curve": [

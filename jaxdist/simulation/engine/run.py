@@ -37,9 +37,9 @@ def simulate_training(
     """Train with a parameter server in virtual time.
 
     Args:
-      rule: the update rule. Servers use the rule if workers push gradients. Workers use the rule if
-        they push the changes of local steps; in a decoupled model, servers then use the outer
-        optimizer of the model's settings.
+      rule: the update rule. If workers push gradients, the servers use the rule. If workers push
+        the changes of local steps, the workers use the rule; in a decoupled model, the servers then
+        use the outer optimizer of the model's settings.
       clocks: the number of pushes of each worker; with `pooled`, the mean number.
       measure_every: the number of steps between two measurements of the loss; a step has as many
         gradients as there are workers.
@@ -81,7 +81,7 @@ class Simulation:
         self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
         self.problem, self.rule, self.clocks = problem, rule, clocks
         self.pool = pool
-        # Workers of a rack run in lockstep, whatever the consistency model of the racks.
+        # The workers of a rack run in lockstep, for any consistency model of the racks.
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = EventQueue()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
@@ -148,7 +148,7 @@ class Simulation:
             shard.join(worker.client, self.now)
 
     def remove(self, worker: WorkerNode, client: int) -> None:
-        """Remove a worker permanently, so that no other worker waits for this client number."""
+        """Remove a worker permanently, so that no other worker waits for its client number."""
         place = self._rack_of(worker.number)
         if place is not None:
             place.leave(client)
@@ -176,7 +176,7 @@ class Simulation:
         worker = self.workers[number]
         if worker.alive:
             return
-        # A new number marks messages and replies from before the crash as outdated.
+        # Because of the new number, messages and replies from before the crash count as outdated.
         worker.begin(max(self._clients) + 1)
         self._clients[worker.client] = worker
         self._join(worker)
@@ -274,7 +274,7 @@ class Simulation:
             self.after(until - self.now, lambda: self._tick(shard))
 
     def check_reads(self, worker: WorkerNode) -> None:
-        """Check that the parameters which a worker is about to use are as new as required."""
+        """Check that the parameters that a worker is about to use are as new as required."""
         if self.racks:
             return  # A rack checks its copy when it answers its workers.
         for server, link in enumerate(worker.links):

@@ -1,4 +1,4 @@
-"""The functions from a simulation's settings to the update rule, the placement and the bound."""
+"""Functions that derive update rule, placement and bound from a simulation's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.simulation.engine.problem import Sgd, UpdateRule
 
 
 def server_rule(model: Consistency, rule: UpdateRule) -> UpdateRule:
-    """Return the rule by which servers update parameters."""
+    """Return the rule with which servers update parameters."""
     if isinstance(model, Decoupled):
         return Sgd(model.learning_rate, model.momentum, model.nesterov)
     return rule

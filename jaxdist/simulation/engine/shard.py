@@ -30,7 +30,7 @@ Shard = tuple[np.ndarray, ...]
 
 
 def slices(ranges: Sequence[Range], arrays: Arrays) -> Shard:
-    """Return a server's ranges of parameters or gradients; a scalar is a range of a single row."""
+    """Return a server's ranges of parameters or gradients; a scalar is a range of one row."""
     return tuple(np.atleast_1d(arrays[one.name])[one.start : one.stop] for one in ranges)
 
 
@@ -41,8 +41,8 @@ class Served:
     Attributes:
       staleness: the number of changes for each staleness.
       dropped: the number of dropped changes by reason.
-      floors: for each version, a clock; the version contains all changes of all members from
-        earlier clocks. The clock comes from a count of applied changes, not from the protocol under
+      floors: a clock for each version, which contains all changes of all members from earlier
+        clocks. The clock comes from a count of applied changes, and not from the protocol under
         test.
     """
 
@@ -97,7 +97,8 @@ class ShardNode:
             assert payload is not None
             key = message.stamp.client, message.stamp.sequence
             inbox = self.state.inboxes.get(key[0])
-            # A copy of a delivered message has no effect, so its payload would never be freed.
+            # A copy of a delivered message has no effect, so the copy's payload would never be
+            # freed.
             if inbox is not None and message.stamp.sequence >= inbox.expected:
                 self._payloads[key] = payload
         self.do(server.receive(self.model, self.state, message, now))
@@ -115,7 +116,7 @@ class ShardNode:
         self._refresh(self.state.clocks.version)
 
     def _refresh(self, version: int) -> None:
-        """Raise the floor of a version to the fewest clocks that a member has completed."""
+        """Raise the floor of a version to the smallest number of clocks of any member."""
         members = self.state.members
         known = min((self._applied[client] for client in members), default=0)
         self.book.floors[version] = max(known, self.book.floors[version])
@@ -157,7 +158,7 @@ class ShardNode:
             if self.model.payload == "elastic":
                 arrays.append(array + change)
                 continue
-            # Outer changes point downhill, and the rule subtracts a gradient.
+            # An outer change points downhill, but the rule subtracts a gradient.
             gradient = -change if self.model.payload == "outer" else change
             given = (array, gradient, merge.rate, self.rules[at])
             new, self.rules[at] = self.rule.update(self.ranges[at].name, *given)

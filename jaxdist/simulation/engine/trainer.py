@@ -18,7 +18,7 @@ class LocalTrainer:
     """The computation of a worker: a gradient, or local steps with the worker's optimizer.
 
     Attributes:
-      pushes_first: whether the push is known before the worker computes; true for elastic
+      pushes_first: whether the push is known before the worker computes. This is true for elastic
         averaging, whose workers continue from their own parameters.
     """
 
@@ -39,7 +39,7 @@ class LocalTrainer:
 
     @property
     def local_steps(self) -> int:
-        """The number of gradients that the worker computes from a push to the next."""
+        """The number of gradients that the worker computes between two pushes."""
         if isinstance(self.model, Elastic):
             return self.model.every
         return self.model.local_steps if isinstance(self.model, Decoupled) else 1
@@ -66,10 +66,11 @@ class LocalTrainer:
         for step in range(self.local_steps):
             found = self.problem.gradient(self._own, self.worker, clock * self.local_steps + step)
             tokens += found.tokens
-            # Without tokens there is no gradient, and the optimizer takes no step.
+            # Without tokens there is no gradient, so the optimizer takes no step.
             moved = self._moved(found.gradient) if found.tokens else dict(self._own)
             if step == 0 and self._pull:
-                # Elastic averaging takes the gradient at the worker's position before the pull.
+                # Elastic averaging computes the gradient at the worker's parameters before the
+                # pull.
                 moved = {name: moved[name] - self._pull[name] for name in moved}
             self._own = moved
         return Computed({name: self._own[name] - start[name] for name in start}, tokens)

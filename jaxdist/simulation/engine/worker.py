@@ -35,7 +35,7 @@ class WorkerNode:
         self.number, self.step_seconds, self.run = number, step_seconds, run
         self.busy_seconds = self.idle_seconds = 0.0
         self.gradients = self.crashes = 0
-        # Each worker has its own generator, so that other events do not change its draws.
+        # Each worker has a separate generator, so that other events do not change its draws.
         self._random = random.Random(f"worker {number} {run.config.seed}")
         self.client = -1
         self.begin(number)
@@ -65,7 +65,7 @@ class WorkerNode:
 
     @property
     def finished(self) -> bool:
-        """Whether the worker has taken its steps and knows that all its pushes are settled."""
+        """Whether the worker has taken its steps, and knows that all its pushes are settled."""
         return self._done and not any(link.under_way for link in self.links)
 
     @property
@@ -85,7 +85,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from all servers whose copies are (not) ready; return the number of servers."""
+        """Pull from the servers whose copies are ready, or are not; return their number."""
         found = [
             server
             for server, link in enumerate(self.links)
@@ -162,7 +162,7 @@ class WorkerNode:
         self.go_on()
 
     def again(self, server: int, message: Message) -> None:
-        """Send a message again, unless the answer has arrived in the meantime."""
+        """Send a message again, unless its answer has arrived in the meantime."""
         sequence = message.stamp.sequence
         if self.alive and message.stamp.client == self.client:
             under_way = self.links[server].under_way
@@ -196,7 +196,7 @@ class WorkerNode:
         return model.holds_back(float(np.max(found)), workers)
 
     def crash(self) -> None:
-        """Crash and lose all state; messages that were sent are still under way."""
+        """Crash and lose all state; messages that were already sent are still delivered."""
         if not self.alive or self.left:
             return
         if not self.busy:

@@ -1,1 +1,1 @@
-"""The page of `jaxdist study review`, with the comparisons that survey articles make."""
+"""The page of `jaxdist study review`, which makes the comparisons of survey articles."""

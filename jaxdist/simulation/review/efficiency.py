@@ -1,4 +1,4 @@
-"""The efficiency of each architecture over the number of devices, by simulator and cost model."""
+"""The efficiency of each architecture by number of devices, by simulator and cost model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxdist.simulation.review.settings import Architecture, ReviewConfig
 
 MOST_WORKERS = 16
 """The largest number of workers that are simulated, since the cost of a simulation grows with the
-square of this number. For more workers, `busiest_card_seconds` computes the time;
-`tests/simulation/test_review.py` compares both."""
+square of this number. For more workers, `busiest_card_seconds` computes the time.
+`tests/simulation/test_review.py` compares the simulated and the computed times."""
 _CALLS: dict[Architecture, tuple[Operation, ...]] = {
     "ring": ("all_reduce",),
     "ZeRO 1": ("reduce_scatter", "all_gather"),
-    # Parameters are gathered for the forward pass and again for the backward pass.
+    # Parameters are gathered for the forward pass, and again for the backward pass.
     "ZeRO 3": ("all_gather", "all_gather", "reduce_scatter"),
 }
 
@@ -64,7 +64,7 @@ def _point(config: ReviewConfig, name: Architecture, devices: int, seconds: floa
 
 
 def _servers(config: ReviewConfig, workers: int) -> float:
-    """Return the time of a step in which all workers wait for each other."""
+    """Return the time of a step in which all workers wait for one another."""
     if not 2 <= workers <= MOST_WORKERS:
         return busiest_card_seconds(config, workers)
     equal = Speeds("equal")
@@ -72,7 +72,7 @@ def _servers(config: ReviewConfig, workers: int) -> float:
 
 
 def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
-    """Return the time of a step if all pushes and pulls pass the busiest card one after another.
+    """Return the time of a step, if all pushes and pulls pass the busiest card one after another.
 
     The card of a server carries the server's share of the parameters once for each worker. The card
     of a worker carries all parameters.
@@ -91,7 +91,7 @@ def _reduced(config: ReviewConfig, architecture: Architecture, devices: int) -> 
 
 
 def _piped(config: ReviewConfig, stages: int) -> float:
-    """Return the time of a step of 1F1B, whose backward tasks take twice as long as forward."""
+    """Return the time of a step of 1F1B, in which a backward task is twice a forward task."""
     forward = config.step_seconds / (3 * config.microbatches)
     link = _link(config)
     message = link.latency_seconds + config.message_bytes / link.bytes_per_second

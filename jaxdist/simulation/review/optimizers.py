@@ -1,4 +1,4 @@
-"""The comparison of optimizers by largest batch of full quality, by memory and by stability."""
+"""The comparison of optimizers by the largest batch of full quality, by memory and by stability."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _pattern(name: str, found: Inspection, size: float) -> Pattern:
 
 
 def _clients(servers: tuple[ServerCost, ...]) -> float:
-    """Return the number of clients, each of which pulls a server's parameters once."""
+    """Return the number of clients; each client pulls a server's parameters once."""
     return servers[0].sent_bytes / servers[0].parameter_bytes
 
 
@@ -83,7 +83,7 @@ def _sent(found: Inspection) -> float:
 
 
 def _calls(found: Inspection) -> str:
-    """Return the collectives by kind, with the axes if the mesh has several."""
+    """Return the collectives by kind, with their axes if the mesh has several."""
     counted: Counter[str] = Counter()
     several = len(found.ledger.axes) > 1
     for one in found.ledger.collectives:

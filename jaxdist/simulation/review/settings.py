@@ -119,7 +119,7 @@ FOLDER = Path(__file__).parent
 
 
 def read_review(settings: Sequence[str]) -> ReviewConfig:
-    """Read the settings of a review; the shipped file has the sections that a user's file lacks.
+    """Read the settings of a review; sections that a user's file lacks are from the shipped file.
 
     Args:
       settings: the path of a YAML file, which may be left out, then `key=value` texts.
