@@ -1,8 +1,8 @@
 """The contract of a wire: sessions and the envelopes that they carry.
 
-A worker holds one `Session` with each server. Both sides may send envelopes at any time. A session
-that ends is reopened, and unanswered messages are sent again. The protocol settles each message
-once, however often it arrives (`jaxdist.param_server.protocol`).
+A worker holds one `Session` with each server. Both sides may send envelopes at any time. If a
+session ends, it is reopened, and unanswered messages are sent again. The protocol settles each
+message once, however often the message arrives (`jaxdist.param_server.protocol`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RefusedError(WireError):
 
 
 class Op(IntEnum):
-    """The operation of an envelope: of workers, of servers, between servers, of secure rounds."""
+    """The operation of an envelope, which a worker, a server or a secure round sends."""
 
     HELLO = 1
     """Bind the session to a client, which joins if it is new."""
@@ -42,11 +42,11 @@ class Op(IntEnum):
     WAITING = 10
     """Answer LATE with the late clients, as text."""
     COPY = 11
-    """A merged change, from the leader of a range to its follower."""
+    """A merged change, which the leader of a range sends to its follower."""
     WHOLE = 12
-    """A raw array of a range, for a server that begins to follow."""
+    """A raw array of a range, which a server that begins to follow receives."""
     ENTRY = 13
-    """The state of the protocol, which follows the arrays of the same entry."""
+    """The state of the protocol, which is sent after the arrays of the same entry."""
     COPIED = 14
     """A follower's answer to ENTRY."""
     SECURE = 15
@@ -71,7 +71,7 @@ class Spec:
     Attributes:
       tensor: the number of the shard.
       length: the number of elements; a shard's ranges are concatenated.
-      most: whether a payload may also have fewer elements.
+      most: whether a payload may have fewer elements than `length`.
     """
 
     tensor: int
@@ -90,11 +90,11 @@ class Envelope:
 
     Attributes:
       epoch, client, sequence: the fields of `jaxdist.param_server.protocol.messages.Stamp`.
-      clock, version, floor, tokens: the fields of the message, or 0 for fields that messages of
-        this kind lack.
+      clock, version, floor, tokens: the fields of the message, or 0 for a field that this kind of
+        message lacks.
       flag: for a push, whether the push is usable; for an acknowledgement, whether the push was
         applied.
-      payload: the elements `[n]`, or the bytes of a text; immutable once received.
+      payload: the elements `[n]`, or the bytes of a text; a received payload is immutable.
     """
 
     op: Op
@@ -116,7 +116,7 @@ class Envelope:
 
 
 Hear = Callable[[Envelope], None]
-"""The callback for the envelopes of a peer, which arrive one at a time."""
+"""The callback for the envelopes of a peer, which is called for one envelope at a time."""
 
 
 class Session(Protocol):
@@ -152,7 +152,7 @@ class Peer(Protocol):
     """A server's end of a session."""
 
     def say(self, envelope: Envelope) -> None:
-        """Queue an envelope for the worker; a publication replaces a queued publication."""
+        """Queue an envelope for the worker; a publication replaces a publication in the queue."""
         ...
 
     def close(self) -> None:
@@ -161,16 +161,17 @@ class Peer(Protocol):
 
 
 class Service(Protocol):
-    """A server's handler of envelopes, called from one thread per session."""
+    """A server's handler of envelopes, which a separate thread for each session calls."""
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return the specification of an envelope's payload, or None for no payload.
+        """Return the specification of an envelope's payload, or None if it must have no payload.
 
         Args:
           envelope: the envelope without its payload.
 
         Raises:
-          FrameError: the envelope is refused, with the reason; nothing is allocated for it.
+          FrameError: the envelope is refused; the error has the reason. No memory is allocated for
+            it.
         """
         ...
 
@@ -179,7 +180,7 @@ class Service(Protocol):
         ...
 
     def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        """Handle a refused or malformed envelope, or None if no envelope could be parsed."""
+        """Handle a refused envelope, or None if the bytes of the peer could not be parsed."""
         ...
 
     def left(self, peer: Peer) -> None:

@@ -64,7 +64,7 @@ DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "fl
 
 
 class FrameError(WireError):
-    """The error for a refused frame, with the reason as its message.
+    """The error for a refused frame; the message is the reason.
 
     Attributes:
       envelope: the envelope, as far as it could be parsed.
@@ -189,8 +189,8 @@ class Assembler:
 
     Args:
       spec_of: the function from an envelope without its payload to the payload's specification, or
-        to None for no payload. If the function raises a `FrameError`, the envelope is refused
-        before anything is allocated.
+        to None if the envelope must have no payload. If the function raises a `FrameError`, the
+        envelope is refused before memory is allocated.
       shared: the memory to which the peer writes payloads, or None.
     """
 
@@ -237,7 +237,7 @@ class Assembler:
         return envelope if spec is None else replace(envelope, payload=buffer.view(spec.dtype))
 
     def _take(self, header: Header, frame: bytes) -> None:
-        """Copy the bytes of a frame, from after its header or from shared memory."""
+        """Copy the bytes of a frame, which are after its header or in shared memory."""
         into = self._buffer[self._filled : self._filled + header.length]
         if header.slot is None:
             into[:] = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
@@ -273,7 +273,7 @@ class Assembler:
 
 
 def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
-    """Return the specification of an envelope's payload, or None for no payload.
+    """Return the specification of an envelope's payload, or None if it must have no payload.
 
     Args:
       push: the specification of the payload of a push.

@@ -1,4 +1,4 @@
-"""A session that a thread reopens, and a board by which a process shows a text to others."""
+"""A session that a thread reopens, and a board with which a process shows a text to its peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AWAY_SECONDS = 0.05
 
 
 class KeptSession:
-    """A session with a peer, which a thread reopens when it ends.
+    """A session with a peer; if the session ends, a thread opens another.
 
     Args:
       opened: the function that is called with this object when a session begins; envelopes that

@@ -1,4 +1,4 @@
-"""A queue of envelopes, from any thread to the thread that sends the envelopes."""
+"""A queue of envelopes from any thread to the thread that sends them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxdist.wire.contract import CARRY_SHARD, Envelope, Op
 MOST_WAITING = 512
 """The number of queued envelopes at which a peer that reads nothing is disconnected."""
 MOST_SHARDS = 16
-"""The number of queued payloads at which a worker is disconnected; each payload may keep another
+"""The number of queued payloads at which a worker is disconnected. Each payload may keep another
 version of the parameters in memory."""
 
 
 class Outbox:
-    """A queue that can be closed, in which a publication replaces an older publication.
+    """A queue that can be closed, in which a publication replaces an earlier publication.
 
     Args:
       payloads: the number of queued payloads of parameters or changes at which the peer is

@@ -28,8 +28,8 @@ SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
 CONNECT_SECONDS = 2.0
 SHARED_KEY = "jaxdist-shared"
-"""The key of metadata. In a call, the value is the location of the worker's memory; in the answer,
-the value says whether the server opened the memory."""
+"""The key of an entry in the metadata. In a call, the value is the location of the worker's memory.
+In the answer, the value states whether the server opened the memory."""
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),
@@ -55,7 +55,7 @@ OF_CLIENT: Sequence[tuple[str, int]] = (
 
 
 class _Call(Protocol):
-    """The part of a gRPC call that a worker uses."""
+    """The methods of a gRPC call that a worker uses."""
 
     def __iter__(self) -> Iterator[bytes]: ...
 
@@ -87,7 +87,7 @@ class RpcServer:
       sessions: the largest number of concurrent sessions; further sessions are refused.
 
     Raises:
-      WireError: the port is in use, or the address is not this machine's.
+      WireError: the port is in use, or the address is not an address of this machine.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class RpcWire:
       address: `host:port`.
       spec_of: the function from a server's envelope to the specification of its payload.
       tls: the TLS credentials; None sends plain text.
-      shared_bytes: the largest payload that goes through shared memory, if the server is a process
-        of the same user on this machine; 0 sends all payloads through the socket.
+      shared_bytes: the largest payload, in bytes, that is sent through shared memory if the server
+        is a process of the same user on this machine; 0 sends all payloads through the socket.
     """
 
     address: str
@@ -261,7 +261,7 @@ class _RpcSession:
             yield from frames(envelope, self._to_server)
 
     def _agree(self) -> shared.Direction | None:
-        """Use the memory if the server opened it; return its direction to the worker, or None."""
+        """Return the memory's direction to the worker, or None if the server did not open it."""
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None

@@ -61,7 +61,7 @@ def read_tls(config: TlsConfig) -> Tls:
     try:
         _context(found)
     except ssl.SSLError as error:
-        # gRPC accepts any files, and fails later as if the port were taken.
+        # gRPC accepts any files, and later fails as if the port were in use.
         raise RunError(
             f"certificates: {config.authority}, {config.certificate} and {config.key} cannot be "
             f"used together: {error.reason or error}; the key must belong to the certificate, and "
@@ -90,8 +90,8 @@ def _context(tls: Tls) -> ssl.SSLContext:
 def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
     """Return the reason why server or client rejects the other's certificate, or None.
 
-    gRPC retries a failed handshake for ever and hides its reason, so this function does one
-    handshake itself. The result is also None if the server cannot be reached.
+    gRPC retries a failed handshake without end and hides the reason, so this function does a
+    handshake itself. The result is None if both accept, or if the server cannot be reached.
 
     Args:
       address: `host:port`.

@@ -1,11 +1,11 @@
 """The shared memory between a worker and a server on one machine, which holds payloads.
 
 A session through a socket copies a payload four times and checks each byte twice. Through shared
-memory a payload is only copied in and out. The worker creates the memory (`memfd_create`, sealed so
-that no process can truncate it under a reader). The metadata of the call, which the token protects,
-tell the server the memory's location. The server opens the memory through `/proc`, which the kernel
-allows only to the same user. The memory has no name, so it is freed when both processes end,
-however they end.
+memory, a payload is only copied in and out. The worker creates the memory (`memfd_create`, sealed
+so that no process can truncate it under a reader). The metadata of the call, which the token
+protects, contain the memory's location for the server. The server opens the memory through `/proc`,
+which the kernel allows only to the same user. The memory has no name, so it is freed when both
+processes have ended, even by a kill.
 
 Each direction has `SLOTS` slots with one writer and one reader. A slot belongs to the writer until
 its flag is 1, and to the reader until the flag is 0 again. If no slot is free, the payload travels
@@ -34,7 +34,7 @@ _SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcn
 
 
 def supported() -> bool:
-    """Return whether two processes of this platform can share memory as this module does.
+    """Return whether two processes can share memory on this platform as this module does.
 
     A flag must become visible after the copy that it announces; x86 guarantees this order of
     stores.
@@ -73,7 +73,7 @@ class Direction:
         return slot
 
     def read(self, slot: int, into: np.ndarray) -> bool:
-        """Copy a payload from a slot and free the slot; return False if it has no such payload."""
+        """Copy a payload from a slot and free it; return False if it has no such payload."""
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]
@@ -137,8 +137,8 @@ def make(most_bytes: int) -> Shared | None:
 def open_shared(place: str) -> Shared | None:
     """Open the memory that a worker of this user created on this machine, or return None.
 
-    A forged location opens nothing else: the descriptor must be sealed memory of this user that
-    begins with the secret that the location names.
+    A forged location opens nothing else, because the descriptor must be sealed memory of this user
+    that begins with the secret in the location.
     """
     if not supported():
         return None
@@ -146,7 +146,7 @@ def open_shared(place: str) -> Shared | None:
         pid, number, nonce = place.split(":")
         path = f"/proc/{int(pid)}/fd/{int(number)}"
         expected = bytes.fromhex(nonce)
-        # Without O_NONBLOCK a forged location of a pipe would block here.
+        # Without O_NONBLOCK, this call would block if a forged location named a pipe.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (ValueError, OSError):
         return None
