@@ -1,1 +1,1 @@
-"""Studies, which compare many runs of one config in a table and a picture."""
+"""Studies, each of which compares many runs of a single config in a table and a picture."""

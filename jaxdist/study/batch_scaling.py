@@ -92,8 +92,8 @@ def batch_scaling(
 ) -> Study:
     """Train the config with each optimizer at each batch size, and return the results.
 
-    The results are printed and written. Finished runs are stored next to the output (or under
-    runs/), so that a repetition of the command does not repeat them.
+    The results are printed and written. Finished runs are stored next to the output (or in runs/),
+    so that the same command does not repeat them.
 
     Args:
       study: the definition of the study.
@@ -111,15 +111,16 @@ def batch_scaling(
     _, config = load(path, settings)
     seeds_of = range(config.seed, config.seed + TUNING_SEEDS + study.seeds)
     experiments = trainer.check(
-        # A single optimizer is enough, since only the batch size decides whether devices divide it.
+        # A check of a single optimizer is enough, since only the batch size decides whether it
+        # divides over devices.
         [Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in study.batches]
     )
     experiment = experiments[0]
     plan = StudyPlan(
         optimizers=study.contenders,
         steps={size: e.total_steps for size, e in zip(study.batches, experiments, strict=True)},
-        # The reported runs have other seeds than the search: the best result of a search is biased
-        # by the choice.
+        # The reported runs have other seeds than the search, because the best result of a search is
+        # biased by the choice.
         seeds=tuple(seeds_of[TUNING_SEEDS:]),
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=study.tune,

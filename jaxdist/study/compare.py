@@ -66,7 +66,7 @@ def compare_variants(
 
     The results are printed and written. All variants train on the same batches for the same number
     of steps, and for each seed they begin with the same parameters. Finished runs are stored next
-    to the output (or under runs/), so that a repetition of the command does not repeat them.
+    to the output (or in runs/), so that the same command does not repeat them.
 
     Args:
       study: the definition of the study.
@@ -91,7 +91,8 @@ def compare_variants(
             "NAME='section.key=value'"
         )
     trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
-    # The baseline is required, but the config may refuse other variants of a shipped set.
+    # The baseline is required, but other variants of a shipped set are left out if the config
+    # refuses them.
     experiments, refused = trainer.check(optional=taken[1:])
     check_writable(plot, json_file)
     name = study.of or "variants"
@@ -124,7 +125,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
       path: the path of the config.
       overrides: settings of all variants.
       variants: the variants.
-      seeds: the numbers that are added to the config's seed, which give the seeds of the runs.
+      seeds: the numbers that are added to the config's seed; each sum is the seed of a run.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         return self._variants[name]
 
     def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
-        """Return the experiments of variants by name, and a sentence for each omitted variant.
+        """Return the experiments of variants by name, and a sentence about each omitted variant.
 
         Args:
           optional: the names of variants that are left out if they cannot be built.

@@ -61,7 +61,7 @@ class VariantResult:
 
     @property
     def relative_bytes(self) -> float | None:
-        """The sent bytes as a fraction of the baseline's, or None if the baseline sends nothing."""
+        """The sent bytes as a fraction of the baseline's, or None if the baseline sends none."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property

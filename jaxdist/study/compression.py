@@ -18,8 +18,8 @@ from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject
 
 WARM_UP = 0.2
-"""The fraction of a run that is warm-up. During warm-up gradients are sent uncompressed, or top-k
-gradually lowers the fraction of entries that it sends."""
+"""The fraction of a run that is warm-up. During the warm-up, gradients are sent uncompressed, or
+top-k gradually lowers the fraction of entries that it sends."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def optimizer_case(optim: OptimizerConfig, warm_up: int) -> tuple[Case, JsonObje
 
 
 def _filled(value: Json, values: JsonObject) -> Json:
-    """Return a value in which entries of `values` replace texts that begin with $.
+    """Return a value in which each text that begins with $ is replaced by an entry of `values`.
 
-    The text without $ is the key of the entry.
+    The text after the $ is the key of the entry.
     """
     if isinstance(value, dict):
         return {key: _filled(one, values) for key, one in value.items()}

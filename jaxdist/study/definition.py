@@ -18,8 +18,8 @@ FOLDER = Path(__file__).with_name("studies")
 Settings = dict[str, Any]
 """The values of settings by dotted key, such as `section.key`."""
 Case = Literal["adamw", "sgd", "other"]
-"""The kinds of optimizers. For "adamw" and "sgd" compressed messages can contain the momentum of
-AdamW or SGD, and for "other" only gradients."""
+"""The kinds of optimizers. For "adamw" and "sgd", compressed messages can contain the optimizer's
+momentum. For "other", they contain only gradients."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | Non
 
 
 def check_writable(plot: Path | None, json_file: Path | None) -> None:
-    """Check that the output can be written, which must be known before the first run.
+    """Check that the output can be written, before the first run.
 
     Raises:
       RunError: a directory of the output cannot be written.

@@ -16,12 +16,13 @@ from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
-"""The fraction of a run that is warm-up at the largest batch size, as in LAMB's table for BERT."""
+"""The fraction of warm-up in a run at the largest batch size, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
 """The number of runs, each with another seed, whose mean decides about a learning rate."""
 FACTOR, EXTENSIONS = 2.0, 8
-"""The ratio of successive learning rates in a search, and the number of rates that a search may try
-after its first three."""
+"""FACTOR: the ratio of successive learning rates in a search.
+EXTENSIONS: the number of rates that a search may try after its first three.
+"""
 Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
 
@@ -218,7 +219,7 @@ def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
 
 
 def rounded(learning_rate: float) -> float:
-    """Return a learning rate rounded to six digits, so that rates with other rounding are equal."""
+    """Return a learning rate rounded to six digits, so that other roundings compare equal."""
     return float(f"{learning_rate:.6g}")
 
 

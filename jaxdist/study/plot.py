@@ -57,7 +57,7 @@ def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
 
 
 def _heights(cells: Sequence[StudyCell]) -> np.ndarray:
-    """Return the heights of points, `[cells, runs]`, which are losses or errors in percent."""
+    """Return the heights of points, `[cells, runs]`: losses, or errors in percent."""
     values = np.array([cell.values for cell in cells])
     return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
 

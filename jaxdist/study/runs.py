@@ -1,4 +1,4 @@
-"""The runs of a study, none of which is repeated after an interruption of the study."""
+"""The runs of a study, which are not repeated after an interruption of the study."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Runs(Generic[TrialT]):
         self._found: dict[str, TrialOutcome[TrialT]] = {}
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """Return the outcome of a trial, which is run if its outcome is not known yet."""
+        """Return the outcome of a trial; the trial is run only if its outcome is not known yet."""
         key = self._trainer.identity(trial)
         outcome = self._found.get(key) or self._journal.get(key)
         if outcome is None:
@@ -100,7 +100,7 @@ class Done(Protocol):
 
 
 def publish(done: Done, json_file: Path | None, console: Console) -> None:
-    """Print the results of a study, and write them to a JSON file if there is one.
+    """Print the results of a study, and write them to a JSON file if `json_file` is given.
 
     Raises:
       RunError: the file cannot be written.

@@ -16,9 +16,9 @@ CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
 def by_row(cells: Iterable[StudyCell]) -> CellRows:
-    """Return rows of cells by optimizer and `tuned`, with ascending batch sizes.
+    """Return rows of cells, by optimizer and `tuned`, with ascending batch sizes.
 
-    The rows that are not tuned come first.
+    The rows without a tuned rate come first.
     """
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
@@ -34,8 +34,8 @@ def metric_of(cells: Sequence[StudyCell]) -> str:
 def study_table(cells: Sequence[StudyCell]) -> str:
     """Return a table with a column for each batch size.
 
-    There is a row for each optimizer and source of learning rates. A cell has the mean and the
-    sample standard deviation over the seeds.
+    The table has a row for each optimizer and each source of learning rates. A cell has the mean
+    and the sample standard deviation over the seeds.
     """
     rows = by_row(cells)
     batches = [str(cell.batch_size) for cell in next(iter(rows.values()))]
@@ -47,9 +47,9 @@ def study_table(cells: Sequence[StudyCell]) -> str:
 
 
 def format_cell(cell: StudyCell) -> str:
-    """Return the mean and spread of a cell as text, in percent of accuracy or nats of loss.
+    """Return the mean and spread of a cell as text, in percent of accuracy or in nats of loss.
 
-    If runs diverged, the text has only the number of such runs.
+    If any runs diverged, the text has only their number.
     """
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
@@ -61,8 +61,9 @@ def format_cell(cell: StudyCell) -> str:
 def verdict(cells: Sequence[StudyCell]) -> list[str]:
     """Return sentences about the largest batch size at which each optimizer keeps its quality.
 
-    An optimizer keeps its quality up to a batch size if no mean up to this size is more than
-    `MARGIN` worse than the best mean of all optimizers at the base batch size.
+    Let the limit be `MARGIN` worse than the best mean of all optimizers at the base batch size. An
+    optimizer keeps its quality up to a batch size if no mean up to this size is worse than the
+    limit.
     """
     rows = by_row(cells)
     at_base = [row[0] for row in rows.values() if not row[0].diverged]

@@ -48,13 +48,13 @@ class Built:
 def adjustable(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer that multiplies its updates by a factor in its state, initially 1.
 
-    If updates are proportional to the learning rate, a program that is compiled for a rate of 1
-    can train with any other rate as the factor.
+    If updates are proportional to the learning rate, a program that is compiled for the rate 1 can
+    train with any other rate, which is the factor.
     """
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
     chosen = optimizer.eval_params
-    # The state of the chain begins with the state of the optimizer itself, which `chosen` needs.
+    # The state of the chain begins with the state of the given optimizer, which `chosen` needs.
     return replace(
         optimizer,
         transform=optax.with_extra_args_support(chained),
@@ -186,7 +186,7 @@ class Trainer(ConfigTrainer[Trial]):
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
-    """Check that a run only takes steps of a single program, and has a held-out split.
+    """Check that all steps of a run use a single program, and that the data has a held-out split.
 
     Args:
       experiment: the experiment of the run.
@@ -258,6 +258,6 @@ def train_trial(
 
 
 def _diverged(program: Program, values: jax.Array) -> bool:
-    """Return whether a step has a loss that is not finite, and the optimizer did not skip it."""
+    """Return whether a step that the optimizer did not skip has a loss that is not finite."""
     found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
     return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class VariantTrial:
-    """A run of a comparison of variants, which the name of a variant and a seed identify."""
+    """A run in a comparison of variants, identified by the name of a variant and a seed."""
 
     variant: str
     seed: int
@@ -135,7 +135,7 @@ class OutcomeJournal(Generic[TrialT]):
         except OSError as error:
             raise _unwritable(path, error) from error
         lines = content.split(b"\n")
-        # The rest after the last newline is empty, or is a line that a kill has cut off.
+        # The text after the last newline is empty, or is a line that a kill has cut off.
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 

@@ -1,4 +1,4 @@
-"""Variants of a config, each of which is a name with overrides."""
+"""Variants of a config; a variant is a name with overrides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
 LONGEST_NAME = 20
-"""The largest number of characters of a name, so that the table is at most 80 characters wide."""
+"""The largest number of characters of a name, so that tables are at most 80 characters wide."""
 _OPENING, _CLOSING = "{[", "}]"
 
 

@@ -1,4 +1,4 @@
-"""The progress of a study: a bar in a terminal, and a line for each finished part."""
+"""The progress of a study: a bar in a terminal, and a line for each part that is finished."""
 
 from __future__ import annotations
 
