@@ -103,7 +103,8 @@ def knob_neighbours(value: Json) -> tuple[Json, ...]:
     >>> knob_neighbours(6), knob_neighbours(0.5), knob_neighbours(True), knob_neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
     """
-    if isinstance(value, bool):  # tested before `int`, since `bool` is a subclass of `int`
+    # This test comes before the test for `int`, since `bool` is a subclass of `int`.
+    if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):
         return value // 2, value * 2

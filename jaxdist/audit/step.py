@@ -167,7 +167,7 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
         # A class may have a metaclass, whose signature does not show the arguments.
         made = made.__init__ if isinstance(made, type) else made
         parameter = signature(made).parameters.get(name)
-    except (TypeError, ValueError):  # functions in C may have no signature
+    except (TypeError, ValueError):  # Functions in C may have no signature.
         return False
     return parameter is not None and repr(parameter.default) == repr(section["args"][name])
 

@@ -191,7 +191,7 @@ def devices_of(run: Path) -> int | None:
     try:
         mesh = read(run / "config.yaml").values.get("mesh")
     except JaxdistError:
-        return None  # the error is reported where the run is read
+        return None  # The error is reported later, when the run is read.
     axes = dict(mesh) if isinstance(mesh, dict) else {}
     fake = axes.pop("fake_devices", None)
     sizes = [size.values() if isinstance(size, dict) else [size] for size in axes.values()]
@@ -234,4 +234,4 @@ def find_benchmarks() -> None:
             "bench` from a checkout of jaxdist's repository that was installed with pip install "
             "-e '.[bench]'"
         )
-    sys.path.insert(0, str(checkout))  # another package may have a module named benchmarks
+    sys.path.insert(0, str(checkout))  # Another package may have a module named benchmarks.

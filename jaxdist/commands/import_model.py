@@ -67,7 +67,7 @@ def import_model(
     texts = _texts(source)
     own = path / TOKENIZER
     if not source.is_gguf and own.is_file():
-        tokenizer_section(source, own)  # checked before any file is written
+        tokenizer_section(source, own)  # The tokenizer is checked before any file is written.
     try:
         folder.mkdir(parents=True)
         for file in source.besides:

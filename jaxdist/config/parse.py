@@ -36,7 +36,8 @@ MOST_PROBLEMS = 50
 
 Locate = Callable[[int], Origin]
 
-_SCALARS = YAML(typ="safe", pure=True)  # never parses, so that no %YAML line can change it
+# This object never parses a file, so that no %YAML line can change its version.
+_SCALARS = YAML(typ="safe", pure=True)
 
 
 def parse_yaml(text: str, locate: Locate) -> Node:

@@ -67,7 +67,7 @@ def describe_collective(
     parts = size if kind == "all-gather" else 1
     arrays = tuple(shape.bytes * parts for shape in shapes)
     payload = sum(arrays)
-    moves = not is_permute or bool(axes)  # a permute from each device to itself sends nothing
+    moves = not is_permute or bool(axes)  # A permute from each device to itself sends nothing.
     is_async = surroundings.start is not None or instruction.opcode.endswith("-start")
     start, around = surroundings.start or (instruction, computation)
     return Collective(

@@ -100,7 +100,7 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
     """
     low, high = limits(type_text)
     if not low <= start <= high:
-        return Line(start, step, -1)  # with an `until` of -1 the line is never valid
+        return Line(start, step, -1)  # With an `until` of -1 the line is never valid.
     room = high - start if step > 0 else start - low
     return Line(start, step, min(until, room // abs(step)) if step else until)
 

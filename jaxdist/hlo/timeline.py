@@ -161,7 +161,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # the start only reserves memory, and its update takes the time
+            pass  # The start only reserves memory. Its update takes the time.
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -296,7 +296,8 @@ class _Run:
         inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            return None  # the fusion computes, and continues a collective that began before
+            # This fusion computes, and continues a collective that began in an earlier instruction.
+            return None
         around = CallerContext(
             is_fusion=is_fusion,
             start=(instruction, self.body) if starts else None,

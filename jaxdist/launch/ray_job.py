@@ -68,7 +68,7 @@ def connect(settings: JsonObject) -> None:
     """
     address = settings["address"]
     if address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"  # ray reads this variable when it is imported.
+        os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads this variable when it is imported.
         _ray().init(address="local", include_dashboard=False, log_to_driver=True)
         return
     if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:

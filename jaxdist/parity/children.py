@@ -170,7 +170,7 @@ def _cpu_seconds(pid: int) -> float:
     try:
         # The argument is the clock of the process, in the encoding of glibc's clock_getcpuclockid.
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:  # the process has ended, which the reader of the pipe finds out
+    except OSError:  # The process has ended, and the reader of the pipe reports that.
         return 0.0
 
 

@@ -91,7 +91,7 @@ def parity(
         if json_file is not None:
             write_json(json_file, report(results), what="comparison", indent=1, allow_nan=True)
 
-    note()  # a file that cannot be written is refused here, before minutes of training
+    note()  # A file that cannot be written is refused here, before minutes of training.
     told: dict[str, int] = {}
     for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
         style = "bold red" if result.verdict == "differs" else None

@@ -101,7 +101,8 @@ def plan(
         raise ConfigError("--plot draws the plan that --explain N explains: add --explain N")
     results = in_order([_searched(model, target, asked.top) for target in targets])
     if asked.explain is not None:
-        numbered(results, asked.explain)  # an unknown number is refused before minutes of compiling
+        # An unknown number is refused here, before minutes of compiling.
+        numbered(results, asked.explain)
     if asked.compiled or asked.laid_out:
         results = in_order([_confirmed(path, overrides, one, asked, console) for one in results])
     _print_results(results, config, console)

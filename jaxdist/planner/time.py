@@ -172,9 +172,9 @@ def seconds(
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     rows = rows_of(model, plan)
-    tokens = rows * model.window // plan.context  # the tokens of a microbatch on a replica
+    tokens = rows * model.window // plan.context  # The tokens of a microbatch on a replica.
     count, layers = plan.microbatches, model.layers // plan.stage
-    split = tokens / plan.tensor  # the tokens for which each device of a replica computes
+    split = tokens / plan.tensor  # The tokens for which each device of a replica computes.
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
@@ -197,7 +197,8 @@ def seconds(
     per_layer_data = _layer_waits(model, plan, places, target)
     ahead = product + forward + element + waits_tensor / 3
     if plan.schedule is not None and not plan.stash:
-        again += ahead  # without a stash, a backward task begins with the forward pass of its task
+        # Without a stash, a backward task begins with the forward pass of its chunk.
+        again += ahead
     waits_context = context_seconds(model, plan, places, target, rows)
     back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
@@ -281,7 +282,8 @@ def _attention_passes(
     family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
     for name in kernels:
-        block = model.window  # plain attention computes all scores, for lengths that splash refuses
+        # Plain attention, which serves lengths that splash refuses, computes all scores.
+        block = model.window
         if model.window % LANES == 0:
             block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
         share_of_peak = rates.attention

@@ -40,7 +40,8 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
         del made["sharding"]
     model = made.get("model", {})
     if model.get("mlp_type") == "gelu" and isinstance(model.get("remat"), dict):
-        del model["remat"]["mlp_gate"]  # its blocks have no gate, and unknown names are refused
+        # The blocks have no gate, and `remat` refuses unknown names.
+        del model["remat"]["mlp_gate"]
     return made
 
 

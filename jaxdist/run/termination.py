@@ -86,7 +86,7 @@ class Termination:
             taken.append(signal.SIGHUP)
         for number in taken:
             if signal.getsignal(number) is None:
-                continue  # a C library installed this handler, which Python could not restore
+                continue  # A C library installed this handler, which Python could not restore.
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)  # set_wakeup_fd refuses a pipe that blocks

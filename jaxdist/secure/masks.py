@@ -72,7 +72,7 @@ def add_mask(into: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
 
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     zeros = bytes(8 * CHUNK_WORDS)
-    raw = bytearray(8 * CHUNK_WORDS + 16)  # update_into asks for room for one more block
+    raw = bytearray(8 * CHUNK_WORDS + 16)  # `update_into` requires room for one more block.
     words = np.frombuffer(raw, np.uint64)
     for start in range(0, into.size, CHUNK_WORDS):
         part = into[start : start + CHUNK_WORDS]

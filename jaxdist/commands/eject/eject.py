@@ -72,7 +72,8 @@ def eject(
 
 def _write(text: str, out: Path) -> None:
     try:
-        with out.open("x") as file:  # do not overwrite a file that a user may have edited
+        # The mode "x" refuses to overwrite a file, which a user may have edited.
+        with out.open("x") as file:
             file.write(text)
     except FileExistsError as error:
         raise ConfigError(

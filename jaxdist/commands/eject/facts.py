@@ -58,7 +58,7 @@ def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> File
         add(facts, experiment)
     measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
-    facts.flags -= set() if measured else {"unroll"}  # a stage's scan is not unrolled
+    facts.flags -= set() if measured else {"unroll"}  # The scan of a stage is not unrolled.
     facts.pieces += ["evaluation", "loop"] if held else ["loop"]
     return facts
 
@@ -220,7 +220,8 @@ def _ring(facts: FileContents, experiment: Experiment) -> None:
         "BUCKETS": tuple(map(tuple, plan_buckets(leaves, fusion_bytes(ring)))),
         "SPLIT": split,
     }
-    if zero:  # each parameter's own spec, since the file looks for the dim that is split
+    # Each parameter has a spec of its own, since the file looks for the dim that is split.
+    if zero:
         placements = experiment.program.exchange.placements
         facts.values["SHARDS"] = _specs(placements.shares, each=True)
         facts.values["PARAMS"] = _specs(placements.params, each=zero == 3)

@@ -153,7 +153,8 @@ class Splash:
         span = None if window is None or window >= length else window
         mask: Any = NearMask(Near(span, 0 if causal else span), positions)
         if span is None and not causal:
-            mask, groups = splash.FullMask((q_BlHd.shape[1], length)), 1  # equal for all groups
+            # The mask is equal for all groups.
+            mask, groups = splash.FullMask((q_BlHd.shape[1], length)), 1
         sizes = splash.BlockSizes(
             block_q=forward,
             block_kv=forward,

@@ -100,7 +100,8 @@ def draw(seed: int) -> Draw:
     (True, False)
     """
     random = Random(seed)
-    kind = random.choice(["gpt", "gpt", *MODELS])  # a gpt has the most settings to test
+    # A gpt has the most settings to test, so it is drawn more often.
+    kind = random.choice(["gpt", "gpt", *MODELS])
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
@@ -176,7 +177,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
     if has_batch_norm(model):
-        rows *= 8  # normalized over only two rows, values are +-1 except for rounding
+        rows *= 8  # If values are normalized over only two rows, they are +-1 except for rounding.
     return {
         **common,
         "model": model,

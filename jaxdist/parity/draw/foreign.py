@@ -57,7 +57,7 @@ def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> n
 
     `model: {type: import}` names this function, with its keyword arguments as `args`.
     """
-    import equinox  # imported here, since equinox is an optional dependency
+    import equinox  # Equinox is imported here, since it is an optional dependency.
 
     class Net(equinox.Module):
         mlp: Any

@@ -93,7 +93,7 @@ def judge_draw(seed: int) -> DrawOutcome:
     # Any error, even a defect of jaxdist, is the outcome of a draw and must not stop later draws.
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
-    jax.clear_caches()  # compiled programs would fill the child's memory, and are not used again
+    jax.clear_caches()  # Compiled programs would fill the child's memory, and are not used again.
     seconds = round(time.perf_counter() - begun, 1)
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
@@ -192,7 +192,7 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
             own = np.asarray(shard.data, np.float64)
             other = first.setdefault(str(shard.index), own)
             if not np.array_equal(own, other, equal_nan=True):
-                with np.errstate(all="ignore"):  # elements may be zero, infinite or NaN
+                with np.errstate(all="ignore"):  # Elements may be zero, infinite or NaN.
                     apart = np.abs(own - other).max() / np.abs(other).max()
                 worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
     return worst

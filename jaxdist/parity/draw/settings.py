@@ -310,7 +310,7 @@ def _freeze(random: Random, config: Sections) -> Sections | None:
         return None
     frozen = random.choice(FREEZABLE[config["model"]["type"]])
     if frozen == "blocks/*" and config["optim"]["type"] == "muon":
-        return None  # it would have no matrix to update
+        return None  # Muon would have no matrix to update.
     return with_values(config, "model", freeze=[frozen])
 
 
@@ -330,7 +330,7 @@ def _fetched_ahead(config: Sections) -> bool:
 def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
     parallel = config["parallel"]
     if parallel["reduce"] is None or "compression" in parallel or "experts" in config["model"]:
-        return None  # rounding reorders scores, which selects other experts
+        return None  # Rounding reorders scores, which selects other experts.
     return with_values(config, "parallel", reduce_dtype="bfloat16")
 
 
