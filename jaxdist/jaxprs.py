@@ -1,8 +1,8 @@
-"""Functions on jaxprs: dependencies of results, inlining of calls, and running of equations."""
+"""Functions on jaxprs: visitors, dependencies of results, inlining, and running of equations."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,35 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var,
 
 Env = dict[Hashable, jax.Array]
 """The values of variables by variable, and the values that a `SplitScan` keeps by name."""
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """Yield the jaxprs among an equation's parameters, such as the body of a scan.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)
+    >>> [inner.eqns[0].primitive.name for inner in inner_jaxprs(program.eqns[0])]
+    ['add']
+    """
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr and of all jaxprs inside it.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)
+    >>> [equation.primitive.name for equation in equations(program)][-1]
+    'add'
+    """
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from equations(inner)
 
 
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxdist.jaxprs import inner_jaxprs
 
 
 def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> float:
@@ -46,7 +47,7 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
                 aval: Any = var.aval
                 arrays[id(var)] = math.prod(aval.shape) * aval.dtype.itemsize
             continue
-        inner = [product_bytes(part) for part in _inner(equation.params)]
+        inner = [product_bytes(part) for part in inner_jaxprs(equation)]
         if equation.primitive.name == "scan":
             inside += equation.params["length"] * sum(inner)
         else:
@@ -55,7 +56,7 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
 
 
 def _flops(equation: JaxprEqn, elementwise: bool) -> float:
-    inner = [jaxpr_flops(part, elementwise=elementwise) for part in _inner(equation.params)]
+    inner = [jaxpr_flops(part, elementwise=elementwise) for part in inner_jaxprs(equation)]
     name = equation.primitive.name
     if name == "dot_general":
         return _dot_flops(equation)
@@ -68,14 +69,6 @@ def _flops(equation: JaxprEqn, elementwise: bool) -> float:
     if inner or not elementwise or name in ("sharding_constraint", "name"):
         return sum(inner)
     return float(sum(math.prod(_shape(var)) for var in equation.outvars))
-
-
-def _inner(params: Mapping[str, object]) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yield the jaxprs in an equation's parameters, such as the body of a scan."""
-    for value in params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "eqns"):
-                yield cast("Jaxpr | ClosedJaxpr", part)
 
 
 def _shape(var: Any) -> tuple[int, ...]:

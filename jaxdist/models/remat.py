@@ -7,7 +7,7 @@ recomputed from the block's input, which is always kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import jax
@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from pydantic import AfterValidator, Field
 
 from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.jaxprs import equations
 from jaxdist.models.ahead import BlockFn
 from jaxdist.types import PyTree
 
@@ -218,7 +219,8 @@ def check_names(
     asked = [name for one in listed(remat) for name in keeps_of(one) or ()]
     if not asked:
         return
-    given = list(dict.fromkeys(_names(jax.make_jaxpr(block)(*args))))
+    inside = equations(jax.make_jaxpr(block)(*args))
+    given = list(dict.fromkeys(e.params["name"] for e in inside if e.primitive.name == "name"))
     own = [
         name for one in listed(remat) if not isinstance(one, str) for name in keeps_of(one) or ()
     ]
@@ -236,13 +238,3 @@ def check_names(
         f"remat {format_policy(remat)}: no activation of the blocks has the name {unknown[0]!r}; "
         f"{did_you_mean(unknown[0], given)}"
     )
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"]
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(part, "jaxpr", part), "eqns"):
-                    yield from _names(part)

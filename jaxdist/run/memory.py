@@ -11,6 +11,7 @@ import jax
 
 from jaxdist.errors import RunError
 from jaxdist.hlo.refusal import is_too_large
+from jaxdist.jaxprs import equations
 from jaxdist.runtime.hardware import host_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -97,17 +98,13 @@ def check_step_fits(program: Program) -> None:
 
 def _products(jaxpr: Any) -> Iterator[Any]:
     """Yield the abstract result of each matrix product, which must be written to memory."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in equations(jaxpr):
         if equation.primitive.name == "dot_general":
             left = equation.invars[0].aval.shape
             (contracted, _), _ = equation.params["dimension_numbers"]
             # A product over a single element may be a broadcast, which is not written to memory.
             if math.prod(left[dim] for dim in contracted) > 1:
                 yield equation.outvars[0].aval
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns"):
-                    yield from _products(part)
 
 
 def _size_bytes(array: Any) -> int:

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdist.errors import ConfigError
+from jaxdist.jaxprs import inner_jaxprs
 from jaxdist.mesh import describe_mesh
 from jaxdist.types import Params
 
@@ -124,7 +125,7 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
 def _crossing(jaxpr: Any) -> Iterator[str]:
     """Yield the names of the primitives in a trace that are not elementwise."""
     for equation in jaxpr.eqns:
-        inner = [x for value in equation.params.values() for x in _jaxprs(value)]
+        inner = [*inner_jaxprs(equation)]
         if inner:
             for sub in inner:
                 yield from _crossing(sub)
@@ -139,10 +140,3 @@ def _crossing(jaxpr: Any) -> Iterator[str]:
         fewer = shapes[0] and shapes[0] != shapes[1] and name != "reduce_and"
         if len(shapes[0] | shapes[1]) > 1 or fewer or (name in CROSSING and any(shapes)):
             yield name
-
-
-def _jaxprs(value: Any) -> Iterator[Any]:
-    for one in value if isinstance(value, tuple | list) else (value,):
-        found = getattr(one, "jaxpr", one)
-        if hasattr(found, "eqns"):
-            yield found
