@@ -159,6 +159,12 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
     return _experiment(with_combination(sections, cell))
 
 
+def is_random(model: Functional) -> bool:
+    """Return whether a model has random layers."""
+    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    return bool(jax.tree.leaves(nnx.state(module, nnx.RngState)))
+
+
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     """Return the reason why a model gives other numbers if it computes a batch in parts.
 
@@ -172,9 +178,9 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     """
     if not reduce and microbatches == 1:
         return ""
-    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
-    if jax.tree.leaves(nnx.state(module, nnx.RngState)):
+    if is_random(model):
         return "random layers draw for each part of the batch separately"
+    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if microbatches > 1 and batch_norms(module):
         return "batch statistics are those of a microbatch"
     others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))

@@ -123,7 +123,10 @@ def noted(experiment: Experiment) -> Experiment:
         return found, Noted(kept, own)
 
     transform = optax.GradientTransformationExtraArgs(init, update)
-    optimizer = replace(experiment.program.optimizer, transform=transform)
+    chosen = experiment.program.optimizer.eval_params
+    own_params = chosen and (lambda state, params: chosen(state.inner, params))
+    optimizer = experiment.program.optimizer
+    optimizer = replace(optimizer, transform=transform, eval_params=own_params)
     # Stages with equal batch sizes share a program, which is then compiled once.
     programs: dict[int, Program] = {}
     for stage in experiment.stages:
@@ -168,6 +171,11 @@ class FirstSteps:
 
     experiment: Experiment
 
+    @property
+    def compiled(self) -> Any:
+        """The compiled step of the first train stage."""
+        return self._steps[0][1]
+
     @cached_property
     def _steps(self) -> list[tuple[TrainStage, Any]]:
         """Pairs of a train stage and its compiled step."""
@@ -187,12 +195,16 @@ class FirstSteps:
                     yield step, batch
 
     def _evaluation(self, state: TrainState) -> dict[str, np.ndarray]:
+        means = self.means(state)
+        return {"evaluation": np.asarray(means["loss"])} if means else {}
+
+    def means(self, state: TrainState) -> dict[str, Any]:
+        """Return the results of the evaluation, which are empty without held-out examples."""
         program, heldout = self.experiment.program, self.experiment.heldout
         if heldout is None:
             return {}
         with heldout.evaluation_batches() as batches:
-            means = evaluate(program, state.params, state.buffers, batches)
-        return {"evaluation": np.asarray(means["loss"])}
+            return evaluate(program, program.evaluated(state), state.buffers, batches)
 
     def begin(self) -> TrainState:
         """Return the initial state of the experiment, on the host."""

@@ -234,9 +234,7 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
         other = [name for name in own if found.get(name) != own[name]]
         if not other and found.get("verdict") == "proved":
             return Kept(path)
-        why = (
-            f"{path} is a certificate for {' and '.join(_OTHER[name] for name in other)}"
-            if other
-            else f"{path} says {found.get('verdict')!r}, not 'proved'"
-        )
+        why = f"{path} says {found.get('verdict')!r}, not 'proved'"
+        if other:
+            why = f"{path} is a certificate for {' and '.join(_OTHER[name] for name in other)}"
     raise RunError(f"--proved: {why}; run `{command}`, or train without --proved")

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-import jax
 import numpy as np
-from flax import nnx
-
-from jaxdist.models.functional import Functional
 
 Batch = Mapping[str, np.ndarray]
 """The arrays of a batch on the host, each `[B, ...]`."""
@@ -18,12 +14,6 @@ the number of the step and to the seed."""
 STEPS, MICROBATCHES, DEVICES = (
     f"equal random numbers {where}" for where in ("in two steps", "in microbatches", "on devices")
 )
-
-
-def is_random(model: Functional) -> bool:
-    """Return whether a model has random layers."""
-    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
-    return bool(jax.tree.leaves(nnx.state(module, nnx.RngState)))
 
 
 def repeated(

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.report import write_json
-from jaxdist.parity.trace import FULL, NUDGES, Trace, limit_of, nudged_tree
+from jaxdist.parity.trace import FULL, NUDGES, Trace, leaves_by_name, limit_of, nudged_tree
 from jaxdist.proofs.certificate import Proof, identity, to_json
-from jaxdist.proofs.numbers import Compared, Scenes, apart, scenes, worst_of
+from jaxdist.proofs.numbers import RESUMED, Compared, apart, scenes, worst_of
 from jaxdist.proofs.sent import compare
 from jaxdist.proofs.types.check import check_types
 from jaxdist.proofs.types.jaxprs import regions_of
@@ -72,10 +72,7 @@ def prove(
         not fit the step; or the certificate cannot be written.
     """
     closed, names = _traced(step, mesh, state, batch, one_device)
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    alone: Any = one_device and (
-        one_device if hasattr(one_device, "lower") else jax.jit(one_device)
-    )
+    jitted, alone = _jitted(step), _jitted(one_device)
     found = _Runner(mesh, state, batch, weight, seed).compare(jitted, alone)
     again, _ = _program("the step", step, state, batch)
     unknown = {
@@ -91,6 +88,10 @@ def prove(
         certificate = to_json(proof, valid, str(getattr(step, "__name__", step)))
         write_json(Path(json_file), certificate, what="certificate")
     return proof
+
+
+def _jitted(step: Step | None) -> Any:
+    return step if step is None or hasattr(step, "lower") else jax.jit(step)
 
 
 def _require(condition: bool, otherwise: str) -> None:
@@ -135,20 +136,17 @@ def _traced(
     pair = isinstance(out, tuple) and len(out) == 2
     _require(pair, f"the step returns {type(out).__name__}, not two values: {MUTABLE}")
     same = jax.tree.structure(out[0]) == jax.tree.structure(state)
-    _require(
-        same, f"the step returns a tree whose structure differs from that of the state: {MUTABLE}"
-    )
+    differs = "a tree whose structure differs from that of the state"
+    _require(same, f"the step returns {differs}: {MUTABLE}")
     news = flatten_with_names(out[0])
     for old, (name, new) in zip(jax.tree.leaves(state), news, strict=True):
         same = np.shape(old) == new.shape
         _require(same, f"{name} is {np.shape(old)}, but the step returns {new.shape}")
     if one_device is not None:
         theirs = _program("one_device", one_device, *jax.tree.map(_host, (state, batch)))[1]
-        named = (
-            dict(zip(("state", "outputs"), returned, strict=False)) for returned in (out, theirs)
-        )
-        both = [{name: np.shape(x) for name, x in flatten_with_names(tree)} for tree in named]
-        other = [name for name in both[0] | both[1] if both[0].get(name) != both[1].get(name)]
+        named = (dict(zip(("state", "outputs"), made, strict=False)) for made in (out, theirs))
+        ours, others = ({n: np.shape(x) for n, x in flatten_with_names(tree)} for tree in named)
+        other = [name for name in ours | others if ours.get(name) != others.get(name)]
         _require(not other, f"one_device returns other arrays than the step: {', '.join(other)}")
     used = [dict(region.params["mesh"].shape) for region in regions_of(closed.jaxpr)]
     given = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
@@ -191,18 +189,17 @@ class _Runner:
         batches = self._batches()
         if isinstance(batches, str):
             return Compared("the given batch", undecided=batches)
-        whole, theirs = one_device is not None, batches
-        if not whole:
+        plan, theirs = "one device", batches
+        if one_device is None:
             order = np.random.default_rng(self.seed).permutation(self._rows)
             theirs = {name: _ordered(host, order) for name, host in batches.items()}
-        plan = "one device" if whole else "rows in another order"
+            plan = "rows in another order"
         host = jax.tree.map(_host, self.state)
+        begins = host, *(nudged_tree(host, FULL, seed) for seed in NUDGES)
+        reference, alone = one_device or step, one_device is not None
         try:
             found = self._run(step, host, batches, alone=False)
-            expected = [
-                self._run(one_device or step, begun, theirs, alone=whole)
-                for begun in (host, *(nudged_tree(host, FULL, seed) for seed in NUDGES))
-            ]
+            expected = [self._run(reference, begun, theirs, alone=alone) for begun in begins]
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
             return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
         cuts = ["over devices", *(axis for axis, size in self.mesh.shape.items() if size > 1)]
@@ -225,15 +222,13 @@ class _Runner:
         names = [name for name, _ in flatten_with_names(host)]
         if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in jax.tree.leaves(host)):
             return "the arrays of the batch differ in their leading dim"
-        taken: Scenes = dict.fromkeys(("first step", "second step", "third step"))
-        if weight is not None:
-            _require(
-                weight in names, f"the batch has no {weight!r}; choose weight from {sorted(names)}"
-            )
-            # The devices of the mesh need not divide the number of rows.
-            shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
-            unequal = scenes(rows, shards, weighted=True, skips=False, seed=self.seed)
-            taken = {"first step": None, **unequal}
+        known = weight is None or weight in names
+        _require(known, f"the batch has no {weight!r}; choose weight from {sorted(names)}")
+        # The devices of the mesh need not divide the number of rows.
+        shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
+        given = {"weighted": weight is not None, "skips": False, "seed": self.seed}
+        taken = {"first step": None, **scenes(rows, shards, **given)}
+        taken["third step"] = taken.pop(RESUMED)  # nothing is saved and loaded here
         random, found = np.random.default_rng(self.seed), {}
         for index, (name, weights) in enumerate(taken.items()):
             order = random.permutation(rows) if index else np.arange(rows)
@@ -300,7 +295,5 @@ def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
 
     For a random key the result has the key's data.
     """
-    return {
-        name: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf, np.float64)
-        for name, leaf in flatten_with_names(tree)
-    }
+    plain = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+    return leaves_by_name(plain)

@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from random import Random
 
-from jaxdist.parity.cells import MESHES, REMATS, possible_cells
+from jaxdist.parity.cells import possible_cells
 from jaxdist.parity.run import remats_of, with_combination
 from jaxdist.types import Json, JsonObject
 
 CHANGED = 3
 """The number of settings in which a neighbour differs."""
+_PATHS = (
+    "mesh parallel.zero.stage parallel.zero.scope parallel.reduce.type train.microbatches "
+    "model.remat sharding.rules.residual_seq parallel.pipeline.schedule.type "
+    "parallel.pipeline.activations"
+)
+PATHS = _PATHS.split()
+"""The settings of a config that a `Combination` determines, in the order of its fields."""
 
 
 def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObject]]:
@@ -27,33 +34,22 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
       sections: the sections of the plan's reduced config.
       seed: the seed of the order.
     """
-    own = combination_settings(sections)
     cells = list(possible_cells(remats_of(sections)))
     Random(seed).shuffle(cells)
     for cell in cells:
-        changed = [f"{name} {value}" for name, value in vars(cell).items() if value != own[name]]
+        other = with_combination(sections, cell)
+        changed = [
+            f"{name} {value}"
+            for (name, value), path in zip(vars(cell).items(), PATHS, strict=True)
+            if setting(sections, path) != setting(other, path)
+        ]
         if len(changed) == CHANGED:
-            yield ", ".join(changed), with_combination(sections, cell)
+            yield ", ".join(changed), other
 
 
-def combination_settings(sections: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the settings of a config under the names of the fields of a `Combination`.
-
-    A mesh that is none of `MESHES` is returned as text.
-    """
-    parallel, mesh, train = sections["parallel"], dict(sections["mesh"]), sections["train"]
-    mesh.pop("fake_devices", None)
-    zero, pipeline = parallel["zero"], parallel.get("pipeline") or {}
-    remat = sections["model"].get("remat")
-    kind = next((name for name, kind in REMATS.items() if kind == remat), "none")
-    return {
-        "mesh": next((name for name, sizes in MESHES.items() if sizes == mesh), str(mesh)),
-        "stage": zero["stage"],
-        "scope": zero["scope"] if zero["stage"] else "all",
-        "reduce": parallel["reduce"] and parallel["reduce"]["type"],
-        "microbatches": train["microbatches"],
-        "remat": "some" if isinstance(remat, list) else kind,
-        "sequence": "split" if "residual_seq" in sections["sharding"]["rules"] else "whole",
-        "schedule": pipeline.get("schedule", {}).get("type") if mesh.get("stage") else None,
-        "activations": pipeline.get("activations") if mesh.get("stage") else None,
-    }
+def setting(sections: Mapping[str, Json], path: str) -> Json:
+    """Return the setting of a config at a dotted path, or None for a path that is not set."""
+    found: Json = sections
+    for name in path.split("."):
+        found = (found or {}).get(name)
+    return found

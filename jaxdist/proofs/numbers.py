@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,17 +12,15 @@ import jax
 import numpy as np
 
 from jaxdist.errors import JaxdistError
-from jaxdist.experiment import Experiment
 from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
 from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
 from jaxdist.parity.draw.run import built, plan_cuts, reloaded, replicas_apart
 from jaxdist.parity.draw.settings import data_size
-from jaxdist.parity.run import inexact
-from jaxdist.parity.trace import NUDGES, Differences, Trace
-from jaxdist.proofs.draws import Batch, is_random, repeated
-from jaxdist.train.evaluate import evaluate
+from jaxdist.parity.run import inexact, is_random
+from jaxdist.parity.trace import NUDGES, Differences, FirstSteps, Trace
+from jaxdist.proofs.draws import Batch, repeated
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.types import Json, JsonObject, PyTree
@@ -32,12 +30,8 @@ RESUMED = "resumed step"
 Scenes = Mapping[str, np.ndarray | None]
 """The weights of the batch's examples, float32 `[B]`, in each step of a comparison, by the step's
 name. A batch with None has no weights."""
-KINDS = {
-    "loss_of_step": ("values", "loss"),
-    "gradients": ("gradient", "gradient"),
-    "updates": ("update", "update"),
-}
-"""The kind of a `Quantity` and the name of its limit, for each field of a `Trace`."""
+KINDS = "values", "gradient", "update"
+"""The kinds of a `Quantity`, in the order of the fields of `Differences`."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +116,8 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
     return {name: weights.astype(np.float32) for name, weights in found.items()}
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The compiled step of an experiment whose optimizer state keeps the gradients.
-
-    Attributes:
-      experiment: the experiment, as `jaxdist.parity.draw.run.built` returns it.
-    """
-
-    experiment: Experiment
-
-    @cached_property
-    def compiled(self) -> Any:
-        """The compiled train step."""
-        program = self.experiment.program
-        lowered = program.train.lower(program.state_shapes, program.batch)
-        return lowered.compile(trace.compile_options())
+class Steps(FirstSteps):
+    """The compiled step of an experiment that `jaxdist.parity.draw.run.built` returns."""
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
@@ -148,11 +128,15 @@ class Steps:
     def loss(self, initial: TrainState, host: Mapping[str, np.ndarray]) -> float:
         """Return the loss of a step that begins from a state on the host."""
         program = self.experiment.program
-        batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in host.items()}
-        _, metrics = self.compiled(trace.place_state(program, initial), batch)
+        _, metrics = self._take(trace.place_state(program, initial), host)
         return float(metrics[program.metrics.index("loss")])
 
-    def run(self, initial: TrainState, taken: Scenes, *, reload: bool) -> list[Trace]:
+    def _take(self, state: TrainState, host: Mapping[str, np.ndarray]) -> tuple[TrainState, Any]:
+        shapes = self.experiment.program.batch
+        batch = {name: jax.device_put(x, shapes[name].sharding) for name, x in host.items()}
+        return self.compiled(state, batch)
+
+    def take(self, initial: TrainState, taken: Scenes, *, reload: bool) -> list[Trace]:
         """Take a step for each scene, evaluate, and return the results of the steps and evaluation.
 
         Args:
@@ -160,15 +144,14 @@ class Steps:
           taken: the steps of the comparison, as `scenes` returns them.
           reload: whether to save and load the state before the step `RESUMED`.
         """
-        program, heldout, traces = self.experiment.program, self.experiment.heldout, []
+        program, traces = self.experiment.program, []
         state, before = trace.place_state(program, initial), initial
         steps = enumerate(zip(taken.items(), self.batches, strict=False), start=1)
         for count, ((name, weights), host) in steps:
             if name == RESUMED and reload:
                 state = reloaded(program, state, program)
             given = host if weights is None else {**host, "weight": weights}
-            batch = {n: jax.device_put(v, program.batch[n].sharding) for n, v in given.items()}
-            state, metrics = self.compiled(state, batch)
+            state, metrics = self._take(state, given)
             if program.outer is not None and program.outer.due(count):
                 state = program.between(state)
             used = jax.device_get(program.home.used(state))
@@ -180,12 +163,8 @@ class Steps:
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
             traces.append(Trace(before, np.zeros(0), gradients, updates, values | apart(state)))
             before = used
-        means: Mapping[str, Any] = {}
-        if heldout is not None:
-            with heldout.evaluation_batches() as batches:
-                means = evaluate(program, program.evaluated(state), state.buffers, batches)
-        evaluation = {f"evaluation {name}": np.asarray(value) for name, value in means.items()}
-        return [*traces, Trace(initial, np.zeros(0), {}, {}, evaluation)]
+        means = {f"evaluation {name}": np.asarray(x) for name, x in self.means(state).items()}
+        return [*traces, Trace(initial, np.zeros(0), {}, {}, means)]
 
 
 def apart(state: PyTree) -> dict[str, np.ndarray]:
@@ -253,8 +232,8 @@ class Reference:
         taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
         if (rows, shards) not in self._known:
             begins = self.initial, *(trace.nudged(self.initial, seed=seed) for seed in NUDGES)
-            self._known[rows, shards] = [self.steps.run(b, taken, reload=False) for b in begins]
-        found = steps.run(self.initial, taken, reload=True)
+            self._known[rows, shards] = [self.steps.take(b, taken, reload=False) for b in begins]
+        found = steps.take(self.initial, taken, reload=True)
         names = (*taken, "evaluation")
         worst = worst_of(names, found, *self._known[rows, shards], limit=limit)
         return Compared(plan, (*worst, *draws), steps=names), steps
@@ -267,9 +246,8 @@ class Reference:
             return ()
 
         def loss(batch: Batch, later: int, seeds: int) -> float:
-            taken = steps
-            if seeds:
-                taken = Steps(built({**sections, "seed": sections["seed"] + seeds}))
+            other = {**sections, "seed": sections["seed"] + seeds}
+            taken = Steps(built(other)) if seeds else steps
             state = replace(self.initial, step=self.initial.step + later)
             return taken.loss(state, batch)
 
@@ -309,11 +287,9 @@ def worst_of(
         distances = trace.trace_distances(ours, theirs, least)
         for name in ours.evaluation.keys() - theirs.evaluation.keys():
             distances["loss_of_step"][name] = math.inf  # replicas must have equal bits
-        for of, offs in distances.items():
-            kind, which = KINDS[of]
+        for kind, offs, bound in zip(KINDS, distances.values(), astuple(limit), strict=True):
             for name, off in offs.items():
                 # NaN is not larger than any number.
-                off = math.inf if math.isnan(off) else off
-                if (kind, name) not in worst or off > worst[kind, name].off:
-                    worst[kind, name] = Quantity(kind, name, step, off, getattr(limit, which))
+                one = Quantity(kind, name, step, math.inf if math.isnan(off) else off, bound)
+                worst[kind, name] = max(worst.get((kind, name), one), one, key=lambda q: q.off)
     return tuple(worst.values())

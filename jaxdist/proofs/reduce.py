@@ -96,9 +96,8 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
         # Compression skips steps that are not finite, and so must the single device.
         sections |= with_values(sections, "optim", skip_nonfinite=True)
         notes.append("messages with whole gradients: the proof does not cover what a codec loses")
-    for name in ("batch_ramp", "phases"):
-        if whole["train"].get(name):
-            notes.append(f"one batch size, without train.{name}")
+    left = [name for name in ("batch_ramp", "phases") if whole["train"].get(name)]
+    notes += [f"one batch size, without train.{name}" for name in left]
     return sections, tuple(notes)
 
 
@@ -145,29 +144,29 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
     found["kv_heads"] = small(kv_heads, parts, 2)
     found["heads"] = found["kv_heads"] * small(heads // kv_heads, 2, 2)
     head = small(model["head_size"] or model["embed"] // heads, 2, 4)
-    if model["head_size"]:
-        found |= {"head_size": head, "embed": small(model["embed"], parts, 16)}
-    else:
-        found["embed"] = found["heads"] * head
+    found["head_size"] = model["head_size"] and head
+    wide, narrow = small(model["embed"], parts, 16), found["heads"] * head
+    found["embed"] = wide if model["head_size"] else narrow
     if (experts := model.get("experts")) and experts.get("mlp"):
         found["experts"] = {**experts, "mlp": small(experts["mlp"], parts, 8)}
-    # Devices that share a sequence attend block by block.
-    found["attention"] = "plain" if experiment.layout.split is None else "blockwise"
-    found["vocab_multiple"] = small(model["vocab_multiple"], parts, parts)
-    found["layers"] = _layers(experiment, model)
-    found["scan_unroll"] = min(model["scan_unroll"], found["layers"])
-    if model["attention_window"]:
-        found["attention_window"] = small(model["attention_window"], 2, 3)
-    return found
+    layers, window = _layers(experiment, model), model["attention_window"]
+    return found | {
+        # Devices that share a sequence attend block by block.
+        "attention": "plain" if experiment.layout.split is None else "blockwise",
+        "vocab_multiple": small(model["vocab_multiple"], parts, parts),
+        "layers": layers,
+        "scan_unroll": min(model["scan_unroll"], layers),
+        "attention_window": window and small(window, 2, 3),
+    }
 
 
 def _layers(experiment: Experiment, model: Json) -> int:
     compute = experiment.program.compute
     chunks = len(compute.ticks.placement) if isinstance(compute, Pipeline) else 1
     listed = getattr(experiment.config.parallel.pipeline, "layers", None) is not None
-    if listed or isinstance(model["remat"], list):
-        return model["layers"]  # the lists of the config have an entry for each layer or chunk
-    return small(model["layers"], chunks, max(2, chunks))
+    # The lists of the config have an entry for each layer or chunk.
+    kept = listed or isinstance(model["remat"], list)
+    return model["layers"] if kept else small(model["layers"], chunks, max(2, chunks))
 
 
 def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> JsonObject:
@@ -211,9 +210,7 @@ def _optim(optim: Json) -> JsonObject:
 
     A comparison takes too few steps for a schedule of the learning rate.
     """
-    found = {**optim, **({"bf16_moments": False} if "bf16_moments" in optim else {})}
-    if "schedule" in found:
-        found["schedule"] = {"type": "constant"}
-    if isinstance(found.get("eps"), float):
-        found["eps"] = max(found["eps"], EPS)
-    return found
+    changed: JsonObject = {"bf16_moments": False, "schedule": {"type": "constant"}}
+    if isinstance(optim.get("eps"), float):
+        changed["eps"] = max(optim["eps"], EPS)
+    return {name: changed.get(name, value) for name, value in optim.items()}

@@ -25,8 +25,6 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject
 
 Say = Callable[[str], None]
-NEAR = 2
-"""The number of neighbours to compare by default."""
 TRIES = 4
 """The number of neighbours that are tried for each neighbour to compare. Some cannot be built."""
 
@@ -35,7 +33,7 @@ def prove(
     path: Path,
     overrides: Sequence[str] = (),
     *,
-    near: int = NEAR,
+    near: int = 2,
     seed: int = 0,
     json_file: Path | None = None,
     console: Console,

@@ -7,6 +7,7 @@ collective is unasked: it moves values to a layout that the code did not ask for
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -21,17 +22,14 @@ from jaxdist.hlo.collective import SENT
 from jaxdist.hlo.parse import parse
 from jaxdist.hlo.records import Collective, CollectiveKind
 from jaxdist.hlo.source.lines import Lines
+from jaxdist.jaxprs import inner_jaxprs
 from jaxdist.mesh import entry_names
-from jaxdist.proofs.types.jaxprs import LIBRARIES, axes_over, line_of, sub_programs
+from jaxdist.proofs.types.jaxprs import LIBRARIES, axes_over, line_of
 from jaxdist.trees import leaf_bytes, tree_bytes
 
 _PARTS: Mapping[str, CollectiveKind] = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
+    **{kind.replace("-", "_"): kind for kind in SENT},
+    **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
 }
 """The kind of collective for a part of the name of each operation that asks for a collective."""
@@ -125,8 +123,7 @@ def compare(
     stored_axes, where = split_axes(stored), Lines(text, module, LIBRARIES)
     unasked: dict[Unasked, None] = {}
     for one in found:
-        sent_bytes, names = one.times_high * one.sent_bytes, operations(one)
-        axes = one.axes or ()
+        sent_bytes, names, axes = one.times_high * one.sent_bytes, operations(one), one.axes or ()
         gathers = one.kind == "all-gather" and {*axes} <= stored_axes
         if all(map(kind_of, names)):
             placed[_key(axes, mesh)] += sent_bytes
@@ -171,17 +168,14 @@ def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float
       mesh: the mesh of the shardings.
       axes: the mesh axes that split the batch.
     """
-    owed: dict[str, float] = {}
-    for axis in axes:
-        for leaf in jax.tree.leaves(params):
-            # A sum over several networks crosses each network with only the shard that the sums
-            # over the other networks have left.
-            parted = (split_axes(leaf) | {*axes}) - {axis}
-            split = math.prod(mesh.shape[name] for name in parted)
-            # A ring's reduce-scatter sends the least of all algorithms that give every device a
-            # shard of the sum.
-            sent = SENT["reduce-scatter"](mesh.shape[axis]) * leaf_bytes(leaf)
-            owed[axis] = owed.get(axis, 0.0) + sent / split
+    owed = dict.fromkeys(axes, 0.0)
+    for axis, leaf in itertools.product(axes, jax.tree.leaves(params)):
+        # A sum over several networks crosses each network with only the shard that the sums over
+        # the other networks have left.
+        split = math.prod(mesh.shape[name] for name in (split_axes(leaf) | {*axes}) - {axis})
+        # A ring's reduce-scatter sends the least of all algorithms that give every device a shard
+        # of the sum.
+        owed[axis] += SENT["reduce-scatter"](mesh.shape[axis]) * leaf_bytes(leaf) / split
     return owed
 
 
@@ -205,7 +199,7 @@ def asked_of(jaxpr: Any, mesh: Mesh, times: int = 1) -> Iterator[tuple[str, str,
             sent_bytes = times * SENT[kind](count) * tree_bytes(arrays)
             yield _key(axes, mesh), line_of(eqn), sent_bytes
         repeated = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for inner in sub_programs(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from asked_of(inner, mesh, repeated)
 
 

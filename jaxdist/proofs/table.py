@@ -24,12 +24,8 @@ def proof_lines(proof: Proof) -> Iterator[str]:
     for leaf in leaves:
         offs = [_worst(proof.numbers, kind, leaf) for kind in ("gradient", "update")]
         yield f"{_cut(leaf):<{NAMED}} {_typed(proof, leaf):<10} {offs[0]:>9} {offs[1]:>9}"
-    others = {
-        (one.kind, one.name): None
-        for compared in proof.numbers
-        for one in compared.quantities
-        if one.name not in leaves
-    }
+    found = (one for compared in proof.numbers for one in compared.quantities)
+    others = dict.fromkeys((one.kind, one.name) for one in found if one.name not in leaves)
     yield f"{'value':<{NAMED + 21}} {'off by':>9}"
     for kind, name in others:
         yield f"{_cut(name):<{NAMED + 21}} {_worst(proof.numbers, kind, name):>9}"
@@ -86,11 +82,8 @@ def _bytes(proof: Proof) -> Iterator[str]:
 
 
 def _problems(proof: Proof) -> Iterator[str]:
-    for finding in proof.types.findings:
-        if proof.doubted:
-            yield f"doubt    types, which no number confirms: {finding}"
-        else:
-            yield f"WRONG    types: {finding}"
+    found = "doubt    types, which no number confirms" if proof.doubted else "WRONG    types"
+    yield from (f"{found}: {finding}" for finding in proof.types.findings)
     for compared in (*proof.numbers, *proof.near):
         for one in compared.wrong:
             yield (

@@ -20,8 +20,10 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
+from jaxdist.parity.cells import possible_cells
+from jaxdist.parity.run import with_combination
 from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write_certificate
-from jaxdist.proofs.neighbours import combination_settings, neighbours
+from jaxdist.proofs.neighbours import PATHS, neighbours, setting
 from jaxdist.proofs.numbers import RESUMED, Compared, scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
@@ -202,10 +204,12 @@ def test_neighbours_change_three_settings():
     document, config = load(path, overrides)
     sections, _ = reduced(build(config, document, devices=jax.devices()))
     found = list(itertools.islice(neighbours(sections, seed=1), 5))
-    own = combination_settings(sections)
     for changed, other in found:
-        theirs = combination_settings(other)
-        assert sum(theirs[name] != own[name] for name in own) == 3, changed
+        differ = [path for path in PATHS if setting(sections, path) != setting(other, path)]
+        assert len(differ) == 3, changed
+    plans = [with_combination(sections, cell) for cell in list(possible_cells())[::97]]
+    values = {path: {str(setting(plan, path)) for plan in plans} for path in PATHS}
+    assert all(len(found) > 1 for found in values.values()), values
     assert found == list(itertools.islice(neighbours(sections, seed=1), 5))
     assert found != list(itertools.islice(neighbours(sections, seed=2), 5))
 

@@ -160,6 +160,14 @@ def test_a_reduction_that_does_not_only_add_is_undecided(begin):
     assert "does not only add to zeros" in found.undecided["y"][0]
 
 
+@pytest.mark.parametrize("use", [jnp.sum, lax.cummin])
+def test_what_uses_a_local_maximum_is_undecided(use):
+    """The maximum of the devices' sums, say, is not the sum of the maxima."""
+    found = typed(lambda x: lax.pmax(use(x.max(0)), "d"), (8, 4), into=(ROWS,))
+    assert (found.findings, found.proved) == ((), ())
+    assert "of a local maximum" in found.undecided["y"][0]
+
+
 def test_an_operation_without_a_rule_is_undecided_and_not_proved():
     found = typed(lambda x: lax.psum(jnp.fft.fft(x).real, "d"), (8, 4), into=(ROWS,))
     assert (found.findings, found.proved) == ((), ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxdist.mesh import entry_names
 from jaxdist.proofs.types import kinds as k
 
 REMEDIES: dict[type[k.Kind], str] = {
@@ -20,13 +21,10 @@ def dim_of_spec(spec: Any, axis: str) -> int | None:
 
     The result is None if the axis splits no dim.
     """
-    for dim, entry in enumerate(spec or ()):
-        if axis in (entry if isinstance(entry, tuple) else (entry,)):
-            return dim
-    return None
+    return next((dim for dim, entry in enumerate(spec or ()) if axis in entry_names(entry)), None)
 
 
-def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
+def leaving(at: Any, value: k.Value, dim: int | None, eqn: Any) -> k.Kind:
     """Return the kind that a result of a `shard_map` has outside of the `shard_map`.
 
     The result is `Wrong` or `Unknown` if `out_specs` does not fit the kind of the value.
@@ -35,25 +33,19 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
       at: the `Pass`.
       value: the result inside the `shard_map`.
       dim: the dim along which `out_specs` joins the devices' arrays, or None for a whole result.
-      where: the file and line to report.
+      eqn: the equation whose line is reported.
     """
-    kind, axis = value.kind, at.axis
-    held = kind.dims if isinstance(kind, k.Shard) else value.constant
-    whole = isinstance(kind, k.SAME) if dim is None else (
-        (isinstance(kind, k.Part | k.Owed | k.Zero) and kind != k.CONTRACT)
-        or (isinstance(kind, k.Shard | k.Whole) and dim in held)
-    )  # fmt: skip
-    if whole or k.spoiled([kind]):
+    kind, where = value.kind, at.place(eqn)
+    stacks = isinstance(kind, k.Part | k.Owed | k.Zero) and kind != k.CONTRACT
+    fits = isinstance(kind, k.SAME) if dim is None else stacks or dim in value.held
+    if fits or k.spoiled([kind]):
         return k.spoiled([kind]) or k.WHOLE
-    remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
-    message, reason = "", ""
     if isinstance(kind, k.Multiple):
         where, message = kind.where, at.copies
-    elif dim is None and (
-        isinstance(kind, k.Own) or kind in (k.DOUBTFUL, k.PART, k.MESSAGE, k.CONTRACT)
-    ):
-        reason = f"{kind} leaves as a whole value"
+    elif dim is None and kind in (k.OWN, k.DOUBTFUL, k.PART, k.MESSAGE, k.CONTRACT):
+        return at.undecided(eqn, f"{kind} leaves as a whole value")
     elif dim is None:
+        remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
         message = f"is returned as a replicated value, but is {kind} over AXIS: {remedy}"
     elif isinstance(kind, k.Whole):
         message = (
@@ -61,7 +53,5 @@ def leaving(at: Any, value: k.Value, dim: int | None, where: str) -> k.Kind:
             f"result has {at.size} copies of the value"
         )
     else:
-        reason = f"a value that is {kind} leaves as shards"
-    if reason:
-        return k.Unknown(frozenset([f"{axis}: {where}: {reason}"]))
-    return k.Wrong(frozenset([(where, message.replace("AXIS", repr(axis)))]))
+        return at.undecided(eqn, f"a value that is {kind} leaves as shards")
+    return k.Wrong(frozenset([(where, message.replace("AXIS", repr(at.axis)))]))

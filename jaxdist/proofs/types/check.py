@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.jaxprs import manual_axes, regions_of
+from jaxdist.proofs.types.jaxprs import regions_of
 from jaxdist.proofs.types.walk import Pass
 
 INSIDE = "values inside the step"
@@ -74,37 +74,27 @@ def check_types(
       scheduled: the axes along which pipeline stages exchange activations by a schedule that was
         checked before.
     """
-    regions = [*regions_of(closed.jaxpr)]
-    sizes = {
-        axis: dict(region.params["mesh"].shape)[axis]
-        for region in regions
-        for axis in manual_axes(region)
-    }
+    regions = [one.params for one in regions_of(closed.jaxpr)]
+    sizes = {axis: p["mesh"].shape[axis] for p in regions for axis in p["newly_manual_axes"]}
     found: dict[tuple[str, str, str], dict[str, None]] = {}
     undecided: dict[str, dict[str, None]] = {}
     outputs: dict[str, None] = {}
     for axis, size in sorted(sizes.items()):
         at = Pass(axis, size, scheduled)
         values = at.run(closed.jaxpr, [k.Value(k.PLACED)] * len(closed.jaxpr.invars))
-        kinds = [at.used(value.kind) for value in values]
-        outputs |= {
-            leaf: None for leaf, kind in zip(out_names, kinds, strict=True) if kind != k.PLACED
-        }
+        kinds = {name: at.used(v.kind) for name, v in zip(out_names, values, strict=True)}
+        outputs |= {leaf: None for leaf, kind in kinds.items() if kind != k.PLACED}
         if size == 1:
             continue
         found |= {(axis, where, message): {} for where, message in at.findings}
-        for leaf, kind in zip(out_names, kinds, strict=True):
-            if isinstance(kind, k.Wrong):
-                for where, message in kind.findings:
-                    found.setdefault((axis, where, message), {})[leaf] = None
-            elif isinstance(kind, k.Unknown):
-                undecided.setdefault(leaf, {}).update(dict.fromkeys(sorted(kind.reasons)))
+        for leaf, kind in kinds.items():
+            for where, message in getattr(kind, "findings", ()):
+                found.setdefault((axis, where, message), {})[leaf] = None
+            for reason in sorted(getattr(kind, "reasons", ())):
+                undecided.setdefault(leaf, {})[reason] = None
         known = {reason for why in undecided.values() for reason in why}
         if lost := [reason for reason in at.unknown if reason not in known]:
             undecided.setdefault(INSIDE, {}).update(dict.fromkeys(lost))
-    findings = [
-        Finding(axis, message, where, tuple(spoils))
-        for (axis, where, message), spoils in found.items()
-    ]
+    findings = [Finding(axis, said, at, (*of,)) for (axis, at, said), of in found.items()]
     reasons = {leaf: tuple(why) for leaf, why in undecided.items()}
     return Typed(tuple(findings), reasons, len(regions), tuple(outputs))

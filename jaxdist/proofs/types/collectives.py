@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from jaxdist.hlo.source.marks import BEGINS, ENDS, ENTERS, GIVES, LEAVES, TAKES
 from jaxdist.proofs.types import kinds as k
@@ -32,34 +31,15 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
             ndim = op.ins[0].ndim
             at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
             values = op.values[: len(op.eqn.outvars)]
-            return [_resized(value, ndim, op.out.ndim - ndim, at) for value in values]
+            return [value.resized(ndim, op.out.ndim - ndim, at) for value in values]
         if op.params.get("axis_index_groups") is not None:
             return op.undecided(f"{op.name} within groups of devices")
-        keeps = op.name.startswith(("psum", "pm", "pperm"))
-        return [
-            k.Value(k.passes([kind]) or rule(op, kind), value.constant if keeps else NONE)
-            for kind, value in zip(op.kinds, op.values, strict=True)
-        ]
+        keeps = op.name.startswith(("psum", "pm", "pperm", "jaxdist_all_reduce"))
+        kinds = [k.passes([kind]) or rule(op, kind) for kind in op.kinds]
+        pairs = zip(kinds, op.values, strict=True)
+        return [k.Value(kind, value.constant if keeps else frozenset()) for kind, value in pairs]
 
     return chosen
-
-
-NONE = frozenset[int]()
-
-
-def _resized(value: k.Value, ndim: int, by: int, at: int) -> k.Value:
-    """Return an operand with its dims renumbered as a collective over another axis has left them.
-
-    Args:
-      value: the operand.
-      ndim: the number of its dims.
-      by: the number of dims that the collective has added, which is negative if it removed one.
-      at: the first dim that the collective has added or removed.
-    """
-    to = {dim: dim + by * (dim >= at) for dim in range(ndim) if by >= 0 or dim != at}
-    if isinstance(value.kind, k.Joined) and value.kind.dim not in to:
-        return k.Value(value.kind)
-    return value.moved(to)
 
 
 def summed(op: Op, kind: k.Kind) -> k.Kind:
@@ -142,9 +122,8 @@ def parted(op: Op) -> k.Kind:
     kinds, name = op.kinds, op.name
     if passing := k.passes(kinds):
         return passing
-    indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= {
-        dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)
-    }  # fmt: skip
+    starts = {dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)}
+    indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= starts
     if not indexed and op.has(UNLIKE):
         return op.undecided(f"{name} of entries of a stack and other shards")
     if k.TALLY not in kinds:
@@ -174,8 +153,8 @@ def marked(op: Op) -> Found:
     mark, _, rest = str(op.params["name"]).partition(":")
     if mark in (TAKES, GIVES):
         side = dict(pair.split("=") for pair in rest.split(",") if pair).get(op.at.axis)
-        kind = None if side is None or k.spoiled(op.kinds) else _crossed(op, mark, side)
-        return list(op.values) if kind is None else kind
+        if side is not None and not k.spoiled(op.kinds):
+            return _crossed(op, mark, side)
     if mark not in (BEGINS, ENDS, ENTERS, LEAVES):
         return list(op.values)
     axes, number, dim = rest.split(":")
@@ -208,9 +187,7 @@ def _crossed(op: Op, mark: str, side: str) -> k.Kind:
         return states if made else op.undecided(f"a result of a contract that is {kind}")
     if isinstance(kind, k.Owed):
         return op.wrong("gives a contract a partial sum over AXIS, which it takes for a value")
-    equal = isinstance(kind, k.SAME)
-    held = kind.dims if isinstance(kind, k.Shard) else value.constant if equal else NONE
-    if equal if side == "whole" else int(side) in held:
+    if isinstance(kind, k.SAME) if side == "whole" else int(side) in value.held:
         return k.CONTRACT
     return op.undecided(f"a contract takes a value that is {states}, and this is {kind}")
 
@@ -230,30 +207,6 @@ COLLECTIVES: dict[str, Rule] = {
 name of the primitive."""
 
 
-def named(name: str, op: Op, *, spans: bool) -> k.Value | None:
-    """Return the result of one of jaxdist's collectives, or None if no rule applies.
-
-    No rule applies to other functions, and then the caller follows the function's program. No rule
-    can follow the algorithms of jaxdist's collectives, since the blocks that a device sends depend
-    on its index. `tests/collectives` tests that the algorithms sum and gather. The operands of the
-    collectives are flat arrays, or blocks [N, c].
-
-    Args:
-      name: the name of the called function.
-      op: the call, with the array as its only value.
-      spans: whether the collective spans the axis of the pass.
-    """
-    (value,), kind = op.values, op.kinds[0]
-    if name not in OWN_COLLECTIVES:
-        return None
-    if spans:
-        whole = name == "jaxdist_all_reduce"
-        found = OWN_COLLECTIVES[name](op, kind)
-        return k.Value(found, value.constant if whole else frozenset())
-    ndim = op.eqn.invars[-1].aval.ndim
-    return _resized(value, ndim, op.out.ndim - ndim, 0)
-
-
 def _own_block(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of a reduce-scatter's result, a device's block [c] of the sum of [N, c]."""
     kind = summed(op, kind)
@@ -271,10 +224,15 @@ def _all_blocks(op: Op, kind: k.Kind) -> k.Kind:
     return k.each(kind, gathered, 1)
 
 
-OWN_COLLECTIVES: dict[str, Any] = {
-    "jaxdist_all_reduce": summed,
-    "jaxdist_reduce_scatter": _own_block,
-    "jaxdist_all_gather": _all_blocks,
-    "jaxdist_broadcast": lambda op, kind: k.passes([kind]) or k.WHOLE,
-    "jaxdist_all_to_all": lambda op, kind: op.undecided("an all-to-all of blocks"),
+OWN_COLLECTIVES: dict[str, Rule] = {
+    "jaxdist_all_reduce": collective(summed),
+    "jaxdist_reduce_scatter": collective(_own_block),
+    "jaxdist_all_gather": collective(_all_blocks),
+    "jaxdist_broadcast": collective(lambda op, kind: k.WHOLE),
+    "jaxdist_all_to_all": collective(lambda op, kind: op.undecided("an all-to-all of blocks")),
 }
+"""The rules of jaxdist's collectives, by the name of the called function.
+
+No rule can follow the algorithms of these collectives, since the blocks that a device sends depend
+on its index. `tests/collectives` tests that the algorithms sum and gather. The last operand is a
+flat array, or blocks [N, c]."""

@@ -33,18 +33,16 @@ KEEPING = ELEMENTWISE | MOVING
 
 def elementwise(op: Op) -> Found:
     """Return the kinds of the results of an elementwise operation."""
-    full = (
-        value.constant if aval.shape == op.out.shape else op.every
-        for aval, value in zip(op.ins, op.values, strict=True)
-    )
-    return k.Value(_kind(op), op.every.intersection(*full))
+    pairs = zip(op.ins, op.values, strict=True)
+    full = (value.constant if aval.shape == op.out.shape else op.every for aval, value in pairs)
+    return k.Value(combined(op), op.every.intersection(*full))
 
 
-def _kind(op: Op) -> k.Kind:
+def combined(op: Op) -> k.Kind:
+    """Return the kind of the result of an elementwise operation."""
     if op.has(k.Joined):
         return _of_joined(op)
-    spoilt = k.spoiled(op.kinds)
-    if spoilt is not None:
+    if spoilt := k.spoiled(op.kinds):
         return spoilt
     zeros = op.name in ("mul", "and") and op.has(k.Zero)
     if zeros or (op.all(k.Zero) and op.name in LINEAR - {"div"}):
@@ -61,11 +59,9 @@ def _kind(op: Op) -> k.Kind:
         return k.COUNT  # the sum over all devices of the quotients is the value
     if op.has(k.Own):
         return k.OWN
-    counts = op.has(k.Count) and all(
-        isinstance(value.kind, k.Count) or len(value.constant) == aval.ndim
-        for aval, value in zip(op.ins, op.values, strict=True)
-    )
-    return k.COUNT if counts else k.WHOLE
+    pairs = zip(op.ins, op.values, strict=True)
+    fixed = all(isinstance(v.kind, k.Count) or len(v.constant) == aval.ndim for aval, v in pairs)
+    return k.COUNT if op.has(k.Count) and fixed else k.WHOLE
 
 
 def _shares(op: Op) -> int:
@@ -94,11 +90,9 @@ def _of_joined(op: Op) -> k.Kind:
         return op.undecided(f"{op.name} of joined arrays and a shard")
     parts = []
     for place, size in enumerate(all_joined[0].sizes):
-        mine = [
-            value.of_kind(kind.parts[place][1] if isinstance(kind, k.Joined) else kind)
-            for kind, value in zip(op.kinds, op.values, strict=True)
-        ]
-        parts.append((size, _kind(op.of(mine))))
+        kinds = [one.parts[place][1] if isinstance(one, k.Joined) else one for one in op.kinds]
+        mine = [value.of_kind(kind) for value, kind in zip(op.values, kinds, strict=True)]
+        parts.append((size, combined(op.of(mine))))
     return k.concatenated(all_joined[0].dim, parts)
 
 
@@ -107,7 +101,8 @@ def _of_multiple(op: Op) -> k.Kind:
         return op.kinds[0]
     if _shares(op) == 1 and isinstance(op.kinds[0], k.Multiple):
         return k.WHOLE
-    return op.at.too_large(next(one.where for one in op.kinds if isinstance(one, k.Multiple)))
+    where = next(one.where for one in op.kinds if isinstance(one, k.Multiple))
+    return op.at.wrong_at(where, op.at.copies)
 
 
 def _of_rank(op: Op) -> k.Kind:
@@ -141,40 +136,36 @@ def _of_owed(op: Op) -> k.Kind:
     if op.has(k.Own):
         return op.undecided(f"{name} of a partial sum with what differs between devices")
     owed = [isinstance(kind, k.Owed) for kind in kinds]
-
-    def refused(message: str) -> k.Kind:
-        # Code may intend to compute an index from the number of rows on the device.
-        if op.ins[owed.index(True)].dtype.kind in "iu":
-            return op.undecided(f"{name} of what this device counts of its own rows")
-        return op.wrong(message)
-
-    if name in ("add", "sub", "add_any"):
-        if op.all(k.Owed | k.Zero | k.Count):
-            return k.OWED
-        other = next(one for one in kinds if not isinstance(one, k.Owed | k.Zero))
-        whole = isinstance(other, k.Whole)
-        said = f"a whole value, which each of the {op.at.size} devices would add"
-        return refused(f"adds a partial sum over AXIS and {said if whole else other}")
-    scales = name in ("mul", "div") and sum(owed) == 1 and op.all(k.Owed | k.SAME)
-    selects = name == "select_n" and isinstance(kinds[0], k.SAME) and all(
-        isinstance(kind, k.Owed | k.Zero) for kind in kinds[1:]
-    )  # fmt: skip
-    if (scales and (name == "mul" or owed[0])) or selects or (name in LINEAR and len(kinds) == 1):
+    adds = name in ("add", "sub", "add_any")
+    scales = name == "mul" or (name == "div" and owed[0])
+    selects = name == "select_n" and isinstance(kinds[0], k.SAME)
+    if (
+        (adds and op.all(k.Owed | k.Zero | k.Count))
+        or (scales and sum(owed) == 1 and op.all(k.Owed | k.SAME))
+        or (selects and all(isinstance(kind, k.Owed | k.Zero) for kind in kinds[1:]))
+        or (name in LINEAR and len(kinds) == 1)
+    ):
         return k.OWED
-    if name == "div" and owed[1]:
-        return refused(
-            "divides by a partial sum over AXIS: the count or weight of this device's rows "
-            "alone; sum it over the axis first"
-        )
     if name == "is_finite":
         return k.OWN
-    if name in ("eq", "ne") and op.has(k.Zero):
+    first = "sum it over the axis first"
+    message = f"takes {name} of a partial sum over AXIS, which is not linear: {first}"
+    if adds:
+        other = next(one for one in kinds if not isinstance(one, k.Owed | k.Zero))
+        whole = f"a whole value, which each of the {op.at.size} devices would add"
+        said = whole if isinstance(other, k.Whole) else other
+        message = f"adds a partial sum over AXIS and {said}"
+    elif name == "div" and owed[1]:
+        rows = "the count or weight of this device's rows alone"
+        message = f"divides by a partial sum over AXIS: {rows}; {first}"
+    elif name in ("eq", "ne") and op.has(k.Zero):
         # The usual guard against division by zero lets a device without weight divide by 1, which
         # is right only if the program multiplies by the same number later.
         return op.undecided("asks whether the weight of this device's rows is zero")
-    return refused(
-        f"takes {name} of a partial sum over AXIS, which is not linear: sum it over the axis first"
-    )
+    # Code may intend to compute an index from the number of rows on the device.
+    if op.ins[owed.index(True)].dtype.kind in "iu":
+        return op.undecided(f"{name} of what this device counts of its own rows")
+    return op.wrong(message)
 
 
 def _of_extreme(op: Op) -> k.Kind:
@@ -198,16 +189,14 @@ def _of_shards(op: Op) -> k.Kind:
         said = f"along dims {set(first.dims)} and {set(other.dims)}"
         return op.wrong(f"combines shards over AXIS {said}")
     for aval, value in zip(op.ins, op.values, strict=True):
-        wide = any(aval.shape[dim] != 1 for dim in dims) if aval.shape == op.out.shape else False
-        if not wide or not isinstance(value.kind, k.Whole | k.Count):
-            continue
-        dims &= value.constant
-        if not dims:
-            return op.wrong(
-                "combines rows that are split over AXIS with values that are the same on every "
-                "device and differ along that dim (equal random keys, or positions that count from "
-                "0 on each device)"
-            )
+        wide = aval.shape == op.out.shape and any(aval.shape[dim] != 1 for dim in dims)
+        dims &= value.constant if wide and isinstance(value.kind, k.Whole | k.Count) else dims
+    if not dims:
+        return op.wrong(
+            "combines rows that are split over AXIS with values that are the same on every device "
+            "and differ along that dim (equal random keys, or positions that count from 0 on each "
+            "device)"
+        )
     inner = {found.inner for found in shards}
     return k.Shard(dims, inner.pop() if len(inner) == 1 else 1)
 

@@ -5,9 +5,10 @@ A program is a jaxpr of jax, and an equation is an operation of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
+
+from jaxdist.jaxprs import equations
 
 LIBRARY = "in a library"
 """The text that is reported instead of a line for code that only libraries have called."""
@@ -44,15 +45,6 @@ def function_name(eqn: Any, called: Any) -> str:
     return str(eqn.params.get("name") or called.debug_info.func_name or "")
 
 
-def sub_programs(eqn: Any) -> Iterator[Any]:
-    """Yield all programs that are parameters of an equation."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
 def axes_over(eqn: Any) -> tuple[Any, ...]:
     """Return the mesh axes that a collective spans."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -79,18 +71,6 @@ def line_of(eqn: Any) -> str:
     return lines_of(eqn)[0]
 
 
-def regions_of(jaxpr: Any) -> Iterator[Any]:
-    """Yield every `shard_map` of a program that is not inside another `shard_map`."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            yield eqn
-            continue
-        for inner in sub_programs(eqn):
-            yield from regions_of(inner)
-
-
-def manual_axes(eqn: Any) -> set[str]:
-    """Return the mesh axes that a `shard_map`, or any `shard_map` inside it, makes manual."""
-    return set(eqn.params["newly_manual_axes"]).union(
-        *(manual_axes(inner) for inner in regions_of(called_by(eqn)))
-    )
+def regions_of(jaxpr: Any) -> list[Any]:
+    """Return every `shard_map` of a program."""
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]

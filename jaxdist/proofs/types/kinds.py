@@ -18,7 +18,7 @@ class Kind:
     said: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        return self.said or type(self).__name__.lower()
+        return self.said.format(**vars(self)) or type(self).__name__.lower()
 
 
 class Zero(Kind):
@@ -84,8 +84,7 @@ class Extreme(Kind):
 
     name: str
 
-    def __str__(self) -> str:
-        return f"a local {self.name}imum"
+    said = "a local {name}imum"
 
 
 class Own(Kind):
@@ -99,21 +98,17 @@ class Part(Kind):
     """A value that belongs to one device, and may leave `shard_map` as the device's stack entry.
 
     Attributes:
-      role: "entry", "tally", "message" or "contract". An entry is from a stack with an entry for
-        each device, such as the layers of a pipeline stage. A tally is a sum that began with zeros,
-        of terms that are each computed on a single device. Messages and values of a contract are
-        between two marks of code of jaxdist that no rule can follow (see `collectives.marked`). A
-        message may leave as an entry, such as the residual of a codec.
+      role: the text for reports, by which the kinds `PART`, `TALLY`, `MESSAGE` and `CONTRACT`
+        differ. A `PART` is from a stack with an entry for each device, such as the layers of a
+        pipeline stage. A `TALLY` is a sum that began with zeros, of terms that are each computed on
+        a single device. Messages and values of a contract are between two marks of code of jaxdist
+        that no rule can follow (see `collectives.marked`). A message may leave as an entry, such as
+        the residual of a codec.
     """
 
-    role: str = "entry"
+    role: str
 
-    def __str__(self) -> str:
-        return {
-            "entry": "this device's own entry of a stack",
-            "tally": "a sum of the terms that this device computed",
-            "contract": "from inside a contract",
-        }.get(self.role, "a message")
+    said = "{role}"
 
 
 @dataclass(frozen=True)
@@ -215,7 +210,9 @@ PLACED = Placed()
 SAME, APART = Whole | Zero | Count, Own | Rank
 """`SAME` is the union of the kinds that are equal on every device, and `APART` is the union of the
 kinds that may differ between devices."""
-PART, TALLY, MESSAGE, CONTRACT = Part(), Part("tally"), Part("message"), Part("contract")
+PART, MESSAGE = Part("this device's own entry of a stack"), Part("a message")
+TALLY = Part("a sum of the terms that this device computed")
+CONTRACT = Part("from inside a contract")
 DOUBTFUL = Owed(sure=False)
 """The kind of a sum of which the program does not show whether it was over the sharded dim. The sum
 is a partial sum only if it was."""
@@ -236,6 +233,13 @@ class Value:
     kind: Kind
     constant: frozenset[int] = frozenset()
 
+    @property
+    def held(self) -> frozenset[int]:
+        """The dims along which the array is a shard, or counts as a shard."""
+        kind = self.kind
+        equal = self.constant if isinstance(kind, Whole | Count) else frozenset[int]()
+        return kind.dims if isinstance(kind, Shard) else equal
+
     def of_kind(self, kind: Kind) -> Value:
         """Return a value of another kind with the same constant dims."""
         return replace(self, kind=kind)
@@ -248,6 +252,18 @@ class Value:
         """
         constant = frozenset(to[dim] for dim in self.constant if dim in to)
         return Value(moved(self.kind, to), constant)
+
+    def resized(self, ndim: int, by: int, at: int = 0) -> Value:
+        """Return the value after dims were added or removed.
+
+        Args:
+          ndim: the number of dims before.
+          by: the number of added dims, which is -1 if a dim was removed.
+          at: the first dim that was added, or the dim that was removed.
+        """
+        to = {dim: dim + by * (dim >= at) for dim in range(ndim) if by >= 0 or dim != at}
+        lost = isinstance(self.kind, Joined) and self.kind.dim not in to
+        return Value(self.kind) if lost else self.moved(to)
 
 
 def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
@@ -325,14 +341,11 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
     None, since rules for joined arrays consider each part separately.
     """
     kinds = list(kinds)
-    # Rules for joined arrays look at each part by itself.
-    if any(isinstance(kind, Joined) for kind in kinds):
-        return None
     wrong = [kind.findings for kind in kinds if isinstance(kind, Wrong)]
-    if wrong:
-        return Wrong(frozenset().union(*wrong))
     unknown = [kind.reasons for kind in kinds if isinstance(kind, Unknown)]
-    return Unknown(frozenset().union(*unknown)) if unknown else None
+    if any(isinstance(kind, Joined) for kind in kinds) or not (wrong or unknown):
+        return None
+    return Wrong(frozenset().union(*wrong)) if wrong else Unknown(frozenset().union(*unknown))
 
 
 def passes(kinds: Sequence[Kind]) -> Kind | None:
@@ -343,34 +356,37 @@ def passes(kinds: Sequence[Kind]) -> Kind | None:
     return spoiled(kinds) or next((kind for kind in (CONTRACT, MESSAGE) if kind in kinds), None)
 
 
-def joined(first: Value, second: Value, reason: str) -> Value:
+def joined(first: Value, second: Value, otherwise: Kind) -> Value:
     """Return the value of a branch or a loop, which may be either of two values.
 
     Args:
       first, second: the values from the two branches or iterations.
-      reason: the reason for an unknown result, which is returned if the two kinds do not agree.
+      otherwise: the kind of the result if the two kinds do not agree.
     """
+    return Value(_joined(first, second, otherwise), first.constant & second.constant)
+
+
+def _joined(first: Value, second: Value, otherwise: Kind) -> Kind:
     a, b = first.kind, second.kind
-    constant = first.constant & second.constant
     if a == b or isinstance(b, Zero):
-        return Value(a, constant)
+        return a
     if isinstance(a, Zero):
-        return Value(b, constant)
+        return b
     if isinstance(a, Owed) and isinstance(b, Owed):
-        return Value(DOUBTFUL, constant)
+        return DOUBTFUL
     if isinstance(a, Shard) and isinstance(b, Shard) and a.dims & b.dims:
-        return Value(Shard(a.dims & b.dims, a.inner if a.inner == b.inner else 1), constant)
+        return Shard(a.dims & b.dims, a.inner if a.inner == b.inner else 1)
     if isinstance(a, SAME) and isinstance(b, SAME):
-        return Value(WHOLE, constant)
+        return WHOLE
     if {a, b} == {COUNT, OWED}:
-        return Value(OWED, constant)
+        return OWED
     if sent := passes((a, b)):
-        return Value(sent, constant)
-    for one, other, whole in ((a, b, second), (b, a, first)):
-        if isinstance(one, Shard) and isinstance(other, Whole) and one.dims & whole.constant:
-            return Value(one, constant)
-        if one == OWN and isinstance(other, Whole | Shard | Rank):
-            return Value(OWN, constant)
-        if isinstance(one, Part) and isinstance(other, Part | Whole | Count | Own | Rank):
-            return Value(PART, constant)
-    return Value(spoiled((a, b)) or Unknown(frozenset([reason])), constant)
+        return sent
+    for one, other in ((first, second), (second, first)):
+        if isinstance(one.kind, Shard) and isinstance(other.kind, Whole) and one.held & other.held:
+            return one.kind
+        if one.kind == OWN and isinstance(other.kind, Whole | Shard | Rank):
+            return OWN
+        if isinstance(one.kind, Part) and isinstance(other.kind, Part | Whole | Count | Own | Rank):
+            return PART
+    return otherwise

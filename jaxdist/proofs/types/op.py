@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,26 +19,22 @@ class Op:
       at: the pass.
       eqn: the equation.
       values: the operands.
+      name: the name of the primitive.
+      ins: the shapes and dtypes of the operands.
+      over: the mesh axes that a collective spans.
     """
 
     at: Any
     eqn: Any
     values: Sequence[k.Value]
-
-    @cached_property
-    def name(self) -> str:
-        """The name of the primitive."""
-        return str(self.eqn.primitive.name)
+    name: str
+    ins: Sequence[Any]
+    over: Collection[str]
 
     @cached_property
     def kinds(self) -> list[k.Kind]:
         """The kinds of the operands."""
         return [value.kind for value in self.values]
-
-    @cached_property
-    def ins(self) -> list[Any]:
-        """The shapes and dtypes of the operands."""
-        return [var.aval for var in self.eqn.invars]
 
     @cached_property
     def out(self) -> Any:
@@ -55,11 +51,6 @@ class Op:
         """The indices of all dims of the first result."""
         return frozenset(range(self.out.ndim))
 
-    @property
-    def over(self) -> tuple[str, ...]:
-        """The mesh axes that a collective spans."""
-        return axes_over(self.eqn)
-
     def has(self, kind: Any) -> bool:
         """Return whether any operand has a kind of the given class."""
         return any(isinstance(one, kind) for one in self.kinds)
@@ -68,9 +59,9 @@ class Op:
         """Return whether all operands have kinds of the given class."""
         return all(isinstance(one, kind) for one in self.kinds)
 
-    def of(self, values: Sequence[k.Value]) -> Op:
-        """Return the same operation on the given operands."""
-        return replace(self, values=values)
+    def of(self, values: Sequence[k.Value], **changed: Any) -> Op:
+        """Return the operation on other operands, in which further attributes may be changed."""
+        return replace(self, values=values, **changed)
 
     def wrong(self, message: str) -> k.Kind:
         """Report an error and return `Wrong`, the kind of the results.
@@ -83,6 +74,12 @@ class Op:
     def undecided(self, message: str) -> k.Kind:
         """Return the kind `Unknown` with the reason why no rule applies."""
         return self.at.undecided(self.eqn, message)
+
+
+def op_of(at: Any, eqn: Any, values: Sequence[k.Value]) -> Op:
+    """Return the operation of an equation."""
+    name, ins = str(eqn.primitive.name), [var.aval for var in eqn.invars]
+    return Op(at, eqn, values, name, ins, axes_over(eqn))
 
 
 Found = k.Kind | k.Value | list[k.Value]

@@ -5,31 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxdist.proofs.types import kinds as k
+from jaxdist.proofs.types.elementwise import combined
 from jaxdist.proofs.types.op import Found, Op
 from jaxdist.proofs.types.shapes import dropped, written
-
-
-def _plain(op: Op) -> k.Value | k.Kind | None:
-    """Return the kind of a product without sharded operands, or with an operand that is zero.
-
-    The result is None for any other product, that is, of shards and whole values.
-    """
-    if op.has(k.Zero):
-        return k.Value(k.ZERO, op.every)
-    if op.has(k.Owed):
-        owed = sum(isinstance(kind, k.Owed) for kind in op.kinds) == 1
-        if owed and op.all(k.Owed | k.SAME):
-            return k.OWED
-        return op.wrong(
-            "multiplies a partial sum over AXIS by another value that differs between devices"
-        )
-    if op.all(k.SAME | k.APART):
-        return k.OWN if op.has(k.APART) else k.WHOLE
-    return (
-        None
-        if op.all(k.Shard | k.SAME)
-        else op.undecided(f"{op.name} of {' and '.join(map(str, op.kinds))}")
-    )
 
 
 def dot_general(op: Op) -> Found:
@@ -51,11 +29,9 @@ def convolution(op: Op) -> Found:
     """Return the kind of a convolution, a product of `[batch, in]` and `[in, out]` for features."""
     lhs, rhs, out = op.params["dimension_numbers"]
     grouped = op.params["feature_group_count"] != 1 or op.params["batch_group_count"] != 1
-    uses = (
-        {lhs[0]: ("free", out[0]), lhs[1]: ("contract", 0)},
-        {rhs[0]: ("free", out[1]), rhs[1]: ("contract", 0)},
-    )
-    return _product(op, *(({}, {}) if grouped else uses))
+    left = {} if grouped else {lhs[0]: ("free", out[0]), lhs[1]: ("contract", 0)}
+    right = {} if grouped else {rhs[0]: ("free", out[1]), rhs[1]: ("contract", 0)}
+    return _product(op, left, right)
 
 
 Uses = Mapping[int, tuple[str, int]]
@@ -68,30 +44,26 @@ def _product(op: Op, *uses: Uses) -> Found:
 
     A product is an error if the sharded dims of its operands do not match.
     """
-    plain = _plain(op)
-    if plain is not None:
-        return plain
-    held = [kind.dims if isinstance(kind, k.Shard) else () for kind in op.kinds]
-    roles = [{uses[side][dim] for dim in held[side] if dim in uses[side]} for side in (0, 1)]
-    if any(held[side] and not roles[side] for side in (0, 1)):
+    if op.has(k.Zero):
+        return k.Value(k.ZERO, op.every)
+    if op.has(k.Owed) or op.all(k.SAME | k.APART):
+        return combined(op.of(op.values, name="mul"))
+    # A whole operand also counts as a shard along a dim along which it is constant.
+    pairs = zip(uses, op.values, strict=True)
+    roles = [{use for dim, use in used.items() if dim in one.held} for used, one in pairs]
+    lost = any(isinstance(op.kinds[side], k.Shard) and not roles[side] for side in (0, 1))
+    if lost or not op.all(k.Shard | k.SAME):
         return op.undecided(f"{op.name} of {op.kinds[0]} with {op.kinds[1]}")
+    for side, other in enumerate(op.kinds[::-1]):
+        free = [number for role, number in roles[side] if role == "free"]
+        if free and isinstance(other, k.Whole | k.Count):
+            return k.shard(*free)
     for role, number in sorted(roles[0] & roles[1]):
         if role != "free":
             return k.OWED if role == "contract" else k.shard(number)
-    for side, other in enumerate(op.values[::-1]):
-        free = [number for role, number in roles[side] if role == "free"]
-        whole = isinstance(other.kind, k.Whole | k.Count)
-        if free and whole:
-            return k.shard(*free)
-        # A whole operand that is constant along the contracted dim also counts as a shard.
-        equal = {use for dim, use in uses[1 - side].items() if dim in other.constant}
-        if whole and any(role == "contract" for role, _ in roles[side] & equal):
-            return k.OWED
     left, right = op.kinds
-    return op.wrong(
-        f"multiplies matrices whose dims do not meet: the left is {left}, the right {right}, "
-        "over AXIS"
-    )
+    said = f"the left is {left}, the right {right}, over AXIS"
+    return op.wrong(f"multiplies matrices whose dims do not meet: {said}")
 
 
 def gather(op: Op) -> Found:
@@ -103,8 +75,7 @@ def gather(op: Op) -> Found:
     if isinstance(indices, k.Shard):
         dims = frozenset(batch[dim] for dim in indices.dims if dim < len(batch))
         pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        held = table.dims if isinstance(table, k.Shard) else ()
-        shared = {batch[index] for dim, index in pairs if dim in held} & dims
+        shared = {batch[index] for dim, index in pairs if dim in op.values[0].held} & dims
         if isinstance(table, k.Whole) or shared:
             return k.Shard(frozenset(shared)) if shared else k.Shard(dims, indices.inner)
         return op.undecided(f"rows of {table} by indices {indices}")
@@ -125,22 +96,20 @@ def scatter_add(op: Op) -> Found:
     If the rows are sharded, the table is a partial sum.
     """
     table, _, updates = op.values
-    kind = _added(op)
     if isinstance(updates.kind, k.Zero):
         return table.kind
-    if isinstance(table.kind, k.Zero) or table.kind == kind:
-        # The table stays constant along a dim if the rows are constant along the dim and cover the
-        # table.
-        constant = (
-            new
-            for dim, new in _windows(op).items()
-            if dim in updates.constant and new in table.constant
-            if op.ins[2].shape[dim] == op.ins[0].shape[new]
-        )
-        return k.Value(kind, frozenset(constant))
-    if isinstance(kind, k.Owed) and isinstance(table.kind, k.Whole):
-        return op.wrong("adds a partial sum over AXIS to a whole value, which each device adds")
-    return kind if k.spoiled([kind]) else op.undecided(f"{kind} added to {table.kind}")
+    added = k.Value(_added(op))
+    if not isinstance(table.kind, k.Zero):
+        return combined(op.of([table, added], name="add", ins=[op.out, op.out]))
+    # The table stays constant along a dim if the rows are constant along the dim and cover the
+    # table.
+    constant = (
+        new
+        for dim, new in _windows(op).items()
+        if dim in updates.constant and new in table.constant
+        if op.ins[2].shape[dim] == op.ins[0].shape[new]
+    )
+    return k.Value(added.kind, frozenset(constant))
 
 
 def _added(op: Op) -> k.Kind:
@@ -148,19 +117,17 @@ def _added(op: Op) -> k.Kind:
     (table, indices, updates), numbers = op.values, op.params["dimension_numbers"]
     kind, window = updates.kind, {*numbers.update_window_dims}
     scattered = [dim for dim in range(op.ins[2].ndim) if dim not in window]
-    if isinstance(kind, k.Whole | k.Count) and isinstance(indices.kind, k.Shard):
-        rows = {scattered[dim] for dim in indices.kind.dims if dim < len(scattered)}
-        if rows & updates.constant:  # equal numbers for all rows also count as sharded rows
-            kind = k.shard(*(rows & updates.constant))
+    sharded = getattr(indices.kind, "dims", ())
+    equal = {scattered[dim] for dim in sharded if dim < len(scattered)} & updates.constant
+    if isinstance(kind, k.Whole | k.Count) and equal:
+        kind = k.shard(*equal)  # equal numbers for all rows also count as sharded rows
     if not isinstance(kind, k.Shard):
         apart = isinstance(indices.kind, k.Shard | k.APART)
         if apart and isinstance(kind, k.Whole | k.Owed | k.Count):
             return op.undecided("values are added at indices that differ between devices")
         return kind
     rows, batched = kind.dims - window, numbers.operand_batching_dims
-    if rows and not batched:
-        return k.OWED
-    if rows and isinstance(table.kind, k.Shard | k.Zero):
+    if rows and (not batched or isinstance(table.kind, k.Shard | k.Zero)):
         own = {scattered.index(dim) for dim in rows}
         pairs = zip(batched, numbers.scatter_indices_batching_dims, strict=True)
         dims = [dim for dim, index in pairs if index in own]

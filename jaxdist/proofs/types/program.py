@@ -23,11 +23,8 @@ def types_of(program: Program) -> Typed:
     names = [*(f"state/{name}" for name, _ in flatten_with_names(out[0])), "metrics"]
     pipeline, mistakes, scheduled = program.compute, [], frozenset[str]()
     if isinstance(pipeline, Pipeline):
-        mistakes = [
-            Finding(AXIS, mistake, f"the tables of {ticks.name}")
-            for ticks in (pipeline.ticks, pipeline.forward)
-            if (mistake := mistake_of(ticks))
-        ]
+        found = [(mistake_of(ticks), ticks.name) for ticks in (pipeline.ticks, pipeline.forward)]
+        mistakes = [Finding(AXIS, said, f"the tables of {name}") for said, name in found if said]
         scheduled = frozenset() if mistakes else frozenset([AXIS])
     trained = check_types(step, names, scheduled)
     rows = next(iter(batch.values())).shape[:1]

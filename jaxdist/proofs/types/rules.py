@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from jaxdist.errors import JaxdistError, did_you_mean
@@ -18,18 +19,27 @@ def along(op: Op) -> Found:
     partial sums only under a cumulative sum, which is linear.
     """
     dim = next((op.params[name] for name in ("axis", "dimension") if name in op.params), -1)
-    dim %= op.ins[0].ndim
+    ndim = op.ins[0].ndim
+    if op.name == "cumsum" and op.has(k.Owed):
+        return k.OWED
+    return k.ZERO if {*op.kinds} == {k.ZERO} else apart(op, {*range(ndim)} - {dim % ndim})
+
+
+def apart(op: Op, dims: Collection[int]) -> k.Kind:
+    """Return the kind of an operation that keeps rows along any of `dims` apart from each other."""
+    label = label_of(op.eqn)
     if op.has(k.Owed):
-        keeps = op.name == "cumsum"
-        return k.OWED if keeps else op.wrong(f"takes {op.name} of a partial sum over AXIS")
-    if op.has(k.Shard):
-        dims = common(op.kinds)
-        if dims and not dims - {dim}:
-            return op.undecided(f"{op.name} along a sharded dim")
-        return k.Shard(dims - {dim}) if dims else op.undecided("shards along unlike dims")
-    if {*op.kinds} == {k.ZERO}:
-        return k.ZERO
-    return k.OWN if op.has(k.APART) else k.WHOLE
+        return op.wrong(f"gives {label} a partial sum over AXIS")
+    if op.all(k.SAME | k.APART):
+        return k.OWN if op.has(k.APART) else k.WHOLE
+    if not op.all(k.SAME | k.APART | k.Shard):
+        return op.undecided(f"{label} of {' and '.join(map(str, op.kinds))}")
+    kept, others = common(op.kinds) & {*dims}, " or ".join(map(str, sorted(dims)))
+    return (
+        k.Shard(kept)
+        if kept
+        else op.undecided(f"{label} of shards along a dim that is not {others}")
+    )
 
 
 def iota(op: Op) -> Found:
@@ -91,22 +101,9 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
     if (like is None) == (rows is None):
         raise JaxdistError(f"rule {name!r}: give like=PRIMITIVE or rows=DIM, one of the two")
     if like is not None and like not in RULES:
-        raise JaxdistError(
-            f"rule {name!r}: no rule exists for {like!r}: {did_you_mean(like, RULES)}"
-        )
-    RULES[name] = RULES[like] if like is not None else _by_rows(int(rows or 0))
-
-
-def _by_rows(dim: int) -> Rule:
-    def found(op: Op) -> Found:
-        label, shards = label_of(op.eqn), op.has(k.Shard)
-        if op.has(k.Owed | k.Extreme):
-            return op.wrong(f"gives {label} a partial sum over AXIS")
-        if not all(dim in kind.dims for kind in op.kinds if isinstance(kind, k.Shard)):
-            return op.undecided(f"{label} of shards along a dim that is not {dim}")
-        return k.shard(dim) if shards else k.OWN if op.has(k.APART) else k.WHOLE
-
-    return found
+        known = did_you_mean(like, RULES)
+        raise JaxdistError(f"rule {name!r}: no rule exists for {like!r}: {known}")
+    RULES[name] = RULES[like] if like is not None else lambda op: apart(op, {rows or 0})
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")

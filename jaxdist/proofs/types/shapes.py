@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from jaxdist.proofs.types import kinds as k
@@ -44,41 +47,33 @@ def reshape(op: Op) -> Found:
         to = dict(zip(wide, new, strict=False))
         kind = k.moved(kind, to) if same else op.undecided(f"reshape of {kind}")
     elif isinstance(kind, k.Shard):
-        kind = _reshaped(kind, before, after, groups) or op.undecided(f"reshape of {kind}")
+        kind = _reshaped(op, kind, groups) or op.undecided(f"reshape of {kind}")
     return k.Value(kind, frozenset(constant))
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+Groups = list[tuple[list[int], list[int]]]
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Groups:
     """Return the groups of dims that a reshape keeps apart, in order.
 
     Each group is a pair of a list of successive dims before the reshape and a list of successive
     dims after the reshape. The dims of both lists have the same number of elements.
     """
-    found, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
-        first, x, y = (i, j), 1, 1
-        # A dim of size 1 is grouped with the dims that follow: a sharded dim may have one row.
-        while (x != y or x == 1) and (i < len(before) or j < len(after)):
-            if i < len(before) and (x <= y or j == len(after)):
-                x, i = x * before[i], i + 1
-            else:
-                y, j = y * after[j], j + 1
-        while before[i : i + 1] == (1,):
-            i += 1
-        while after[j : j + 1] == (1,):
-            j += 1
-        found.append(([*range(first[0], i)], [*range(first[1], j)]))
+    ends = [[*itertools.accumulate(shape, operator.mul)] for shape in (before, after)]
+    # A dim of size 1 ends where the dim before it ends, and is grouped with that dim. The first
+    # dims of size 1 are grouped with the dims that follow.
+    borders = sorted({*ends[0]} & {*ends[1]} - {1})
+    found: Groups = [([], []) for _ in range(max(len(borders), 1))]
+    for side in (0, 1):
+        for dim, end in enumerate(ends[side]):
+            found[bisect_left(borders, end)][side].append(dim)
     return found
 
 
-def _reshaped(
-    kind: k.Shard,
-    before: Sequence[int],
-    after: Sequence[int],
-    groups: Sequence[tuple[list[int], list[int]]],
-) -> k.Kind | None:
-    dims: set[int] = set()
-    inner = 1
+def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
+    before, after = op.ins[0].shape, op.out.shape
+    dims, inner = set[int](), 1
     for olds, news in groups:
         held = [dim for dim in olds if dim in kind.dims]
         if not held:
@@ -87,19 +82,17 @@ def _reshaped(
         kept = len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:])
         # `within` is the number of elements from a row of the sharded part to the next row.
         within = kind.inner * math.prod(before[dim] for dim in olds if dim > held[-1])
-        if (kept and kind.inner == 1) or within == 1:
+        if (kept and kind.inner == 1) or within == 1 or not news:
             # A new dim of size 1 may be the sharded dim too, as when a device's two rows are split
             # into two microbatches.
             dims.update(news)
             continue
-        tail = 1
-        for dim in reversed(news):
-            if tail == within or tail * after[dim] > within or dim == news[0]:
-                dims.add(dim)
-                # The new dim may merge the sharded part with some of the elements of each row.
-                inner = inner if tail == within else max(within // tail, 1)
-                break
-            tail *= after[dim]
+        tails = {dim: math.prod(after[dim + 1 : news[-1] + 1]) for dim in news[::-1]}
+        fits = (d for d, tail in tails.items() if tail == within or tail * after[d] > within)
+        dim = next(fits, news[0])
+        dims.add(dim)
+        # The new dim may merge the sharded part with some of the elements of each row.
+        inner = inner if tails[dim] == within else max(within // tails[dim], 1)
     return k.Shard(frozenset(dims), inner) if dims else None
 
 
@@ -124,9 +117,8 @@ def additions(op: Op) -> Found:
     body, count = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"]), len(op.values) // 2
     added = {(eqn.primitive.name, *eqn.invars, *eqn.outvars) for eqn in body.eqns}
     pairs = zip(body.invars[:count], body.invars[count:], body.outvars, strict=True)
-    if added != {("add", *pair) for pair in pairs} or not all(
-        isinstance(kind, k.Zero) for kind in op.kinds[count:]
-    ):
+    zeros = all(isinstance(kind, k.Zero) for kind in op.kinds[count:])
+    if added != {("add", *pair) for pair in pairs} or not zeros:
         return op.undecided("reduce by a function that does not only add to zeros")
     return [_reduction(op, number, "sum", op.params["dimensions"]) for number in range(count)]
 
@@ -140,7 +132,7 @@ def _reduction(op: Op, number: int, name: str, axes: Sequence[int]) -> k.Value:
     elif isinstance(kind, k.Whole | k.Count) and name == "sum":
         equal = any(dim in value.constant and shape[dim] != 1 for dim in axes)
         kind = k.COUNT if equal else kind
-    elif isinstance(kind, k.Joined):
+    elif isinstance(kind, k.Joined) or (isinstance(kind, k.Extreme) and kind.name != name):
         kind = op.undecided(f"{op.name} of {kind}")
     elif isinstance(kind, k.Owed) and name != "sum":
         kind = op.wrong(f"takes {name} of a partial sum over AXIS")
@@ -160,11 +152,8 @@ def _reduced(op: Op, name: str, kind: k.Shard, shape: Sequence[int], to: dict[in
         # jax writes the removal of dims of size 1 as a sum too.
         removal = all(shape[dim] == 1 for dim in range(len(shape)) if dim not in to)
         return k.DOUBTFUL if doubtful or removal else k.OWED
-    if name in ("max", "min"):
-        return k.Extreme(name)
-    if name in ("and", "or"):
-        return k.OWN
-    return op.undecided(f"{op.name} over a sharded dim")
+    made = {"max": k.Extreme(name), "min": k.Extreme(name), "and": k.OWN, "or": k.OWN}
+    return made.get(name) or op.undecided(f"{op.name} over a sharded dim")
 
 
 def concatenate(op: Op) -> Found:
@@ -175,9 +164,9 @@ def concatenate(op: Op) -> Found:
 
 def stack(op: Op) -> Found:
     """Return the kind of arrays that are stacked along a new dim."""
-    new = op.params["axis"]
-    to = {dim: dim + (dim >= new) for dim in range(op.ins[0].ndim)}
-    return _in_a_row(new, [1] * len(op.values), [value.moved(to) for value in op.values])
+    new, ndim = op.params["axis"], op.ins[0].ndim
+    values = [value.resized(ndim, 1, new) for value in op.values]
+    return _in_a_row(new, [1] * len(values), values)
 
 
 def unstack(op: Op) -> Found:
@@ -186,13 +175,12 @@ def unstack(op: Op) -> Found:
     The entries do not have that dim.
     """
     (value,), gone, kind = op.values, op.params["axis"], op.kinds[0]
-    to = dropped([gone], op.ins[0].ndim)
     kinds = [kind] * len(op.eqn.outvars)
     if isinstance(kind, k.Joined) and kind.dim == gone:
         kinds = [part for size, part in kind.parts for _ in range(size)]
-    elif isinstance(kind, k.Shard) and not kind.dims & to.keys():
+    elif getattr(kind, "dims", None) == {gone}:
         return op.undecided("a sharded dim is taken apart")
-    return [value.of_kind(one).moved(to) for one in kinds]
+    return [value.of_kind(one).resized(op.ins[0].ndim, -1, gone) for one in kinds]
 
 
 def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Value:
@@ -238,8 +226,8 @@ def pad(op: Op) -> Found:
         low, high, inner = op.params["padding_config"][kind.dim]
         if inner or min(low, high) < 0 or not zeros:
             return op.undecided(f"pad of {kind}")
-        ends = [[(size, k.ZERO)] if size else [] for size in (low, high)]
-        return k.concatenated(kind.dim, [*ends[0], *kind.parts, *ends[1]])
+        parts = (low, k.ZERO), *kind.parts, (high, k.ZERO)
+        return k.concatenated(kind.dim, [part for part in parts if part[0]])
     if isinstance(kind, k.Zero):
         return k.Value(filler, op.values[0].constant if zeros else frozenset())
     if isinstance(kind, k.Owed) and not zeros:
@@ -297,14 +285,5 @@ def written(op: Op, target: k.Value, update: k.Value, places: Sequence[k.Kind]) 
     """
     if not all(isinstance(place, k.SAME) for place in places):
         return op.undecided("each device writes to places of its own")
-    kinds = {target.kind, update.kind}
-    if len(kinds - {k.ZERO}) <= 1:
-        return next(iter(kinds - {k.ZERO}), k.ZERO)
-    if all(isinstance(kind, k.SAME) for kind in kinds):
-        return k.WHOLE
-    for one, other in ((target, update), (update, target)):
-        if isinstance(one.kind, k.Shard):
-            dims = other.kind.dims if isinstance(other.kind, k.Shard) else other.constant
-            if isinstance(other.kind, k.Shard | k.Whole) and one.kind.dims & dims:
-                return k.Shard(one.kind.dims & dims)
-    return op.undecided(f"{update.kind} is written into {target.kind}")
+    otherwise = op.undecided(f"{update.kind} is written into {target.kind}")
+    return k.joined(target, update, otherwise).kind

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from jaxdist.jaxprs import scan_counts
+from jaxdist.jaxprs import equations, scan_counts
 from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.borders import dim_of_spec, leaving
-from jaxdist.proofs.types.collectives import COLLECTIVES, named, parted
+from jaxdist.proofs.types.collectives import COLLECTIVES, OWN_COLLECTIVES, parted
 from jaxdist.proofs.types.elementwise import KEEPING
-from jaxdist.proofs.types.op import Found, Op
+from jaxdist.proofs.types.op import Found, Op, op_of
 from jaxdist.proofs.types.rules import RULES, by_default, label_of
 
 PASSES = 8
 """The number of iterations after which a loop is undecided if its kinds still change."""
 
 
+Turn = Callable[[list[k.Value]], list[k.Value]]
 OVERWRITING = "overwrite_chunk"
 """The name of a function in `jaxdist.parallel.layer_chunks`. The function is the body of a loop
 that overwrites all elements of arrays chunk by chunk."""
@@ -80,14 +82,8 @@ class Pass:
 
     def place(self, eqn: Any) -> str:
         """Return the file and line of an equation, or of the innermost call with a known line."""
-        return next(
-            (line for line in (jaxprs.line_of(eqn), *self._calls[::-1]) if line != jaxprs.LIBRARY),
-            jaxprs.LIBRARY,
-        )
-
-    def too_large(self, where: str) -> k.Kind:
-        """Report that the sum at a file and line adds equal values, and return `Wrong`."""
-        return self.wrong_at(where, self.copies)
+        lines = jaxprs.line_of(eqn), *self._calls[::-1]
+        return next((line for line in lines if line != jaxprs.LIBRARY), jaxprs.LIBRARY)
 
     @property
     def copies(self) -> str:
@@ -147,11 +143,11 @@ class Pass:
         if name == "shard_map" and self.axis in eqn.params["newly_manual_axes"]:
             return self._region(eqn, called, values)
         if called is not None:
-            op, function = Op(self, eqn, values[-1:]), jaxprs.function_name(eqn, called)
-            spans = self.axis in axes_of(called)
-            own = named(function, op, spans=spans) if values and self._inside else None
-            if own is not None:
-                return [own]
+            function = jaxprs.function_name(eqn, called)
+            if self._inside and function in OWN_COLLECTIVES:
+                given = {"name": function, "ins": [eqn.invars[-1].aval], "over": axes_of(called)}
+                op = op_of(self, eqn, values).of(values[-1:], **given)
+                return _listed(OWN_COLLECTIVES[function](op), 1)
             self._calls.append(jaxprs.line_of(eqn))
             found = self.run(called, values)
             self._calls.pop()
@@ -162,39 +158,36 @@ class Pass:
             return [values[1]]
         # A sum of equal values may become a mean by a later division, with operations in between
         # that only move or scale it. Any other operation uses the sum, which is too large.
-        if name not in KEEPING:
-            values = [
-                value.of_kind(self.too_large(value.kind.where))
-                if isinstance(value.kind, k.Multiple)
-                else value
-                for value in values
-            ]
+        values = list(values)
+        for at, value in enumerate(values):
+            if isinstance(value.kind, k.Multiple) and name not in KEEPING:
+                values[at] = value.of_kind(self.wrong_at(value.kind.where, self.copies))
         self._doubts = any(k.doubtful(value.kind) for value in values)
-        found = self._by_rule(Op(self, eqn, values))
+        found = self._by_rule(op_of(self, eqn, values))
         if self._doubts:
             found = [value.of_kind(k.doubted(value.kind)) for value in found]
         self._doubts = False
-        return [
-            value
-            if fits(value.kind, var.aval)
-            else k.Value(
-                self.undecided(eqn, f"{name} of one array that joins arrays of different kinds")
-            )
-            for value, var in zip(found, eqn.outvars, strict=True)
-        ]
+        pairs = zip(found, eqn.outvars, strict=True)
+        return [self._fitting(eqn, value, var.aval) for value, var in pairs]
+
+    def _fitting(self, eqn: Any, value: k.Value, aval: Any) -> k.Value:
+        """Return a result, which is undecided if its kind is impossible for the array.
+
+        Joined arrays must add up to the size of the array along the dim that joins them.
+        """
+        kind = value.kind
+        at = kind.dim if isinstance(kind, k.Joined) else -1
+        if not isinstance(kind, k.Joined) or aval.shape[at : at + 1] == (sum(kind.sizes),):
+            return value
+        said = f"{eqn.primitive.name} of one array that joins arrays of different kinds"
+        return k.Value(self.undecided(eqn, said))
 
     def _by_rule(self, op: Op) -> list[k.Value]:
         alone = COLLECTIVES.get(op.name)
-        found: Found
-        if alone is not None:
-            found = alone(op)
-        elif op.has(k.Part):
-            found = parted(op)
-        else:
-            rule = RULES.get(label_of(op.eqn)) or RULES.get(op.name, by_default)
-            found = k.spoiled(op.kinds) or rule(op)
-        found = k.Value(found) if isinstance(found, k.Kind) else found
-        return [found] * len(op.eqn.outvars) if isinstance(found, k.Value) else found
+        rule = RULES.get(label_of(op.eqn)) or RULES.get(op.name, by_default)
+        rule = parted if op.has(k.Part) else rule
+        found = alone(op) if alone is not None else k.spoiled(op.kinds) or rule(op)
+        return _listed(found, len(op.eqn.outvars))
 
     def _outside(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds of the results of an equation outside of `shard_map`.
@@ -208,11 +201,8 @@ class Pass:
             return list(values)
         for var in eqn.outvars:
             sizes = {getattr(var.aval, "size", 0), 1 if name in ("stack", "concatenate") else None}
-            kinds = [
-                self.used(value.kind)
-                for value, given in zip(values, eqn.invars, strict=True)
-                if getattr(given.aval, "size", 0) in sizes
-            ]
+            pairs = zip(values, eqn.invars, strict=True)
+            kinds = [self.used(v.kind) for v, x in pairs if getattr(x.aval, "size", 0) in sizes]
             computed = k.WHOLE if {*kinds} - {k.PLACED} else k.PLACED
             found.append(k.Value(k.spoiled(kinds) or computed))
         return found
@@ -224,10 +214,9 @@ class Pass:
         """
         if not isinstance(kind, k.Stacked):
             return kind
-        if isinstance(kind.used, k.Unknown) and self._recording:
-            self.unknown |= dict.fromkeys(sorted(kind.used.reasons))
-        findings = kind.used.findings if isinstance(kind.used, k.Wrong) else ()
-        for where, message in findings:
+        if self._recording:
+            self.unknown |= dict.fromkeys(sorted(getattr(kind.used, "reasons", ())))
+        for where, message in getattr(kind.used, "findings", ()):
             self.wrong_at(where, message)
         return kind.used
 
@@ -236,51 +225,48 @@ class Pass:
         within = []
         for value, spec in zip(values, eqn.params["in_specs"], strict=True):
             dim, kind = dim_of_spec(spec, self.axis), value.kind
+            entered = k.WHOLE if dim is None else k.shard(dim)
             if isinstance(kind, k.Stacked) and kind.dim == dim:
                 within.append(kind.inner)
-                continue
-            entered = k.WHOLE if dim is None else k.shard(dim)
-            within.append(k.Value(k.spoiled([self.used(kind)]) or entered))
+            else:
+                within.append(k.Value(k.spoiled([self.used(kind)]) or entered))
         self._inside = True
         out = self.run(body, within)
         self._inside = False
-        makers = {var: made for made in body.eqns for var in made.outvars}
+        # A result may be a literal, which has no hash.
+        makers = {id(var): made for made in body.eqns for var in made.outvars}
         found = []
         for value, spec, var in zip(out, eqn.params["out_specs"], body.outvars, strict=True):
-            maker = eqn if isinstance(var, core.Literal) else makers.get(var, eqn)
             dim = dim_of_spec(spec, self.axis)
-            kind = leaving(self, value, dim, jaxprs.line_of(maker))
-            found.append(k.Value(kind if dim is None else k.Stacked(dim, value, kind)))
-            if dim is None:
-                self.used(k.Stacked(0, value, kind))
+            kind = leaving(self, value, dim, makers.get(id(var), eqn))
+            stacked = k.Stacked(dim or 0, value, kind)
+            found.append(k.Value(self.used(stacked) if dim is None else stacked))
         return found
 
     def _scan(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         constants, carried = scan_counts(eqn)
         fixed = list(values[:constants])
         carry, rest = list(values[constants:][:carried]), values[constants + carried :]
-        if {k.PART, k.TALLY} & {value.kind for value in values}:
-            carry = [
-                value.of_kind(k.TALLY)
-                if value.kind == k.ZERO and var.aval.dtype.kind == "f"
-                else value
-                for value, var in zip(carry, eqn.invars[constants:], strict=False)
-            ]
+        tallies = {k.PART, k.TALLY} & {value.kind for value in values}
+        for at, var in enumerate(eqn.invars[constants:][:carried]):
+            if tallies and carry[at].kind == k.ZERO and var.aval.dtype.kind == "f":
+                carry[at] = carry[at].of_kind(k.TALLY)
         over = zip(rest, eqn.invars[constants + carried :], strict=True)
         rows = [self._row(eqn, value, var) for value, var in over]
         body = eqn.params["jaxpr"].jaxpr
+
+        def turn(carry: Sequence[k.Value]) -> list[k.Value]:
+            return self.run(body, [*fixed, *carry, *rows])
+
         if body.debug_info.func_name == OVERWRITING:
             # All carried arrays are overwritten, so that they have the kinds of the new chunks.
             outer, self._overwrites = self._overwrites, True
-            out = self.run(body, [*fixed, *carry, *rows])
+            out = turn(carry)
             self._overwrites = outer
             return out
-        carry, out = self._settle(eqn, body, fixed, carry, rows)
-        stacked = [
-            value.moved({dim: dim + 1 for dim in range(var.aval.ndim)})
-            for value, var in zip(out[carried:], body.outvars[carried:], strict=True)
-        ]
-        return [*carry, *stacked]
+        carry, out = self._settle(eqn, carry, turn)
+        stacked = zip(out[carried:], body.outvars[carried:], strict=True)
+        return [*carry, *(value.resized(var.aval.ndim, 1) for value, var in stacked)]
 
     def _row(self, eqn: Any, value: k.Value, var: Any) -> k.Value:
         """Return the kind of a row of an array over which a scan iterates.
@@ -290,16 +276,9 @@ class Pass:
         kind = value.kind
         if getattr(kind, "dims", None) == {0} or getattr(kind, "dim", None) == 0:
             value = value.of_kind(self.undecided(eqn, f"a loop goes over the dim of {kind}"))
-        return value.moved({dim: dim - 1 for dim in range(1, var.aval.ndim)})
+        return value.resized(var.aval.ndim, -1)
 
-    def _settle(
-        self,
-        eqn: Any,
-        body: Any,
-        fixed: Sequence[k.Value],
-        carry: list[k.Value],
-        rows: Sequence[k.Value],
-    ) -> tuple[list[k.Value], list[k.Value]]:
+    def _settle(self, eqn: Any, carry: list[k.Value], turn: Turn) -> tuple[list[k.Value], ...]:
         """Run a loop's body until the kinds of its carried values no longer change.
 
         The result is a pair of the carried values and all results of the body. The carried values
@@ -307,45 +286,39 @@ class Pass:
 
         Args:
           eqn: the equation of the loop.
-          body: the program of the loop's body.
-          fixed: the operands that every iteration gets unchanged.
           carry: the initial carried values.
-          rows: the rows over which a scan iterates.
+          turn: a function from the carried values to all results of the loop's body.
         """
-        reason = (
-            f"{self.axis}: {self.place(eqn)}: the kind of a value changes in each iteration of a "
-            "loop"
-        )
+        changes = self.undecided(eqn, "the kind of a value changes in each iteration of a loop")
         recording, self._recording = self._recording, False
         # The first iterations ignore errors, which may be due to buffers that are zero at first and
         # so have no kind yet. The second iterations begin with the kinds that the first have found.
         for judges in (False, True):
             for _ in range(PASSES):
-                out = self.run(body, [*fixed, *carry, *rows])
+                out = turn(carry)
                 after = [
-                    a if k.spoiled([b.kind]) and not judges else k.joined(a, b, reason)
+                    a if k.spoiled([b.kind]) and not judges else k.joined(a, b, changes)
                     for a, b in zip(carry, out, strict=False)
                 ]
                 if after == carry:
                     break
                 carry = after
             else:
-                carry = [k.Value(k.Unknown(frozenset([reason])))] * len(carry)
+                carry = [k.Value(changes)] * len(carry)
         self._recording = recording
-        out = self.run(body, [*fixed, *carry, *rows])
+        out = turn(carry)
         # The kinds are settled, and this last run records the errors.
-        carry = [k.joined(a, b, reason) for a, b in zip(carry, out, strict=False)]
+        carry = [k.joined(a, b, changes) for a, b in zip(carry, out, strict=False)]
         return carry, out
 
     def _while(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, fixed = values[:of_test], values[of_test : of_test + of_body]
-        carry = list(values[of_test + of_body :])
-        carry, _ = self._settle(eqn, eqn.params["body_jaxpr"].jaxpr, fixed, carry, [])
+        body, begun = eqn.params["body_jaxpr"].jaxpr, list(values[of_test + of_body :])
+        carry, _ = self._settle(eqn, begun, lambda carry: self.run(body, [*fixed, *carry]))
         (goes_on,) = self.run(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
-        return self._agreed(
-            eqn, goes_on, carry, "a loop's number of iterations differs between devices"
-        )
+        said = "a loop's number of iterations differs between devices"
+        return self._agreed(eqn, goes_on, carry, said)
 
     def _agreed(self, eqn: Any, test: k.Value, found: list[k.Value], said: str) -> list[k.Value]:
         """Return the results of a loop or branch, which are undecided if devices may disagree.
@@ -363,42 +336,28 @@ class Pass:
 
     def _cond(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
         index, operands = values[0], values[1:]
-        reason = f"{self.axis}: {self.place(eqn)}: the branches return values of different kinds"
-        found: list[k.Value] | None = None
+        differ = self.undecided(eqn, "the branches return values of different kinds")
         outer, own = self.chosen, isinstance(index.kind, k.Part | k.Rank)
         self.chosen = outer or own
-        for branch in eqn.params["branches"]:
-            out = self.run(branch.jaxpr, operands)
-            pairs = zip(found or out, out, strict=True)
-            found = [k.joined(a, b, reason) for a, b in pairs]
-        assert found is not None
+        runs = [self.run(branch.jaxpr, operands) for branch in eqn.params["branches"]]
         self.chosen = outer
+        either = partial(k.joined, otherwise=differ)
+        found = [reduce(either, values) for values in zip(*runs, strict=True)]
         if not own or not self._inside:
             return self._agreed(eqn, index, found, "devices take different branches")
-        return [
-            one
-            if one.kind in (k.ZERO, k.TALLY)
-            else one.of_kind(parted(Op(self, eqn, [index, one])))
-            for one in found
-        ]
+        for at, one in enumerate(found):
+            if one.kind not in (k.ZERO, k.TALLY):
+                found[at] = one.of_kind(parted(op_of(self, eqn, [index, one])))
+        return found
 
 
 def axes_of(jaxpr: Any) -> set[str]:
     """Return the mesh axes that a program's collectives span."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        found |= {*jaxprs.axes_over(eqn)} if eqn.primitive.name in COLLECTIVES else set()
-        for inner in jaxprs.sub_programs(eqn):
-            found |= axes_of(inner)
-    return found
+    eqns = equations(jaxpr)
+    return {a for one in eqns if one.primitive.name in COLLECTIVES for a in jaxprs.axes_over(one)}
 
 
-def fits(kind: k.Kind, aval: Any) -> bool:
-    """Return whether a kind is possible for an array.
-
-    Joined arrays must add up to the size of the array along the dim that joins them. Any other kind
-    is possible.
-    """
-    if not isinstance(kind, k.Joined):
-        return True
-    return kind.dim < aval.ndim and sum(kind.sizes) == aval.shape[kind.dim]
+def _listed(found: Found, count: int) -> list[k.Value]:
+    """Return the values of `count` results, as a rule has found them."""
+    found = k.Value(found) if isinstance(found, k.Kind) else found
+    return [found] * count if isinstance(found, k.Value) else found
