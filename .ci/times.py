@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Print how long each part of `.ci/run` took, beside the record, and warn of what has grown.
+"""Compare the time of each part of `.ci/run` with the record, and warn if a time has grown.
 
     .ci/times.py MEASURED            # compare
     .ci/times.py MEASURED --record   # compare, then MEASURED becomes the record
 
-A line of the file MEASURED is a part's seconds, a tab, and its name; folders of tests stand under
-their part, as `part: folder`. Nothing fails because of time: machines and their load differ.
+A line of the file MEASURED has a part's seconds, a tab, and the part's name. A folder of tests
+follows its part, as `part: folder`. Nothing fails because of time: machines and their load differ.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 RECORD = Path(__file__).parent / "times.json"
 GROWN = 1.2
-"""Times the record: more than this is told."""
+"""The multiple of the recorded time above which a time is reported."""
 LEAST_GROWTH_SECONDS = 5.0
-"""What a small part grows by when the machine is busy for a moment."""
+"""The growth, in seconds, that a small part may show when the machine is busy for a moment."""
 
 Times = dict[str, float]
 
 
 def read_measured(text: str) -> Times:
-    """The seconds by name; of a name that stands there twice, the sum.
+    """Return the seconds by name; the result for a name that occurs twice is the sum.
 
     >>> read_measured("2.5\\tlint\\n1\\ttests\\n0.5\\ttests\\n")
     {'lint': 2.5, 'tests': 1.5}

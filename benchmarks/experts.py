@@ -1,4 +1,4 @@
-"""Bytes of the exchanges of tokens with experts, from compiled programs, beside the formula.
+"""Bytes of the exchanges of tokens with experts, from compiled programs, compared with the formula.
 
 Dims: B batch, L sequence, D embed, F hidden width of an expert, E experts, k experts of a token.
 """

@@ -89,7 +89,7 @@ def bench(repeats: int = REPEATS, peer: bool = True) -> Report:
     """Time the steps of two language models and the kernel of attention, on one GPU.
 
     Args:
-      peer: whether PyTorch is measured beside them, where it is installed.
+      peer: whether PyTorch is measured too, if it is installed.
     """
     device = jax.devices()[0]
     if device.platform != "gpu":

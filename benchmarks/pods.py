@@ -36,7 +36,7 @@ class Priced:
     """A job with the prediction of its step.
 
     Attributes:
-      parameters: number of the model's parameters; None if the formulas do not count them.
+      parameters: number of the model's parameters, or None if the formulas do not count them.
     """
 
     config: ExperimentConfig
@@ -47,7 +47,7 @@ class Priced:
 
     @property
     def joules(self) -> float | None:
-        """The energy of a step; None for chips without a published power."""
+        """The energy of a step, or None for chips without a published power."""
         power = POWERS.get(self.target.device.name)
         return None if power is None else power.most * self.target.chips * self.seconds
 

@@ -58,7 +58,7 @@ class TrafficRow:
     sent_bytes: float
     formula_bytes: float
     steps: int | None
-    """Longest chain of collectives that wait for one another; None for XLA's own, which hides
+    """Longest chain of collectives that wait for one another, or None for XLA's own, which hides
     it."""
     formula_steps: int
 

@@ -44,7 +44,7 @@ class Task:
     Attributes:
       hosts: the lab.
       contenders: the contenders of jaxdist.
-      peers: the kinds of torch's contenders; empty without `torch`.
+      peers: the kinds of torch's contenders, or empty without `torch`.
       torch: a Python that has torch; None leaves torch out.
       rows: the rows of one host's batch.
       steps: the steps of one turn.

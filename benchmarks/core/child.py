@@ -108,7 +108,7 @@ def compiling_on(fake_devices: int | None) -> dict[str, str]:
     """Return the environment of a program that compiles but runs nothing.
 
     Args:
-      fake_devices: the number of its CPU devices; None if it compiles only for other devices.
+      fake_devices: the number of its CPU devices, or None if it compiles only for other devices.
     """
     environ = with_devices(fake_devices or 1)
     if fake_devices is not None:

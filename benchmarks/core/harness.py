@@ -106,7 +106,7 @@ def alternate_processes(
     Args:
       ours, reference: the program and arguments of each command.
       warmup, repeats: as for `interleave`.
-      environ: the environment of the processes; None is this process's.
+      environ: the environment of the processes; None means this process's.
       timeout_seconds: the limit for one process.
 
     Raises:

@@ -242,7 +242,7 @@ def run(
     """Run `command` on each host of the lab until all have ended, and return their output.
 
     Args:
-      environ: the environment of all hosts, to which `Lab.environ` is added; None is this
+      environ: the environment of all hosts, to which `Lab.environ` is added; None means this
         process's.
 
     Raises:

@@ -33,9 +33,9 @@ class Range:
     Attributes:
       name: the name of the figure.
       ratios: ours over the reference, for each run.
-      goal: the goal in the newest run; empty where the figure is only shown.
+      goal: the goal in the newest run, or empty if the figure is only shown.
       timed: whether the figure varies with the machine; counts read from a program do not.
-      ours, reference: the values of the newest run, with their unit; empty where only the ratio was
+      ours, reference: the values of the newest run, with their unit, or empty if only the ratio was
         recorded.
     """
 
@@ -58,7 +58,7 @@ class Range:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the median meets the goal; None without a goal."""
+        """Whether the median meets the goal, or None without a goal."""
         return holds(self.goal, self.median)
 
 

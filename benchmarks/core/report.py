@@ -29,7 +29,7 @@ _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
 
 def holds(goal: str, ratio: float) -> bool | None:
-    """Return whether a ratio meets a goal such as "<= 1.03"; None without a goal.
+    """Return whether a ratio meets a goal such as "<= 1.03", or None without a goal.
 
     A ratio of NaN meets no goal.
     """
@@ -41,7 +41,7 @@ def holds(goal: str, ratio: float) -> bool | None:
 
 
 def lacking(package: str) -> str:
-    """Return why a package cannot be used here; empty where it is installed."""
+    """Return why a package cannot be used here, or empty if it is installed."""
     if find_spec(package) is not None:
         return ""
     return f"{package} is not installed: pip install 'jaxdist[{_EXTRAS[package]}]'"
@@ -64,10 +64,10 @@ class Figure:
     Attributes:
       name: the name of the measured quantity.
       ours, reference: the number and its reference, both in `unit`.
-      goal: "<= x" or ">= x", a condition on the ratio; empty when the figure is only shown.
+      goal: "<= x" or ">= x", a condition on the ratio, or empty if the figure is only shown.
       unit: for example "s" or "bytes"; seconds are shown in a readable scale.
       note: the conditions that a reader must know to trust the number.
-      ours_iqr, reference_iqr: the spread of the two, in `unit`; None for a count.
+      ours_iqr, reference_iqr: the spread of the two, in `unit`, or None for a count.
       paired_ratio: the median of the ratios of pairs, which is the ratio when given.
 
     Raises:
@@ -153,7 +153,7 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the ratio meets the goal; None without a goal. A ratio of NaN meets no goal."""
+        """Whether the ratio meets the goal, or None without a goal. NaN meets no goal."""
         return holds(self.goal, self.ratio)
 
     def as_json(self) -> JsonObject:

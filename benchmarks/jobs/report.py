@@ -53,7 +53,7 @@ def bench(torch: str | None = None, part: Sequence[str] = ()) -> Report:
     """Run the named parts, or all.
 
     Args:
-      torch: a Python with torch, for the part `cnn`; None is this Python.
+      torch: a Python with torch, for the part `cnn`; None means this Python.
       part: the names of parts.
 
     Raises:

@@ -33,7 +33,7 @@ def bench(torch: str | None = None, weights: Path | None = None) -> Report:
     Fine-tuning is compared with peft and trl, and generation with transformers.
 
     Args:
-      torch: a Python with torch, transformers, peft and trl; None is this Python.
+      torch: a Python with torch, transformers, peft and trl; None means this Python.
       weights: a model with real weights, a Hugging Face directory or a GGUF file.
     """
     figures: list[Figure] = []

@@ -34,7 +34,7 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def step_bytes(unique: int = 60) -> list[Figure]:
-    """Count the payloads of a step of one client, beside the formula and beside dense servers."""
+    """Compare the payloads of a step of one client with the formula and with dense servers."""
     from benchmarks.param_server.tables import FORM, table_servers
 
     rows = np.sort(np.random.default_rng(0).choice(FORM.rows, unique, replace=False))

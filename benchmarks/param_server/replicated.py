@@ -41,7 +41,7 @@ LENGTH = 10_000
 
 
 class Range:
-    """A range on two server processes, of which any may be killed; a new one takes its place.
+    """A range on two server processes. A new process replaces a process that is killed.
 
     Args:
       length: number of parameters.

@@ -1,4 +1,4 @@
-"""The time of secure aggregation beside plain aggregation of the same vectors."""
+"""The time of secure aggregation, compared with plain aggregation of the same vectors."""
 
 from __future__ import annotations
 

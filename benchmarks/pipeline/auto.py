@@ -41,7 +41,7 @@ class AutoSchedule:
       memory: the limit of memory, in units of 1F1B's peak.
       peak: the memory that the schedule takes, in the same units.
       bubble_percent: the part of a period in which the busiest stage waits.
-      paper_percent: the bubble of the paper's schedule; None where the paper has none.
+      paper_percent: the bubble of the paper's schedule, or None if the paper has none.
     """
 
     name: str

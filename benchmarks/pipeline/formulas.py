@@ -39,7 +39,7 @@ class Law(NamedTuple):
       build: a function from stages and microbatches to the schedule.
       bubble: a function from stages and times to the bubble, in the unit of the times.
       peak: a function from stages and microbatches to the peak memory, in microbatches through a
-        whole stage; None if only a bound is known.
+        whole stage, or None if only a bound is known.
       serves: whether the formulas hold for a number of stages and of microbatches.
       times: F, I and W of the simulation, which are equal if the bubble is only known for that.
     """

@@ -41,7 +41,7 @@ class Pod:
       peak_bytes: the memory that the step takes, or would take if the compiler refuses it.
       memory_bytes: the memory of a device by its data sheet, or by the refusal.
       fits: whether the compiler accepts the program.
-      sent_bytes: the most bytes sent over each mesh axis; empty if the compiler refuses.
+      sent_bytes: the most bytes sent over each mesh axis, or empty if the compiler refuses.
       compile_seconds: the time of compiling and of reading the program's text, without tracing.
     """
 

@@ -59,7 +59,7 @@ class WorkCell:
         form, and in the model.
       passes, scan_passes, model_passes: the passes of all stages, counted while both forms ran:
         forward, gradient of the input and gradient of the weights, which have the same FLOPs.
-      seconds, scan_seconds: the times of pairs; empty if they were not timed.
+      seconds, scan_seconds: the times of pairs, or empty if they were not timed.
     """
 
     activations: Activations

@@ -133,7 +133,7 @@ class Against:
       row: the published run.
       theirs: the formulas' results for the published plan.
       ours: the planner's first plan.
-      rank: the rank of the published plan among the planner's five; None if it is not there.
+      rank: the rank of the published plan among the planner's five, or None if it is not there.
     """
 
     row: Published

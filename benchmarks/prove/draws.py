@@ -31,7 +31,7 @@ class Outcome:
 
     Attributes:
       seed: the seed of the draw.
-      refused: the reason why the plan cannot be built; empty if it can.
+      refused: the reason why the plan cannot be built, or empty if it can.
       alarms: the findings, each of which is a false alarm.
       undecided: the reasons why outputs are undecided, without duplicates.
       leaves, proved: the number of outputs of the step's `shard_map`s, and of proved outputs.

@@ -1,6 +1,6 @@
 """Public reports of wrong numbers in other frameworks, as steps on 4 devices that make the mistake.
 
-Beside each stands the step that one device would take.
+Each mistake has the step that one device would take, for comparison.
 
 The inner function sees a device's rows (or shard) along the axis d. Its arguments are `w`, the
 parameters, and the rows `x` [B, 8], `y` [B] and weights `m` [B].

@@ -1,4 +1,4 @@
-"""Predicted attention over a sequence that TPUs share, beside balanced compute and a gather.
+"""Predicted attention over a sequence that TPUs share, with balanced compute and a gather.
 
 Each program computes attention and its gradients for the heads of Llama-3.1-8B (arXiv 2407.21783)
 and sequences of 131,072 tokens. MaxText gathers keys and values over axis context, and each device

@@ -93,7 +93,7 @@ def event(run: Path, generation: int, kind: str) -> JsonObject | None:
 
 
 def at_work(run: Path) -> JsonObject | None:
-    """Return the "begun" event of the generation that trains now; None if none does.
+    """Return the "begun" event of the generation that trains now, or None if none trains.
 
     A generation need not follow a strike: on a busy machine a process may miss heartbeats.
     """
