@@ -67,7 +67,8 @@ class Dataset:
       facts: the sizes of the data, by names that include the unit.
       tokenizer: the mapping between text and tokens, or None if there is none.
       fields: the number of ids of each categorical field, by name, in the order of the columns of
-        `ids`, or None without such fields.
+        `ids`, or None without such fields. With 0, ids have 64 bits, and `ids` has their two 32-bit
+        words as a last dim.
       baselines: a function that returns, by name, the losses of simple models on the held-out
         split, in nats per token. The function may take seconds, so it is called only if a result is
         compared with these losses.

@@ -20,7 +20,8 @@ class Allowed:
     Attributes:
       limits: for each field of integers, the limit L such that its values are in 0 to L - 1.
       unchecked: the fields that may hold any values.
-      tables: the number of ids of each column of the field `ids`, by the column's name.
+      tables: the number of ids of each column of the field `ids`, by the column's name, or 0 for
+        ids of 64 bits.
     """
 
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +70,10 @@ data, data.unchecked: [label] turns this check off
 
     def _check_ids(self, ids: np.ndarray, examples: np.ndarray, split: str) -> None:
         """Refuse ids without a row in their column's table; the error names the first such id."""
-        wrong = (ids < 0) | (ids >= np.array([*self.tables.values()])[None, :])
+        sizes = np.array([*self.tables.values()])[None, :]
+        if ids.ndim == 3:  # The two words of 64-bit ids; a table of size 0 has a row for each.
+            ids, sizes = np.ascontiguousarray(ids).view(np.uint64)[..., 0], sizes.astype(np.uint64)
+        wrong = (sizes > 0) & ((ids < 0) | (ids >= sizes))
         if not wrong.any():
             return
         row, column = np.argwhere(wrong)[0].tolist()

@@ -200,7 +200,14 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
             f"model.type {config.model.type} has no tables: use model.type mf or dlrm, or "
             "strategy.type parameter_server"
         )
-    return TableRows(config.model.form(dataset.fields), layout)
+    most = config.strategy.most_rows or 0
+    free = [name for name, size in dataset.fields.items() if not size]
+    if free and not most:
+        raise ConfigError(
+            f"the tables of {', '.join(free[:3])} have a row for each id of 64 bits, so they have "
+            "no largest size: set strategy.most_rows, or data.hash_size"
+        )
+    return TableRows(replace(config.model.form(dataset.fields), most=most), layout)
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:

@@ -124,6 +124,11 @@ def make_model(
         dense = shapes.get("dense", (0,))[0]
         more: Kwargs = {"fields": fields, "dense": dense, "hint": hint, "served": served}
         config.form(fields)
+        if not served and 0 in fields.values():
+            raise ConfigError(
+                f"model.type {config.type} on a mesh needs tables of a given size, but the data "
+                "keeps ids of 64 bits: set data.hash_size, or strategy.type hybrid with most_rows"
+            )
         return lambda rngs: config.build(rngs, **more)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:

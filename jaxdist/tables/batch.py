@@ -18,9 +18,10 @@ import numpy as np
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.models.recommend.tables import PULLED
 from jaxdist.sharding import Layout
+from jaxdist.tables.keys import rows_of, unique_rows
 
 Fetch = Callable[[np.ndarray], np.ndarray]
-"""A function from unique rows (uint32 `[n]`) to their values `[n, D]`."""
+"""A function from unique rows (`[n]`) to their values `[n, D]`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Touched:
     """The rows that this process's part of a batch touches.
 
     Attributes:
-      rows: the unique rows, ascending, uint32 `[n]`.
+      rows: the unique rows, ascending, uint32 or keys (`jaxdist.tables.keys`), `[n]`.
       blocks: for each block on this process's devices, the index in `rows` of each unique row of
         the block. A key is the index of the block's first example in the batch.
       looked_up: the number of ids, which counts a row again for each id.
@@ -81,17 +82,17 @@ class TableRows:
 
     def with_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the shapes of a batch, together with the shape of its pulled rows."""
-        examples, fields = batch["ids"].shape
+        examples, fields = batch["ids"].shape[:2]
         shape = (examples * fields, self.form.width)
         pulled = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._sharding)
-        return {**batch, PULLED: pulled}
+        ids = jax.ShapeDtypeStruct((examples, fields), np.int32, sharding=self._sharding)
+        return {**batch, "ids": ids, PULLED: pulled}
 
     def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
         """Return the rows that a batch touches, and the index of each id's row in its block's rows.
 
         The indices are in an array for each block, by the index of the block's first example.
         """
-        offsets = self.form.offsets[None, :]
         blocks: dict[int, np.ndarray] = {}
         places: dict[int, np.ndarray] = {}
         looked_up = 0
@@ -99,12 +100,13 @@ class TableRows:
             start = shard.index[0].start or 0
             if start in blocks:
                 continue
-            rows = (np.asarray(shard.data) + offsets).astype(np.uint32)
-            blocks[start], inverse = np.unique(rows, return_inverse=True)
+            rows = rows_of(self.form, np.asarray(shard.data))
+            blocks[start], inverse = unique_rows(rows.reshape(-1))
             places[start] = inverse.reshape(rows.shape).astype(np.int32)
             looked_up += rows.size
-        unique = np.unique(np.concatenate([*blocks.values()]))
-        found = {start: np.searchsorted(unique, rows) for start, rows in blocks.items()}
+        unique, inverse = unique_rows(np.concatenate([*blocks.values()]))
+        ends = np.cumsum([len(rows) for rows in blocks.values()])
+        found = dict(zip(blocks, np.split(inverse, ends[:-1]), strict=True))
         return Touched(unique, found, looked_up), places
 
     def filled(self, batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Touched]:
@@ -130,7 +132,7 @@ class TableRows:
           values: the values `[n, D]` of the touched rows.
         """
         ids = batch["ids"]
-        examples, fields = ids.sharding.shard_shape(ids.shape)
+        examples, fields = self._sharding.shard_shape(ids.shape[:2])
         per_block = examples * fields
 
         def block_of_ids(index: Any) -> np.ndarray:
@@ -144,7 +146,7 @@ class TableRows:
 
         shape = (ids.shape[0] * fields, self.form.width)
         pulled = jax.make_array_from_callback(shape, self._sharding, block_of_rows)
-        placed = jax.make_array_from_callback(ids.shape, ids.sharding, block_of_ids)
+        placed = jax.make_array_from_callback(ids.shape[:2], self._sharding, block_of_ids)
         return {**batch, "ids": placed, PULLED: pulled}
 
 

@@ -15,8 +15,8 @@ from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Answer, Reply
+from jaxdist.tables.keys import servers_of
 from jaxdist.tables.messages import pack
-from jaxdist.tables.store import servers_of
 from jaxdist.wire.contract import Wire
 
 
@@ -28,6 +28,7 @@ class TableClient:
       model: the consistency model of the servers.
       wires: the connections to the servers, in the order of the servers' numbers.
       width: the number of values in a row.
+      most: the number of rows that servers keep, or 0 if they keep all rows.
 
     Attributes:
       sent_bytes, received_bytes: the total sizes of payloads.
@@ -41,9 +42,10 @@ class TableClient:
         wires: Sequence[Wire],
         width: int,
         *,
+        most: int = 0,
         patience: Timeouts | None = None,
     ) -> None:
-        self.number, self.model, self.width = number, model, width
+        self.number, self.model, self.width, self._most = number, model, width, most
         self.patience = patience or Timeouts()
         self._links = [
             ServerLink(server, wire, ClientState(number), f"table server {server}")
@@ -75,7 +77,7 @@ class TableClient:
             self._changed.notify_all()
 
     def pull(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values, float32 `[N, D]`, of unique rows (uint32 `[N]`).
+        """Return the values, float32 `[N, D]`, of unique rows (uint32 or keys, `[N]`).
 
         The consistency model determines which pushes the values include.
 
@@ -111,7 +113,7 @@ class TableClient:
         return found
 
     def _ask(self, rows: np.ndarray) -> None:
-        owner = servers_of(rows, len(self._links))
+        owner = servers_of(rows, len(self._links), self._most)
         with self._changed:
             for link in self._links:
                 mine = pack(rows[owner == link.server])
@@ -127,7 +129,7 @@ class TableClient:
         """Wait for rows; return their values, and the version of each server's rows."""
         if begins:
             self._ask(rows)
-        owner = servers_of(rows, len(self._links))
+        owner = servers_of(rows, len(self._links), self._most)
         with self._changed:
             self._wait(lambda: all(one.copy is not None for one in self._links), "rows")
             found = np.empty((len(rows), self.width), np.float32)
@@ -147,7 +149,7 @@ class TableClient:
         Raises:
           RunError: the deadline passed while too many pushes were not acknowledged.
         """
-        owner = servers_of(rows, len(self._links))
+        owner = servers_of(rows, len(self._links), self._most)
         usable = bool(np.isfinite(grads).all())
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")

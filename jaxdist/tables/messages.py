@@ -1,7 +1,7 @@
-"""The payloads of table messages, as bytes: 32-bit row numbers and float32 values.
+"""The payloads of table messages, as bytes: row numbers and float32 values.
 
 A pull has n rows, and its answer n D values. A push has a learning rate, n rows and n D gradients.
-Together these are n (8 + 8 D) + 4 bytes.
+Together these are n (8 + 8 D) + 4 bytes, or n (24 + 8 D) + 4 bytes with keys.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import numpy as np
 from jaxdist.wire.contract import Envelope, Op, Spec
 from jaxdist.wire.frames import spec_for
 
+NUMBER = np.dtype(np.uint32)
 RATE_BYTES = 4
 """The bytes of the learning rate at the start of a push."""
 
 
-def step_bytes(unique: int, width: int) -> int:
+def step_bytes(unique: int, width: int, kind: np.dtype = NUMBER) -> int:
     """Return the bytes of all payloads in a step that touches `unique` rows of a server."""
-    return unique * (8 + 8 * width) + RATE_BYTES
+    return unique * (2 * kind.itemsize + 8 * width) + RATE_BYTES
 
 
-def payload_spec(server: int, most_rows: int, width: int) -> Spec:
-    """Return the specification of payloads of at most `most_rows` rows."""
-    size = RATE_BYTES + most_rows * (4 + 4 * width)
+def payload_spec(server: int, most_rows: int, width: int, kind: np.dtype = NUMBER) -> Spec:
+    """Return the specification of payloads of at most `most_rows` rows.
+
+    Args:
+      kind: the dtype of row numbers.
+    """
+    size = RATE_BYTES + most_rows * (kind.itemsize + 4 * width)
     return Spec(server, np.dtype(np.uint8), size, most=True)
 
 
@@ -40,16 +45,18 @@ def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
 
 
 def pack(*arrays: np.ndarray) -> np.ndarray:
-    """Return the bytes of arrays of 4-byte elements, one after another."""
+    """Return the bytes of arrays, one after another."""
     return np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays])
 
 
-def unpack_push(payload: np.ndarray, width: int) -> tuple[float, np.ndarray, np.ndarray] | None:
+def unpack_push(
+    payload: np.ndarray, width: int, kind: np.dtype = NUMBER
+) -> tuple[float, np.ndarray, np.ndarray] | None:
     """Return the rate, rows and gradients of a push, or None if its length is not valid."""
-    count, rest = divmod(payload.size - RATE_BYTES, 4 + 4 * width)
+    count, rest = divmod(payload.size - RATE_BYTES, kind.itemsize + 4 * width)
     if rest or count < 0:
         return None
-    middle = RATE_BYTES + 4 * count
+    middle = RATE_BYTES + kind.itemsize * count
     rate = float(payload[:RATE_BYTES].view(np.float32)[0])
     grads = payload[middle:].view(np.float32).reshape(count, width)
-    return rate, payload[RATE_BYTES:middle].view(np.uint32), grads
+    return rate, payload[RATE_BYTES:middle].view(kind), grads

@@ -13,6 +13,7 @@ from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.protocol.messages import Answer, Reply
 from jaxdist.replication.server import ReplicatedServer
+from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.messages import pack, payload_spec, spec_of_message, unpack_push
 from jaxdist.tables.store import RowStore, summed
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec
@@ -40,8 +41,8 @@ class TableShard:
     """
 
     def __init__(self, store: RowStore, most_rows: int) -> None:
-        self.store = store
-        spec = payload_spec(store.server, most_rows, store.form.width)
+        self.store, self.kind = store, row_dtype(store.form.most)
+        spec = payload_spec(store.server, most_rows, store.form.width, self.kind)
         self.layout = TableLayout(store.server, spec)
         self.staleness: Counter[int] = Counter()
         self.square = 0.0
@@ -64,7 +65,7 @@ class TableShard:
         rates, rows, grads = [], [], []
         for part in merge.parts:
             self.staleness[part.staleness] += 1
-            found = unpack_push(change_of(part.arrival), self.store.form.width)
+            found = self.unpacked(change_of(part.arrival))
             assert found is not None, "a push is checked when it arrives"
             rates.append(found[0])
             rows.append(found[1])
@@ -80,11 +81,15 @@ class TableShard:
           change: the change, as the payload of a push.
           rate: a factor on the learning rate in the change.
         """
-        found = unpack_push(change, self.store.form.width)
+        found = self.unpacked(change)
         assert found is not None, "a change has the form of a push"
         self.moved = change
         self.square = float(np.square(found[2]).sum())
         self.store.update(found[1], found[2], found[0] * rate)
+
+    def unpacked(self, push: np.ndarray) -> tuple[float, np.ndarray, np.ndarray] | None:
+        """Return the rate, rows and gradients of a push, or None if its length is not valid."""
+        return unpack_push(push, self.store.form.width, self.kind)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +98,7 @@ class TableShard:
 
     def restore(self, raw: Sequence[np.ndarray]) -> None:
         """Store the rows of another server, given the bytes of its `arrays`."""
-        rows, values = raw[0].view(np.uint32), raw[1].view(np.float32)
+        rows, values = raw[0].view(self.kind), raw[1].view(np.float32)
         self.store.load(rows, values.reshape(len(rows), self.store.columns))
 
 
@@ -112,8 +117,12 @@ class TableServer(Server):
     @property
     def store(self) -> RowStore:
         """The rows of this server."""
+        return self._table.store
+
+    @property
+    def _table(self) -> TableShard:
         shard: Any = self.shard
-        return shard.store
+        return shard
 
     def spec(self, envelope: Envelope) -> Spec | None:
         """Return the specification of the message's payload, or None; pulls have payloads too."""
@@ -131,19 +140,19 @@ class TableServer(Server):
 
     def _problem(self, op: Op, payload: np.ndarray) -> str | None:
         """Return why a message is refused, or None if it is well formed."""
-        width = self.store.form.width
+        kind = self._table.kind
         if op is Op.PULL:
-            if payload.size % 4:
+            if payload.size % kind.itemsize:
                 return (
-                    f"a pull of {payload.size} bytes is not a multiple of the 4 bytes of a row "
-                    "number"
+                    f"a pull of {payload.size} bytes is not a multiple of the {kind.itemsize} "
+                    "bytes of a row number"
                 )
-            return self.store.problem(payload.view(np.uint32))
-        found = unpack_push(payload, width)
+            return self.store.problem(payload.view(kind))
+        found = self._table.unpacked(payload)
         if found is None:
             return (
                 f"a push of {payload.size} bytes does not fit the tables of this server, whose "
-                f"width is {width}"
+                f"width is {self.store.form.width}"
             )
         return self.store.problem(found[1])
 
@@ -152,11 +161,11 @@ class TableServer(Server):
             super()._keep(envelope)
         elif envelope.payload is not None:
             # If the answer to a pull was lost, the pull is repeated, with its payload.
-            self._wanted[envelope.client] = envelope.payload.view(np.uint32)
+            self._wanted[envelope.client] = envelope.payload.view(self._table.kind)
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
         if isinstance(reply, Answer):
-            rows = self._wanted.pop(reply.client, np.empty(0, np.uint32))
+            rows = self._wanted.pop(reply.client, np.empty(0, self._table.kind))
             self.rows_pulled += len(rows)
             payload = np.ascontiguousarray(self.store.read(rows)).reshape(-1).view(np.uint8)
         super()._reply(reply, payload)

@@ -6,21 +6,18 @@ import mmap
 from math import prod
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxdist.models.recommend.rows import RowForm
+from jaxdist.tables.keys import rows_problem, servers_of, unique_rows
 from jaxdist.tables.optimizer import RowOptimizer
 
 
-def _reserved(shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+def reserved(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Return zeros; memory is used only for the pages that are written."""
     size = max(1, prod(shape)) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype, prod(shape)).reshape(shape)
-
-
-def servers_of(rows: np.ndarray, servers: int) -> np.ndarray:
-    """Return the number of the server of each row; neighbouring rows have different servers."""
-    return rows % np.uint32(servers)
 
 
 class RowStore:
@@ -39,6 +36,7 @@ class RowStore:
     Attributes:
       server: the number of this server.
       touched: the number of rows that exist.
+      evicted: the number of rows that made room for other rows.
     """
 
     def __init__(
@@ -52,21 +50,23 @@ class RowStore:
     ) -> None:
         self.form, self.optimizer, self._seed = form, optimizer, np.array(seed, np.uint32)
         self.server, self._servers = server, servers
-        own = -(-form.rows // servers)
         self.columns = form.width + optimizer.state_width(form.width)
-        self._slots = _reserved((own,), np.int32)
-        self._known = _reserved((own,), np.uint32)
-        self._values = _reserved((own, self.columns), np.float32)
-        self._changed = _reserved((own,), np.bool_)
-        self.touched = 0
+        self._reserve(servers)
+        self.touched = self.evicted = 0
+
+    def _reserve(self, servers: int) -> None:
+        own = -(-self.form.rows // servers)
+        self._slots = reserved((own,), np.int32)
+        self._known = reserved((own,), np.uint32)
+        self._values = reserved((own, self.columns), np.float32)
+        self._changed = reserved((own,), np.bool_)
 
     def problem(self, rows: np.ndarray) -> str | None:
         """Return why this server cannot have some of the rows, or None if it can have all."""
-        if not len(rows):
-            return None
-        if int(rows.max()) >= self.form.rows:
-            return f"row {rows.max()} does not exist: the tables have {self.form.rows} rows"
-        if (servers_of(rows, self._servers) != self.server).any():
+        problem = rows_problem(self.form, rows)
+        if problem is not None:
+            return problem
+        if (servers_of(rows, self._servers, self.form.most) != self.server).any():
             return (
                 "a row belongs to a different server: worker and server must have the same number "
                 "of servers"
@@ -145,9 +145,10 @@ def summed(rows: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     (array([3, 7]), array([[2.],
            [4.]]))
     """
-    unique, places = np.unique(rows, return_inverse=True)
-    if len(unique) == len(rows):
-        return unique, grads[np.argsort(rows)]
+    unique, places = unique_rows(rows)
     total = np.zeros((len(unique), grads.shape[1]), grads.dtype)
-    np.add.at(total, places, grads)
+    if len(unique) == len(rows):
+        total[places] = grads
+    else:
+        np.add.at(total, places, grads)
     return unique, total

@@ -26,8 +26,10 @@ from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Timeouts
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.run.tiers import open_tiers
+from jaxdist.tables.bounded import open_store
 from jaxdist.tables.client import TableClient
-from jaxdist.tables.messages import pack, payload_spec, spec_of_reply, step_bytes
+from jaxdist.tables.keys import rows_of
+from jaxdist.tables.messages import pack, spec_of_reply, step_bytes
 from jaxdist.tables.optimizer import (
     RowAdagrad,
     RowLazyAdam,
@@ -70,7 +72,7 @@ class Tables:
     ) -> None:
         self.model, self.form = model or BSP(), form
         self.stores = [
-            RowStore(form, optimizer, seed, server=at, servers=servers) for at in range(servers)
+            open_store(form, optimizer, seed, server=at, servers=servers) for at in range(servers)
         ]
         self.servers = [
             TableServer(TableShard(store, MOST), self.model, RangeState(Clocks(clients)))
@@ -83,10 +85,11 @@ class Tables:
     def client(self, number: int = 0, *, width: int | None = None, wait: float = 20) -> TableClient:
         width = width or self.form.width
         wires = [
-            LocalWire(one, partial(spec_of_reply, spec=payload_spec(at, MOST, self.form.width)))
-            for at, one in enumerate(self.servers)
+            LocalWire(one, partial(spec_of_reply, spec=one._table.layout.spec))
+            for one in self.servers
         ]
-        return TableClient(number, self.model, wires, width, patience=Timeouts(wait))
+        most = self.form.most
+        return TableClient(number, self.model, wires, width, most=most, patience=Timeouts(wait))
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[TableClient]]:
@@ -428,6 +431,7 @@ def _heldout(experiment: Experiment, state: Any) -> dict[str, float]:
         pytest.param(8, {"mesh": {"data": 8}}, marks=pytest.mark.slow),
         (8, {"mesh": {"data": 8}, "parallel": {"reduce": {"type": "ring"}, "zero": {"stage": 2}}}),
         (4, {"mesh": {"data": 2, "tensor": 2}}),
+        (2, {"mesh": {"data": 2}, "strategy": {**_HYBRID, "most_rows": 4096}}),
     ],
 )
 def test_a_run_with_tables_on_servers_equals_one_device(
@@ -439,7 +443,7 @@ def test_a_run_with_tables_on_servers_equals_one_device(
     for step in range(4):
         state, values = alone.program.train(state, alone.loader.batch(step))
         losses.append(float(values[0]))
-    hybrid = _experiment(devices, strategy=_HYBRID, **sections)
+    hybrid = _experiment(devices, **{"strategy": _HYBRID, **sections})
     assert hybrid.rows is not None
     tables = Tables(RowSgd(), 2, form=hybrid.rows.form, seed=hybrid.rows.seed)
     with tables.clients(1) as (client,):
@@ -452,15 +456,16 @@ def test_a_run_with_tables_on_servers_equals_one_device(
         np.testing.assert_allclose(found, losses, rtol=1e-5)
         assert _heldout(hybrid, own) == pytest.approx(_heldout(alone, state), rel=1e-5)
         table = np.asarray(state.params["tables"]["rows"])
-        rows = np.arange(len(table), dtype=np.uint32)
-        np.testing.assert_allclose(client.pull(rows), table, rtol=1e-5, atol=1e-6)
+        ids = np.repeat(np.arange(64, dtype=np.int32)[:, None], 4, axis=1)
+        rows = rows_of(hybrid.rows.form, ids).T.reshape(-1)
+        np.testing.assert_allclose(client.pull(rows), table[: len(rows)], rtol=1e-5, atol=1e-6)
     dense = {k: v for k, v in state.params.items() if k != "tables"}
     others = {k: v for k, v in own.params.items() if k != "tables"}
     for one, other in zip(jax.tree.leaves(dense), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
     counts = program.counts
     assert counts["ids"] == 4 * 64 * 4
-    formula = counts["unique_ids"] * (8 + 2 * 4 * 8)
+    formula = counts["unique_ids"] * (2 * rows.itemsize + 2 * 4 * 8)
     assert formula <= counts["bytes"] <= 1.02 * formula
 
 
@@ -539,6 +544,7 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
         ({"strategy": {**_HYBRID, "replicas": 2, "processes": {"port": 4000}}}, "further ports"),
         ({"checkpoint": {"local": {"directory": "ssd"}}}, "snapshots hold .* not the tables"),
         ({"sharding": {"rules": {"rows": "data"}}}, "no parameter has this dim"),
+        ({"strategy": {**_HYBRID, "most_rows": 40}}, "most_rows 40 of 2 servers"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_tables_on_servers_is_refused(

@@ -20,7 +20,7 @@ class CriteoConfig(Config):
     """Click logs in the format of Criteo's display advertising data, without a header line.
 
     A count c becomes log(1 + max(c, 0)), and an empty count becomes 0. An id is hashed to a number
-    below `hash_size`; an empty id becomes 0.
+    below `hash_size`, or kept; an empty id becomes 0.
     """
 
     type: Literal["criteo"]
@@ -29,9 +29,10 @@ class CriteoConfig(Config):
     """The path of the file of training examples, with an example in each line."""
     heldout: str | None = None
     """The path of the file of held-out examples; null evaluates nothing."""
-    hash_size: Count = 100_000
+    hash_size: Count | None = 100_000
     """The number of rows of each of the 26 tables. Ids are hashed to a row, so a smaller number
-    saves memory and makes more ids share a row."""
+    saves memory and makes more ids share a row. null keeps ids of 64 bits, for which
+    strategy.most_rows bounds the number of rows."""
 
     def build(self) -> Dataset:
         """Read all lines into memory.
@@ -52,18 +53,19 @@ class CriteoConfig(Config):
             heldout=heldout,
             vocab_size=None,
             classes=None,
-            fields={f"C{at + 1}": self.hash_size for at in range(IDS)},
+            fields={f"C{at + 1}": self.hash_size or 0 for at in range(IDS)},
             description=f"Criteo: {' + '.join(f'{n:,}' for n in examples)} clicks and views",
             facts={"train_examples": examples[0], "heldout_examples": sum(examples[1:])},
         )
 
 
-def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
+def read_clicks(path: Path, key: str, hash_size: int | None) -> ArraySource:
     """Read a file as `ids` int32 [26], `dense` float32 [13] and `target` float32 of each example.
 
     Args:
       key: the key of the file in the config, for errors.
-      hash_size: the number of rows of each table.
+      hash_size: the number of rows of each table. None keeps the ids, as their two 32-bit words,
+        int32 [26, 2].
 
     Raises:
       DataError: as for `CriteoConfig.build`.
@@ -96,13 +98,13 @@ def read_clicks(path: Path, key: str, hash_size: int) -> ArraySource:
             ]
         )
     keys = np.array(ids, np.uint64)
-    rows = np.stack([hashed(keys[:, at], hash_size, at) for at in range(IDS)], 1)
+    if hash_size is None:
+        found = keys.view(np.int32).reshape(len(keys), IDS, 2)
+    else:
+        rows = np.stack([hashed(keys[:, at], hash_size, at) for at in range(IDS)], 1)
+        found = np.where(keys == 0, 0, rows).astype(np.int32)
     dense = np.log1p(np.maximum(np.array(counts, np.float32), 0))
-    return ArraySource(
-        ids=np.where(keys == 0, 0, rows).astype(np.int32),
-        dense=dense,
-        target=np.array(labels, np.float32),
-    )
+    return ArraySource(ids=found, dense=dense, target=np.array(labels, np.float32))
 
 
 def _hexadecimal(text: str) -> int:

@@ -28,16 +28,19 @@ class RowForm:
     """The form of a model's tables, which are stored as one table, field after field.
 
     Attributes:
-      fields: the number of rows of each field's table, by the field's name.
+      fields: the number of rows of each field's table, by the field's name; 0 if the table has a
+        row for each 64-bit id.
       width: the number of values in a row.
       scale: the bound of the initial values, which are uniform in [-scale, scale).
       zeros: the number of values at the end of a row that begin at zero.
+      most: the number of rows that servers keep, or 0 if they keep all rows.
     """
 
     fields: Mapping[str, int]
     width: int
     scale: float
     zeros: int = 0
+    most: int = 0
 
     @property
     def offsets(self) -> np.ndarray:

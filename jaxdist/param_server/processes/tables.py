@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from jaxdist.errors import JaxdistError
-from jaxdist.models.recommend.rows import RowForm
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.processes.setup import run_of
 from jaxdist.param_server.protocol import server as protocol
@@ -22,10 +21,11 @@ from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.replication.decision import RangeView
 from jaxdist.replication.seat import Seat
 from jaxdist.runtime.children import Parent
+from jaxdist.tables.bounded import open_store
 from jaxdist.tables.messages import spec_of_reply
 from jaxdist.tables.server import ReplicatedTables, TableShard
 from jaxdist.tables.store import RowStore
-from jaxdist.tables.training.files import TableWriter, read_tables
+from jaxdist.tables.training.files import TableWriter, form_of, read_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
@@ -90,6 +90,7 @@ class TableProcess:
             case {"count": _, "range": int(at)}:
                 server = self._leader(at)
                 stats = {**server.stats(), "rows": server.store.touched}
+                stats["evicted"] = server.store.evicted
                 self.parent.say("done", range=at, stats=stats)
             case _:
                 raise AssertionError(what)
@@ -110,9 +111,8 @@ class TableProcess:
         """Take a role in a range: as its leader, or as a server that begins to follow."""
         strategy, setup = self.strategy, self._setup
         given = {"server": at, "servers": strategy.servers}
-        store = RowStore(
-            RowForm(**self.about["form"]), strategy.optimizer, self.about["seed"], **given
-        )
+        form = form_of(self.about, strategy.most_rows or 0)
+        store = open_store(form, strategy.optimizer, self.about["seed"], **given)
         shard: Any = TableShard(store, setup["most_rows"] * setup["clients"])
         self._writers.pop(at, None)
         self.seats[at] = Seat(

@@ -4,7 +4,7 @@ A checkpoint has only the rows that were updated since the previous checkpoint, 
 such rows would exceed the number of all rows. Reading it costs at most twice the bytes of all rows.
 
 RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
-    arrays/000000.bin                  row numbers, uint32
+    arrays/000000.bin                  row numbers, uint32, or keys (`jaxdist.tables.keys`)
     arrays/000001.bin                  values and optimizer state, float32
     metadata.json                      number of servers, what the rows are, and the earlier step
                                        to which these rows are added (base), or null
@@ -29,7 +29,9 @@ from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.document import flat
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
+from jaxdist.models.recommend.rows import RowForm
 from jaxdist.tables.batch import TableRows
+from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.types import JsonObject
 
@@ -63,10 +65,11 @@ def write_tables(
     try:
         shutil.rmtree(staging, ignore_errors=True)  # A crash may have left a part.
         (staging / names.ARRAYS).mkdir(parents=True)
-        for number, leaf in enumerate((rows, values)):
+        plain = rows.view(np.uint8).reshape(len(rows), -1) if rows.dtype.names else rows
+        for number, leaf in enumerate((plain, values)):
             leaf.tofile(staging / names.ARRAYS / f"{number:06d}.bin")
         (staging / names.METADATA).write_text(json.dumps(about), encoding="utf-8")
-        leaves = describe_arrays({"rows": rows, "values": values})
+        leaves = describe_arrays({"rows": plain, "values": values})
         seal(staging, step=step, metric=None, leaves=leaves)
         names.commit(staging, names.step_directory(directory, step))
     except OSError as error:
@@ -116,8 +119,17 @@ def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
     """Return a description of the rows of a run, which the files of the rows must match."""
     settings = optimizer.model_dump(mode="json")
     form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
+    # Another bound needs no other files, but rows with keys do.
+    if form.pop("most"):
+        form["keys"] = True
     state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
     return {"form": form, "seed": rows.seed, "optimizer": state}
+
+
+def form_of(about: JsonObject, most: int) -> RowForm:
+    """Return the form of tables that `about_tables` describes, with a bound on their rows."""
+    form: Any = about["form"]
+    return RowForm(**{key: form[key] for key in form if key != "keys"}, most=most)
 
 
 def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None:
@@ -159,6 +171,7 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
     Raises:
       CheckpointError: tables of this step are missing, damaged, or of another form.
     """
+    kind = row_dtype("keys" in about.get("form", {}))
     count = 1
     server = 0
     while server < count:
@@ -180,7 +193,7 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
             chain.append(path)
             base = found.get("base")
         for path in reversed(chain):
-            rows = np.fromfile(path / names.ARRAYS / "000000.bin", np.uint32)
+            rows = np.fromfile(path / names.ARRAYS / "000000.bin", kind)
             values = np.fromfile(path / names.ARRAYS / "000001.bin", np.float32)
             yield rows, values.reshape(len(rows), -1)
         server += 1

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxdist.models.recommend.tables import PULLED
 from jaxdist.tables.batch import TableRows, Touched
+from jaxdist.tables.bounded import open_store
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.tables.store import RowStore
@@ -124,7 +125,7 @@ def saved_rows(run: Path, step: int, rows: TableRows, optimizer: RowOptimizer) -
     Raises:
       CheckpointError: the tables of the step are missing, damaged, or of another form.
     """
-    store = RowStore(rows.form, optimizer, rows.seed)
+    store = open_store(rows.form, optimizer, rows.seed)
     for found, values in read_tables(run, step, about_tables(rows, optimizer)):
         store.load(found, values)
     return store

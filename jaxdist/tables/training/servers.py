@@ -23,6 +23,7 @@ from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
+from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.messages import payload_spec, spec_of_reply
 from jaxdist.tables.training.files import about_tables, prune_tables
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
@@ -133,7 +134,8 @@ class Wires:
     def to(self, server: int, port: int) -> RpcWire:
         """Return a wire to the leader of a range."""
         settings = self.strategy.processes
-        spec = payload_spec(server, self.most, self.width)
+        kind = row_dtype(self.strategy.most_rows or 0)
+        spec = payload_spec(server, self.most, self.width, kind)
         tls = settings.tls and read_tls(settings.tls)
         address = f"{settings.host}:{port}"
         return RpcWire(address, self.token, partial(spec_of_reply, spec=spec), tls)
@@ -144,7 +146,8 @@ class Wires:
         wires = [self.to(server, port) for server, (port, _) in enumerate(leaders)]
         patience = Timeouts(settings.deadline_seconds, settings.retry_seconds)
         given = number, self.strategy.consistency, wires, self.width
-        client = TableClient(*given, patience=patience)
+        kept = self.strategy.most_rows or 0
+        client = TableClient(*given, most=kept, patience=patience)
         for server, (port, epoch) in enumerate(leaders):
             client.move(server, self.to(server, port), epoch)
         return client
@@ -216,6 +219,6 @@ def _counters(program: TableProgram, counted: list[JsonObject]) -> dict[str, flo
     found["waited_seconds"] = program.client.waited_seconds
     for number, what in enumerate(counted):
         stats = what["stats"]
-        for name in ("rows", "staleness_mean", "staleness_max", "applied", "dropped"):
+        for name in ("rows", "evicted", "staleness_mean", "staleness_max", "applied", "dropped"):
             found[f"table_{number}_{name}"] = stats[name]
     return found

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import LARGEST, Config, Count
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
@@ -70,6 +70,10 @@ class Hybrid(Config):
     consistency: RowConsistency = BSP()
     """The consistency model of rows, selected by its `type`. With bsp, a pull includes all earlier
     pushes of all processes."""
+    most_rows: Annotated[int, Field(ge=32, le=LARGEST)] | None = None
+    """The largest number of rows that all servers together keep, by id; null keeps all rows. A row
+    begins with its first update. A full set of 32 rows loses the row whose last update is oldest.
+    """
     processes: ProcessesConfig = ProcessesConfig()
     """The settings of the server processes, which process 0 starts on its machine."""
 
@@ -97,6 +101,11 @@ class Hybrid(Config):
             raise ValueError(
                 f"replicas {self.replicas} of {self.servers} servers: the copies of a row must be "
                 f"on different servers; set servers: {self.replicas} or more, or replicas: 1"
+            )
+        if self.most_rows is not None and self.most_rows // 32 < self.servers:
+            raise ValueError(
+                f"most_rows {self.most_rows} of {self.servers} servers: each server needs at least "
+                f"one set of 32 rows; set most_rows: {32 * self.servers} or more"
             )
         if self.replicas > 1 and self.processes.port:
             raise ValueError(

@@ -1,0 +1,163 @@
+"""The store of a bounded number of rows: a new row takes the place of a row that is least recent.
+
+Each key belongs to a set (`jaxdist.tables.keys`). A set keeps the `WAYS` rows that were updated
+last. Of rows with the same last update, it keeps those with the smallest keys. A row that its set
+does not keep begins again from its initial values. This rule depends neither on the number of
+servers nor on the order in which saved rows are loaded. Set-associative caches use it; see Hill and
+Smith, "Evaluating associativity in CPU caches" (IEEE Transactions on Computers 38, 1989).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxdist.models.recommend.rows import RowForm
+from jaxdist.tables.keys import KEY, WAYS, hashes, initial_rows, servers_of, sets_of
+from jaxdist.tables.optimizer import RowOptimizer
+from jaxdist.tables.store import RowStore, reserved
+
+
+class BoundedStore(RowStore):
+    """A `RowStore` of rows with keys, of which all servers together keep at most `form.most`.
+
+    The last value of a row is the number of its last update, as the bits of a uint32.
+
+    Attributes:
+      version: the number of updates so far.
+    """
+
+    def _reserve(self, servers: int) -> None:
+        count = max(1, self.form.most // WAYS)
+        own = -(-count // servers)
+        self.columns += 1
+        self.version = 0
+        self._tags = reserved((own, WAYS), np.uint32)
+        self._places = reserved((own, WAYS), np.int32)
+        self._known = reserved((own * WAYS,), KEY)
+        self._values = reserved((own * WAYS, self.columns), np.float32)
+        self._changed = reserved((own * WAYS,), np.bool_)
+
+    def _looked_up(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return each row's set on this server, its tag, and its place, which is -1 without one."""
+        sets = sets_of(rows, self.form.most) // self._servers
+        # 0 marks a way without a row, so tags are odd.
+        tags = hashes(rows).astype(np.uint32) | np.uint32(1)
+        at, way = np.nonzero(self._tags[sets] == tags[:, None])
+        places = self._places[sets[at], way]
+        same = self._known[places] == rows[at]  # Rows of a set may have the same tag.
+        found = np.full(len(rows), -1, np.int64)
+        found[at[same]] = places[same]
+        return sets, tags, found
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values, float32 `[N, D]`, of rows (`KEY` `[N]`), without creating any row."""
+        _, _, places = self._looked_up(rows)
+        found = self._values[places, : self.form.width]
+        new = places < 0
+        if new.any():
+            found[new] = initial_rows(self.form, self._seed, rows[new])
+        return found
+
+    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
+        """Update unique rows by their gradients; see `RowStore.update`.
+
+        If a set would have more than `WAYS` rows of this update, the gradients of the others have
+        no effect.
+        """
+        self.version += 1
+        places = self._placed(rows, np.full(len(rows), self.version, np.uint32))
+        kept = places >= 0
+        places = places[kept]
+        values = self._values[places]
+        self.optimizer.update(values[:, :-1], grads_ND[kept], rate)
+        self._values[places] = values
+        self._changed[places] = True
+
+    def load(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Store the saved rows that belong to this server, with their values, state and versions.
+
+        A row replaces an equal row that was loaded before.
+        """
+        mine = servers_of(rows, self._servers, self.form.most) == self.server
+        rows, values = rows[mine], values[mine]
+        versions = _versions(values)
+        places = self._placed(rows, versions)
+        kept = places >= 0
+        self._values[places[kept]] = values[kept]
+        self.version = max(self.version, int(versions.max(initial=0)))
+
+    def _placed(self, rows: np.ndarray, versions: np.ndarray) -> np.ndarray:
+        """Return the place of each row, or -1 for those that their sets do not keep.
+
+        Args:
+          rows: unique rows.
+          versions: the last update of each row, uint32 `[N]`, which is not before that of any equal
+            row in the store.
+        """
+        sets, tags, places = self._looked_up(rows)
+        old, new = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        self._values[places[old], -1] = versions[old].view(np.float32)
+        if not len(new):
+            return places
+        touched, inverse = np.unique(sets[new], return_inverse=True)
+        taken = self._tags[touched] != 0
+        at, way = np.nonzero(taken)
+        own = self._places[touched[at], way]
+        stays = _stays(
+            np.concatenate([at, inverse]),
+            np.concatenate([_versions(self._values[own]), versions[new]]),
+            np.concatenate([self._known[own], rows[new]]),
+        )
+        leaves = ~stays[: len(at)]
+        taken[at[leaves], way[leaves]] = False
+        gone = own[leaves]
+        self.evicted += len(gone)
+        places[np.isin(places, gone)] = -1
+        new, inverse = new[stays[len(at) :]], inverse[stays[len(at) :]]
+        free = np.argsort(taken, axis=1, kind="stable")[inverse, _ranks(inverse)]
+        where = (touched[inverse], free)
+        # A way that a row has left still names its place, which the new row takes.
+        empty = self._tags[where] == 0
+        count = int(np.count_nonzero(empty))
+        found = self._places[where].astype(np.int64)
+        found[empty] = np.arange(self.touched, self.touched + count)
+        self.touched += count
+        self._tags[where], self._places[where], self._known[found] = tags[new], found, rows[new]
+        self._values[found] = 0
+        self._values[found, : self.form.width] = initial_rows(self.form, self._seed, rows[new])
+        self._values[found, -1] = versions[new].view(np.float32)
+        places[new] = found
+        return places
+
+
+def open_store(
+    form: RowForm, optimizer: RowOptimizer, seed: int, *, server: int = 0, servers: int = 1
+) -> RowStore:
+    """Return an empty store of all rows or, with `form.most`, of a bounded number of rows."""
+    kind = BoundedStore if form.most else RowStore
+    return kind(form, optimizer, seed, server=server, servers=servers)
+
+
+def _versions(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values[:, -1]).view(np.uint32)
+
+
+def _ranks(groups: np.ndarray) -> np.ndarray:
+    """Return the number of earlier elements of the same group, for each element.
+
+    >>> _ranks(np.array([4, 7, 4, 4, 7]))
+    array([0, 0, 1, 2, 1])
+    """
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    found = np.empty(len(groups), np.int64)
+    found[order] = np.arange(len(groups)) - np.searchsorted(ordered, ordered)
+    return found
+
+
+def _stays(sets: np.ndarray, versions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return which rows are among the `WAYS` of their set with the newest versions."""
+    order = np.lexsort((rows["id"], rows["field"], ~versions))
+    found = np.empty(len(sets), np.bool_)
+    found[order] = _ranks(sets[order]) < WAYS
+    return found

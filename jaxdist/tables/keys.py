@@ -1,0 +1,105 @@
+"""The numbers of rows on servers: 32-bit numbers, or keys of a field and a 64-bit id.
+
+Rows have keys if servers keep a bounded number of rows (`RowForm.most`). Hashes divide all keys
+into *sets*, whose number depends on nothing but the bound. A set is on a single server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxdist.data.permutation import mix
+from jaxdist.models.recommend.rows import RowForm
+
+KEY = np.dtype([("field", "<u4"), ("id", "<u8")])
+WAYS = 32
+"""The largest number of rows in a set."""
+
+
+def row_dtype(most: int) -> np.dtype:
+    """Return the dtype of row numbers if servers keep at most `most` rows, or all rows with 0."""
+    return KEY if most else np.dtype(np.uint32)
+
+
+def rows_of(form: RowForm, ids: np.ndarray) -> np.ndarray:
+    """Return the row numbers `[B, F]` of the ids of a batch.
+
+    Args:
+      ids: int32 `[B, F]`, or the two 32-bit words of each 64-bit id, int32 `[B, F, 2]`.
+    """
+    if not form.most:
+        return (ids + form.offsets[None, :]).astype(np.uint32)
+    found = np.empty(ids.shape[:2], KEY)
+    found["field"] = np.arange(ids.shape[1], dtype=np.uint32)
+    found["id"] = np.ascontiguousarray(ids).view(np.uint64)[..., 0] if ids.ndim == 3 else ids
+    return found
+
+
+def unique_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return unique rows, ascending, and the index of each given row among them."""
+    if rows.dtype.names is None:
+        return np.unique(rows, return_inverse=True)
+    order = np.lexsort((rows["id"], rows["field"]))
+    ordered = rows[order]
+    first = np.ones(len(rows), np.bool_)
+    first[1:] = ordered[1:] != ordered[:-1]
+    places = np.empty(len(rows), np.int64)
+    places[order] = np.cumsum(first) - 1
+    return ordered[first], places
+
+
+def hashes(rows: np.ndarray) -> np.ndarray:
+    """Return a hash (uint64) of each key."""
+    return mix(rows["id"] ^ mix(rows["field"].astype(np.uint64) + np.uint64(1)))
+
+
+def sets_of(rows: np.ndarray, most: int) -> np.ndarray:
+    """Return the number (int64) of the set of each key, on any number of servers."""
+    count = np.uint64(max(1, most // WAYS))
+    return ((hashes(rows) >> np.uint64(32)) % count).astype(np.int64)
+
+
+def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
+    """Return the number of the server of each row; neighbouring rows have different servers."""
+    return sets_of(rows, most) % servers if most else rows % np.uint32(servers)
+
+
+def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the initial values of rows, float32 `[N, D]`.
+
+    A row of a table of a given size has the values that it has on a mesh.
+    """
+    if rows.dtype.names is None:
+        return form.initial(seed, rows)
+    sizes = np.array([*form.fields.values()])
+    offsets = form.offsets.astype(np.uint64)
+    found = form.initial(seed, (offsets[rows["field"]] + rows["id"]).astype(np.uint32))
+    free = sizes[rows["field"]] == 0
+    if free.any():
+        columns = np.arange(form.width, dtype=np.uint64)
+        keys = mix(hashes(rows[free]) ^ mix(seed.astype(np.uint64).reshape(1)))
+        bits = mix(keys[:, None] + columns[None, :]) >> np.uint64(40)
+        unit = bits.astype(np.float32) * np.float32(2.0**-23) - 1
+        found[free] = unit * np.float32(form.scale) * (columns < form.width - form.zeros)
+    return found
+
+
+def rows_problem(form: RowForm, rows: Any) -> str | None:
+    """Return why the tables cannot have some of the rows, or None if they can have all."""
+    if not len(rows):
+        return None
+    if not form.most:
+        if int(rows.max()) < form.rows:
+            return None
+        return f"row {rows.max()} does not exist: the tables have {form.rows} rows"
+    names, sizes = [*form.fields], np.array([*form.fields.values()], np.uint64)
+    if int(rows["field"].max()) >= len(names):
+        return f"field {rows['field'].max()} does not exist: the tables are {', '.join(names)}"
+    limits = sizes[rows["field"]]
+    wrong = (limits > 0) & (rows["id"] >= limits)
+    if not wrong.any():
+        return None
+    field, number = rows[wrong][0]
+    return f"row {number} of {names[field]} does not exist: the table has {sizes[field]} rows"
