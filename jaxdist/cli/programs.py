@@ -80,7 +80,7 @@ def audit(
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check that each setting of CONFIG changes the train step. If not, the exit code is 1."""
+    """Check that each setting of CONFIG changes the train step. Exit with code 1 if not all do."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
     if options:
@@ -142,7 +142,7 @@ def parity(
         typer.Option(help="Compare only draws whose mesh has this axis; may be repeated."),
     ] = None,
 ) -> None:
-    """Check that plans train CONFIG's model like a single device. If not, the exit code is 1.
+    """Check that plans train CONFIG's model like a single device. Exit with code 1 if not all do.
 
     The plans vary meshes, ZeRO stages, reductions, microbatches, remat, a split sequence, pipeline
     schedules and activations, on 8 fake CPU devices, in float32, with AdamW. The values of these
