@@ -243,7 +243,7 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: a file has another length.
+      ValueError: the length of a file is not the expected length.
     """
     done: dict[str, np.ndarray] = {}
 

@@ -14,7 +14,7 @@ from jaxdist.cli import shared
 
 
 class ConfigOrCommand(TyperGroup):
-    """A group with a default command."""
+    """A group of commands with a default command."""
 
     default = "compare"
 
@@ -22,7 +22,7 @@ class ConfigOrCommand(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments, and insert the default command if they do not begin with a command.
 
-        The result is the arguments that the base class leaves.
+        Return the arguments that the base class has not parsed.
         """
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
             args = [self.default, *args]

@@ -92,7 +92,7 @@ def drill(
 
 
 def _section(values: JsonObject, name: str) -> JsonObject:
-    """Return a section of an unvalidated config, or an empty section if there is none.
+    """Return a section of an unvalidated config, or {} if the section is missing.
 
     The run itself reports errors in the config.
     """

@@ -54,7 +54,7 @@ class BatchPlacement:
         Args:
           shapes: the shapes of a single example, by name.
           batch_size: the number of rows in the global batch.
-          sharding: the sharding of each array, as for `Loader`.
+          sharding: the sharding of each array; see `Loader`.
 
         Raises:
           DataError: `sharding` has no entry for a name.

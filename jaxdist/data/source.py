@@ -65,7 +65,7 @@ class Dataset:
       classes: the number C such that `label` is in 0 to C - 1, or None without labels.
       description: a line that describes the data to the user.
       facts: the sizes of the data, by names that include the unit.
-      tokenizer: the mapping between text and tokens, or None if there is none.
+      tokenizer: the mapping between text and tokens, or None for data without text.
       fields: the number of ids of each categorical field, by name, in the order of the columns of
         `ids`, or None without such fields. With 0, ids have 64 bits, and `ids` has their two 32-bit
         words as a last dim.

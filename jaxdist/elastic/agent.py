@@ -57,8 +57,8 @@ class Agent:
 
     Args:
       say: the function that prints a line for the user.
-      fork_module: the module of the fork server (`jaxdist.runtime.forks`). The layers forbid this
-        package to import the module, so the command passes its name.
+      fork_module: the module of the fork server (`jaxdist.runtime.forks`). This package may not
+        import the module, which is in a higher layer, so the command passes its name.
       hosts: the hosts of the run; None means this machine alone.
       record: the function that builds the recorder of all generations from the journal and `say`.
     """

@@ -71,7 +71,7 @@ class Job:
 
         Args:
           options: further options of the command.
-          program: the words that start `jaxdist`.
+          program: the first words of the command, with which `jaxdist` starts.
         """
         return [*program, "train", self.config, *self.overrides, "--resume", *options]
 

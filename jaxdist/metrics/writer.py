@@ -58,7 +58,7 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
     An incomplete last line is left out.
 
     Raises:
-      RunError: as for `read_metrics`; a line that is not a record raises the error when it is
+      RunError: see `read_metrics`; a line that is not a record raises the error when the line is
         reached.
     """
     path = _metrics_file(Path(path))

@@ -133,7 +133,7 @@ class BertConfig(PartConfig):
         """Build the module for a vocabulary of `vocab_size` tokens.
 
         Args:
-          hint, platform, length, family: as for `GptConfig.build`.
+          hint, platform, length, family: see `GptConfig.build`.
           classes: the number of the data's classes, for `head: classes`.
 
         Raises:

@@ -59,7 +59,7 @@ def restore(
         used.
 
     Raises:
-      CheckpointError: there is no checkpoint, or no checkpoint that fits.
+      CheckpointError: there is no checkpoint, or no checkpoint fits `program`.
     """
     return store.restore_as(adapted(program, say), step=step)
 

@@ -128,7 +128,7 @@ def take_directory(
     Args:
       named: whether the user named the directory. If true, a live run in the directory is an error,
         instead of a reason to try the next name.
-      resume: whether to continue the run that has begun; a new run begins if there is none.
+      resume: whether to continue the run that has begun; if no run has begun, a new run begins.
       say: the function that is called with a line about each other run that is found.
       exact: whether `resume` means only `base` itself, and not the numbered names.
       run: the identity of the run to take. If the identity has no path, because the run has not

@@ -110,7 +110,7 @@ def check_sent(experiment: Experiment) -> None:
 def sent_bytes(experiment: Experiment) -> float:
     """Return the bytes that a device sends in a step after warm-up, from the compiled program.
 
-    Only collectives over the mesh axes that share the batch count.
+    Only the bytes of collectives over the mesh axes that share the batch are counted.
     """
     program, mesh = _without_warm_up(experiment.program), experiment.layout.mesh
     compiled = program.train.lower(program.state_shapes, program.batch).compile()

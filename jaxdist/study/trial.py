@@ -140,7 +140,7 @@ class OutcomeJournal(Generic[TrialT]):
         self._repair(len(content) - len(lines[-1]))
 
     def get(self, key: str) -> TrialOutcome[TrialT] | None:
-        """Return the stored outcome with the given key, or None if there is none."""
+        """Return the stored outcome with the given key, or None if no outcome has the key."""
         return self._found.get(key)
 
     def add(self, key: str, outcome: TrialOutcome[TrialT]) -> None:

@@ -1,4 +1,4 @@
-"""The assembly of an ejected file from pieces, each of which is a module in `pieces`.
+"""The assembly of an ejected file from pieces; each piece is a module in `pieces`.
 
 A line that ends with `#: NAME` is kept only for configs with the flag NAME. A line that ends with
 `#: not NAME` is kept only for configs without the flag. A mark on the first line of a compound
@@ -24,7 +24,7 @@ _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
 class Name(str):
-    """The value of a constant that is an expression of other constants, written without quotes."""
+    """The value of a constant, if it is an expression of constants, written without quotes."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class FilePiece:
 
     Attributes:
       title: the title of the piece's section in the ejected file.
-      imports: the import statements of the piece, one for each name.
-      constants: the assignments of the config's values to constants, one for each constant.
+      imports: the import statements of the piece; each imports a single name.
+      constants: the assignments of the config's values; each assigns a single constant.
       body: the rest of the code.
     """
 
@@ -108,12 +108,13 @@ def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FileP
 
 
 def selected_lines(text: str, flags: Collection[str]) -> str:
-    """Return the text without marks, and without lines and statements that the flags do not select.
+    """Return the text without marks, and without lines and statements that the flags exclude.
 
     >>> print(selected_lines("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
     a = 1
     """
-    # The order is reversed, so that the end of the outermost statement on a line is kept.
+    # The statements are visited in reverse order. If several begin on a line, the end of the
+    # outermost statement is therefore kept.
     ends = {
         node.lineno: node.end_lineno or node.lineno
         for node in reversed([*ast.walk(ast.parse(text))])
@@ -146,7 +147,7 @@ def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
 
 
 def literal(value: Any, indent: int = 0) -> str:
-    """Return a value as source code, in which a long mapping or list has a line for each entry.
+    """Return a value as source code; a long mapping or list has a line for each entry.
 
     Args:
       value: the value.

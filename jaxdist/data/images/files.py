@@ -156,13 +156,13 @@ def image_files(
     """List the training and the held-out images in a folder.
 
     Args:
-      size: as for `EncodedImages`.
+      size: the side of the square to which images are scaled and cropped; see `EncodedImages`.
       skip_broken: whether to decode every image once, and leave out broken images.
       tars: whether the folder holds tars of the webdataset format; otherwise it holds a folder for
         each class.
 
     Returns:
-      Four values: the training split; the held-out split, or None if there is none; the names of
+      Four values: the training split; the held-out split, or None without such a split; the names of
       the classes, in the order of the labels; and a note on classes without held-out images and on
       broken files that were left out, or "".
 

@@ -68,7 +68,7 @@ def read_clicks(path: Path, key: str, hash_size: int | None) -> ArraySource:
         int32 [26, 2].
 
     Raises:
-      DataError: as for `CriteoConfig.build`.
+      DataError: see `CriteoConfig.build`.
     """
     labels: list[float] = []
     counts: list[list[float]] = []

@@ -111,7 +111,7 @@ def read_file(path: Path, what: str) -> bytes:
 
 
 def hashed(ids: np.ndarray, size: int, column: int) -> np.ndarray:
-    """Hash 64-bit ids (uint64) to int32 in 0 to `size` - 1; equal ids differ between columns.
+    """Hash 64-bit ids (uint64) to int32 in 0 to `size` - 1, by another hash in each column.
 
     >>> hashed(np.array([7, 7, 2**63], np.uint64), 1000, 0).tolist()
     [319, 319, 69]

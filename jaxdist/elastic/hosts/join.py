@@ -50,7 +50,7 @@ def join_hosts(
     """Join the other hosts, and return the server that sends this host's snapshots to them.
 
     Args:
-      compatibility: the properties that all hosts must have in common, see
+      compatibility: the properties that all hosts must have in common; see
         `jaxdist.elastic.hosts.identity`.
       snapshots: the folder in memory from which the server sends parts of snapshots.
       local: the folder on this machine's disk that has snapshots, or None if there is no such

@@ -224,7 +224,7 @@ class LeaderElection:
 def encode_registry(registry: Registry) -> JsonObject:
     """Return the registry as JSON.
 
-    The times are left out, since they are by the clock of this leader.
+    The times are left out, since only the clock of this leader gives them a meaning.
 
     >>> decode_registry(encode_registry(Registry())) == Registry()
     True

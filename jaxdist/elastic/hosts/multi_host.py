@@ -59,7 +59,7 @@ class MultiHost:
     """The hosts of a run on several machines; see `jaxdist.elastic.assignment.Hosts`.
 
     Args:
-      compatibility: the properties that all hosts must have in common, see
+      compatibility: the properties that all hosts must have in common; see
         `jaxdist.elastic.hosts.identity`.
       values: the values of the config.
       seconds: the time to wait for enough hosts, in seconds.

@@ -91,7 +91,7 @@ class Blocks:
     Attributes:
       count: the number of blocks.
       size: the number of positions in a block.
-      window: as in `AttentionRequest`.
+      window: see `AttentionRequest`.
       both_ways: the number of positions that are not padding, or None for causal attention, in
         which a query sees no later position.
     """

@@ -93,7 +93,7 @@ class Kernel(Protocol):
             reads key head h // (H / K).
           segments_BL: the document number of each position, int32, or None if each sequence is a
             single document.
-          window, causal: as in `AttentionRequest`.
+          window, causal: see `AttentionRequest`.
           hint: the layout of q, k and v on the mesh.
         """
         ...

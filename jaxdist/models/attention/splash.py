@@ -3,7 +3,7 @@
 XLA cannot partition a Pallas kernel, so the kernel runs on each device's rows and heads separately.
 The kernel declares no cost, so a ledger of the compiled program counts none of its FLOPs.
 
-Dims: B batch, L sequence, l a device's piece of it, H heads, K kv_heads, d head_dim.
+Dims: B batch, L sequence, l a device's piece of the sequence, H heads, K kv_heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Splash:
           q_BlHd: the group's queries, in the order of the split.
           k_BLKd, v_BLKd: all keys and values, in the order of the sequence.
           segments: the document numbers of the queries and of the keys, or None.
-          window, causal: as in `AttentionRequest`.
+          window, causal: see `AttentionRequest`.
         """
         q_BlHd = (q_BlHd * q_BlHd.shape[-1] ** -0.5).astype(q_BlHd.dtype)
         positions = positions_of(split.order, k_BLKd.shape[1], split.groups)
@@ -135,7 +135,7 @@ class Splash:
           positions: the positions of the queries of all groups, int32 `[L]`.
           groups: the number of groups, each with an equal part of the queries.
           group: the number of this group.
-          window, causal: as in `AttentionRequest`.
+          window, causal: see `AttentionRequest`.
         """
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash

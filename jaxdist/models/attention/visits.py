@@ -51,7 +51,7 @@ class Pieces:
       groups: the number of groups, R.
       chunk: the number of positions in a chunk.
       size: the number of positions in a block.
-      window, causal: as in `AttentionRequest`.
+      window, causal: see `AttentionRequest`.
     """
 
     order: Order

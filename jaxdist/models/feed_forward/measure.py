@@ -60,7 +60,7 @@ def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
 
 
 def scalars(sums: Sums) -> dict[str, jax.Array]:
-    """Return scalars to report: the mean of each sum, and several values in place of the load.
+    """Return scalars to report: the mean of each sum, and several values for the load.
 
     These values are each expert's fraction of the load, and MaxVio (see `violation`).
 

@@ -171,8 +171,8 @@ def choose_product(name: ProductName, platform: str | None, *widths: int) -> Pro
       widths: the numbers of input and output features.
 
     Raises:
-      ConfigError: the product is megablox, and the devices are not TPUs or its tiles do not divide
-        the widths.
+      ConfigError: the product is megablox, but the devices are not TPUs, or the tiles of megablox
+        do not divide the widths.
     """
     fits = platform == "tpu" and all(width % TILE == 0 for width in widths)
     if name == "megablox" and not fits:
