@@ -37,7 +37,7 @@ class Identity:
       begun: the local time of the run's start, as text for people, or an empty string if the time
         is unknown.
       asked: the name of the directory that was requested, to which the run's directory may add a
-        number. None means that the run is older than ids.
+        number. None means that the run began before jaxdist had ids.
     """
 
     id: str
@@ -115,7 +115,7 @@ def write_identity(run: Path, identity: Identity) -> None:
 def given_identity(run: Path) -> Identity:
     """Return the identity of a started run; give the run an id if it has none.
 
-    A run that is older than ids has no identity.
+    A run that began before jaxdist had ids has no identity.
 
     Raises:
       RunError: see `read_identity`.

@@ -42,8 +42,8 @@ def staging_directory(directory: Path, step: int, generation: int | None = None)
     """Return the directory in which a step's checkpoint is written before it is committed.
 
     A commit renames this directory. If its name contains a generation, only this generation can
-    commit the directory. After the next generation has started, even this generation cannot, since
-    the next generation removes the directory first (`recover`).
+    commit the directory. After the next generation has started, even this generation cannot commit
+    it, since the next generation removes the directory first (`recover`).
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"

@@ -58,7 +58,7 @@ class LeafRecord(Config):
 
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each dim of an array: the begins of its chunks in ascending order, followed by the length of
+"""For each dim of an array: the starts of its chunks in ascending order, followed by the length of
 the dim."""
 
 

@@ -127,7 +127,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 def _blocks(
     cuts: Cuts, corner: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the begin and the end of each chunk that overlaps a box, in C order.
+    """Yield the start and the end of each chunk that overlaps a box, in C order.
 
     Args:
       corner: the first element of the box in each dim.

@@ -34,7 +34,7 @@ from jaxdist.types import Json, JsonObject, PyTree
 KEEP = 2
 """The number of snapshots to keep: 2, since the newest snapshot may be incomplete."""
 Span = tuple[tuple[int, int], ...]
-"""The begin and the end of a part of an array in each dim."""
+"""The start and the end of a part of an array in each dim."""
 
 
 @dataclass(frozen=True)

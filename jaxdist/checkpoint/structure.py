@@ -60,7 +60,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
-    """Return the differences between saved arrays and a target: a line for each such path.
+    """Return the differences between saved arrays and a target, as a line for each path.
 
     An array may be missing, extra, or of another shape or dtype.
 

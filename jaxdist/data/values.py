@@ -86,7 +86,7 @@ data, data.unchecked: [label] turns this check off
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """Return a bool array that is true for values that are not allowed, or None without any."""
+    """Return a bool array that is true for each forbidden value, or None if all are allowed."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)

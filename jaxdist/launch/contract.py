@@ -46,8 +46,8 @@ class Job:
       overrides: the settings that override the config, as texts `section.key=value`.
       name: the name of the job in messages and in the engine's lists.
       module: the name of the module of the command `jaxdist`, for an engine whose nodes run the
-        module with the interpreter of the node. This package may not import the module, so that the
-        command passes its name.
+        module with the interpreter of the node. This package may not import the module, so the
+        command passes the name.
       nodes: the number of machines; for TPUs, the number of hosts of a slice.
       processes: the number of processes on each machine.
       folder: the working directory, which all nodes share.

@@ -34,7 +34,6 @@ class Activity(StrEnum):
 
     With several processes, the time includes the first step, because this step waits for the
     process that compiles longest.
-    compiles longest.
     """
     START = "start"
     """Starting a process, until its first step, and preparing the batches of each train stage."""

@@ -107,8 +107,8 @@ class MetricsWriter(Records):
       directory: the run directory, which is created if it is missing.
       resume_step: the step from which a run resumes, or 0 if it resumes without a checkpoint. The
         records after this step are dropped. None begins a new run.
-      admit: the function that is called before each record, and raises if this process may not
-        write.
+      admit: the function that is called before each record. It raises an error if this process may
+        not write.
       tell: the function that is called with the step, the split and the values of each record that
         was written.
 

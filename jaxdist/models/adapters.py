@@ -114,8 +114,8 @@ def from_linen(module: Any, *example: Any) -> Make:
 
     The collection "params" becomes the parameters, and all other collections become buffers.
 
-    If the module's `__call__` has an argument `train`, `training` or `deterministic`, each call
-    sets that argument by whether the model is in training mode.
+    If the module's `__call__` has an argument `train`, `training` or `deterministic`, the model
+    sets that argument in each call, according to its mode (training or evaluation).
 
     Args:
       module: the linen module.

@@ -65,7 +65,7 @@ def _backward(
     count = _count(layers)
 
     def pulled(at: jax.Array | int, params: Params, x: jax.Array, found: PyTree) -> PyTree:
-        """Run the backward pass of layer `at`; return `found` with its cotangents added."""
+        """Run the backward pass of layer `at`; return `found` with the new cotangents added."""
         filled, more, cotangent = found
         of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
         (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)

@@ -145,7 +145,7 @@ class Functional:
 
         Args:
           statistics_over: the manual mesh axes over which batch norms average their statistics. A
-            batch norm that already names axes keeps these.
+            batch norm that already names axes keeps its axes.
         """
         given = dict(zip(self._names, pick(self._param_paths, params), strict=True))
         if self.adapters:
@@ -221,7 +221,7 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """Return the model, in whose `stacked` are also the stacks that a forward pass scans over.
+        """Return the model, and list in `stacked` also the stacks that a forward pass scans over.
 
         A module is such a stack if scans cut all its parameters into the same number of slices. The
         forward pass, `forward(module, *given)`, is only traced, and not run.

@@ -105,7 +105,7 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm, x / rms(x) * scale, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
+    """The RMS norm, x / rms(x) * scale, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm, (x - mean) / deviation * scale + bias, in float32 (Ba, arXiv 1607.06450)."""
+    """The layer norm, (x - mean) / deviation * scale + bias, in float32 (Ba, arXiv 1607.06450)."""
 
     def __init__(self, size: int, rngs: nnx.Rngs, *, epsilon: float = 1e-5, dim: str = "embed"):
         self.scale = param(rngs, nnx.initializers.ones, (size,), (dim,))
@@ -172,7 +172,7 @@ class Linear(nnx.Module):
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
     """Return a parameter's logical dims, or None if the parameter names no dims.
 
-    The dims are its metadata `dims`, or else the sharding metadata of flax.
+    The dims are the metadata `dims` of the parameter, or else the sharding metadata of flax.
     """
     metadata = variable.get_metadata()
     for key in ("dims", "out_sharding", "sharding_names", "sharding"):

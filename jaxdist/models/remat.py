@@ -58,7 +58,7 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
 """The activations that each preset keeps on the device.
 
 The first three are `minimal`, `save_dot_except_mlp` and `save_qkv_proj` of MaxText. `minimal` keeps
-the results of those matmuls with parameters that a gradient needs, but nothing inside attention.
+the result of a matmul with parameters if a gradient needs it, but nothing inside attention.
 `save_attention` keeps only the result of attention.
 """
 
@@ -207,8 +207,9 @@ def check_names(
 ) -> None:
     """Refuse a policy with names that a block does not define.
 
-    A block need not define every name of a preset, but at least one of these names. For example, a
-    block without a gate has no `mlp_gate`. The block is traced only if the policy has names.
+    A block need not define every name of a preset, but must define at least one of the names. For
+    example, a block without a gate has no `mlp_gate`. The block is traced only if the policy has
+    names.
 
     Args:
       args: the arguments of the block, or examples of them.

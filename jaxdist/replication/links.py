@@ -23,7 +23,7 @@ class CopyLink(KeptSession):
 
     Args:
       opened: the function that is called with the link when a session begins. The function must
-        send the entries without an answer again.
+        send the unanswered entries again.
       copied: the function that is called with each answer of the follower.
     """
 

@@ -1,4 +1,4 @@
-"""The files of a run: the functions that create them and write to them."""
+"""The files of a run, with functions that create the files and write to them."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class RunJob:
     def _timed(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> GoodputHook:
-        """Return a hook that records time and energy; `stack` makes it write a last record."""
+        """Return a hook that records time and energy, for the last time as `stack` closes."""
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None

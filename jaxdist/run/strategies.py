@@ -44,7 +44,7 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
     Raises:
       SuspectStateError: the state is suspect, and the run may not restart or has restarted too
         often.
-      RunError: a step does not fit in memory, as for `through_stages`.
+      RunError: a step does not fit in memory; see `through_stages`.
     """
     del strategy  # The strategy's work between steps is part of the program.
     for restores in itertools.count():

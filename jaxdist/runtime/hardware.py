@@ -12,11 +12,11 @@ latency between TPU slices is assumed to equal the latency of a GPU's network.
 A chip of tpu7x (Ironwood) is two devices of jax, each with half of the chip's FLOPs, memory and
 network; the two devices share the chip's links. The FLOPs, memory bandwidth and network are from
 Google Cloud's page "TPU7x (Ironwood)" (2307 TFLOP/s, 7380 GB/s, 100 Gbit/s per chip). The page
-gives 1200 GB/s in both directions per chip for the links, as for v5p, so the links are assumed to
-equal v5p's. The memory is from libtpu 0.0.52. The clock is the clock at which four units of 256 x
-256 on each device reach the peak; libtpu's own cost analysis assumes 996 TFLOP/s per device, as at
-1.9 GHz (and 394 TFLOP/s on v5p, as at 1.5 GHz). The connection of the two devices of a chip is
-assumed to be as fast as the chip's six links together (`CHIPLET_LINKS`).
+gives 1200 GB/s in both directions per chip for the links of tpu7x and of v5p, so the links are
+assumed to be equal. The memory is from libtpu 0.0.52. The clock is the clock at which four units of
+256 x 256 on each device reach the peak. The cost analysis of libtpu assumes 996 TFLOP/s per device,
+which these units reach at 1.9 GHz (and 394 TFLOP/s on v5p, at 1.5 GHz). The connection of the two
+devices of a chip is assumed to be as fast as the chip's six links together (`CHIPLET_LINKS`).
 
 The figures of the CPU are measured with `jaxdist bench collectives`, on fake devices in one process
 on two cores.

@@ -151,7 +151,7 @@ def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
 def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return, for each dim of a slice, whether the ends of the dim are joined to a ring.
 
-    The difference matters, since libtpu compiles for lines other programs than for rings. For
+    The difference matters, since libtpu compiles different programs for lines and for rings. For
     lines, there is no all-gather along all dims at once, but an all-reduce of zeros around a shard.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))

@@ -1,6 +1,6 @@
 """The course of a round of secure aggregation between a server and its clients, as plain data.
 
-A client sends requests. The server answers a request once all clients have sent theirs:
+A client sends requests. The server answers a request once all clients have sent this request:
 
     KEYS      the client's public keys         answer: the keys of all clients
     SHARES    its shares, by holder            answer: the shares for this client, by sender
@@ -232,7 +232,7 @@ class ServerRound:
           vectors: the masked vectors `[n]`, by client.
 
         Raises:
-          SecureError: the shares do not fit together.
+          SecureError: the shares contradict one another.
         """
         assert self._sharers is not None
         roster = {one: _keys(self._keys[one]) for one in self._sharers}

@@ -121,8 +121,7 @@ def run_choice(
     The same settings give the same numbers.
 
     Args:
-      settings: the path of a YAML file of `ChoiceConfig`, which may be left out, then `key=value`
-        texts.
+      settings: an optional path of a YAML file of `ChoiceConfig`, followed by texts `key=value`.
       json_file: the file for the results, or None to write none.
 
     Raises:

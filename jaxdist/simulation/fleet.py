@@ -173,8 +173,7 @@ def run_fleet(
     The same settings give the same numbers.
 
     Args:
-      settings: the path of a YAML file of `FleetConfig`, which may be left out, then `key=value`
-        texts.
+      settings: an optional path of a YAML file of `FleetConfig`, followed by texts `key=value`.
       json_file, plot: the file for the results and the directory for the pictures; None writes
         nothing.
 

@@ -219,7 +219,7 @@ def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
 
 
 def rounded(learning_rate: float) -> float:
-    """Return a learning rate rounded to six digits, so that other roundings compare equal."""
+    """Return a learning rate rounded to six digits, so that roundings of a rate are equal."""
     return float(f"{learning_rate:.6g}")
 
 
@@ -230,7 +230,7 @@ def search_rate(
 
     The search first tries `start` x 1/2, 1 and 2. While the best rate is the smallest or the
     largest of the tried rates, the search tries the next rate in that direction, up to 8 times.
-    Among equally good rates, the smallest wins.
+    Among equally good rates, the smallest is chosen.
 
     Args:
       start: the initial learning rate.

@@ -87,7 +87,7 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
 def _kept(path: str) -> bool:
     """Return whether a setting affects only how data are read.
 
-    A transform, for example, does not only do that: it also changes the model's input.
+    A transform, for example, also affects the model's input.
     """
     return path.startswith("data.") and not path.startswith("data.transform")
 

@@ -47,8 +47,8 @@ def slots_of(rows: Sequence[Sequence[str]]) -> int:
     """Return the smallest number of slots with which a stage's stored microbatches never collide.
 
     Microbatch m is in slot m modulo the number of slots. A stage stores a microbatch from its
-    forward pass on the previous stage until its backward pass on this stage. The first stage stores
-    it from its forward pass on the first stage.
+    forward pass on the previous stage until its backward pass on this stage. On the first stage,
+    the storage begins with the forward pass on this stage.
 
     Args:
       rows: the timeline of each stage.

@@ -29,8 +29,8 @@ SHA256 = {
 def fashion_mnist() -> dict[str, bytes]:
     """Return the unpacked contents of the four IDX files, by name.
 
-    The files are searched under share/datasets (where Debian's dataset-fashion-mnist puts them) and
-    in the cache directory; if they are not found, they are downloaded into the cache directory.
+    The files are searched for under share/datasets (where Debian's dataset-fashion-mnist puts them)
+    and in the cache directory; if they are not found, they are downloaded into the cache directory.
 
     Raises:
       DataError: the files are neither found nor downloaded, or their content differs from the

@@ -112,8 +112,8 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
 
     Args:
       place: the location of the image's bytes.
-      size: the number of pixels to which the shorter side is scaled, and the longer side is cropped
-        at both ends. None keeps the image's size.
+      size: the side of a square, in pixels. The shorter side is scaled to this size, and the longer
+        side is cropped at both ends. None keeps the image's size.
 
     Raises:
       DataError: the file is broken, or cannot be read.
@@ -162,9 +162,9 @@ def image_files(
         each class.
 
     Returns:
-      Four values: the training split; the held-out split, or None without such a split; the names of
-      the classes, in the order of the labels; and a note on classes without held-out images and on
-      broken files that were left out, or "".
+      Four values: the training split; the held-out split, or None without held-out images; the
+      names of the classes, in the order of the labels; and a note on classes without held-out
+      images and on broken files that were left out, or "".
 
     Raises:
       DataError: the folder has no images or a single class, held-out images have classes that

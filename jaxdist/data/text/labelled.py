@@ -21,7 +21,8 @@ from jaxdist.errors import DataError
 from jaxdist.types import Json
 
 FIRST = ("[CLS]", "<s>")
-"""The tokens of which the first that the tokenizer has, if any, begins each sequence."""
+"""The candidates for the first token of a sequence. The first candidate that the tokenizer has is
+used."""
 
 
 class LabelledDocument(NamedTuple):

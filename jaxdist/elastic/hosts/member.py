@@ -114,7 +114,7 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """The remaining seconds for which this host asks to be left out, or 0."""
+        """The remaining seconds for which this host asks to be left out, or 0 without a request."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 

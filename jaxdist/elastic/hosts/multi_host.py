@@ -134,7 +134,7 @@ class MultiHost:
         return None
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Return the reason why the registry or the run's end ends the processes, or None."""
+        """Return the reason why the processes must end, or None if they may continue."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now

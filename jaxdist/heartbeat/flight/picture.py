@@ -112,7 +112,7 @@ def _draw_row(
 
 
 def _mark(axes: Axes, row: int, one: JsonObject, shown: tuple[float, float], scale: float) -> None:
-    """Mark in its row the end of the process that failed or was stuck."""
+    """Mark the end of the process that failed or was stuck, in the row of the process."""
     if not one["phases"]:
         return
     last = one["phases"][-1]

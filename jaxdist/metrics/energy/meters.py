@@ -34,7 +34,7 @@ class Rapl:
     """The counters of Intel and AMD for CPU packages and their memory, in microjoules.
 
     A counter wraps at `max_energy_range_uj`, after minutes at full load, so `joules` must be called
-    more often than that. Only packages and memory count, since the counter of a package includes
+    at shorter intervals. Only packages and memory count, since the counter of a package includes
     its cores.
 
     Args:

@@ -123,7 +123,8 @@ class ImportedTrackerConfig(Config):
         """Return the tracker.
 
         Raises:
-          ConfigError: the class or function raises, or its result lacks a method of `Tracker`.
+          ConfigError: the class or function raises an error, or its result lacks a method of
+            `Tracker`.
         """
         found = call_object(self.path, load_object(self.path), self.args)
         missing = [name for name in ("start", "record", "end") if not hasattr(found, name)]

@@ -86,7 +86,7 @@ Segments = jax.Array
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a sequence, and which of them see each other.
+    """The blocks of a sequence, and the pairs of blocks in which a query sees a key.
 
     Attributes:
       count: the number of blocks.

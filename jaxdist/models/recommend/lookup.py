@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxdist.models.hints import Hint
 
 HEADROOM = 2
-"""The ratio of the ids that a device may request from another to an even share of its ids."""
+"""The number of ids that a device may request from another, as a multiple of an even share."""
 
 
 def capacity(ids: int, devices: int) -> int:

@@ -36,7 +36,7 @@ class Cadence:
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Note that a save that was due took `seconds`; called in every process."""
+        """Record that a due save took `seconds`; called in every process."""
 
 
 @dataclass

@@ -94,8 +94,9 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
 def holds_parameters_only(directory: RunDirectory, step: int | None = None) -> bool:
     """Return whether a checkpoint of a run contains only parameters and buffers.
 
-    The checkpoint is that of `step`, or the newest checkpoint if `step` is None. The checkpoint of
-    an imported model, for example, contains nothing else. Return False if there is no checkpoint.
+    The argument `step` selects the checkpoint; None selects the newest checkpoint. The checkpoint
+    of an imported model, for example, contains nothing else. Return False if there is no
+    checkpoint.
     """
     manifests = valid_manifests(directory.checkpoints) if directory.checkpoints.is_dir() else []
     found = [m for m in manifests if step in (None, m.step)]
@@ -112,7 +113,7 @@ def load_part(
 ) -> Restored:
     """Return an initial state in which the named arrays come from a run's checkpoint.
 
-    The checkpoint is that of `step`, or the newest complete checkpoint if `step` is None.
+    The argument `step` selects the checkpoint; None selects the newest complete checkpoint.
 
     Raises:
       CheckpointError: there is no such checkpoint, the checkpoint lacks an array, or an array does

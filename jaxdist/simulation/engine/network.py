@@ -75,8 +75,8 @@ class _Flow:
 class Network:
     """Network cards that messages share as TCP connections do.
 
-    Messages that begin together get equal rates. A message that begins later gets a smaller share,
-    the more bytes the earlier messages have already sent.
+    Messages that begin together get equal rates. The more bytes the earlier messages have
+    already sent, the smaller is the share of a message that begins later.
 
     Attributes:
       received_bytes: the number of bytes that each node has received, copies included.

@@ -41,9 +41,9 @@ class Served:
     Attributes:
       staleness: the number of changes for each staleness.
       dropped: the number of dropped changes by reason.
-      floors: a clock for each version, which contains all changes of all members from earlier
-        clocks. The clock comes from a count of applied changes, and not from the protocol under
-        test.
+      floors: for each version, a clock such that the version contains the changes of all members
+        from all earlier clocks. The clock comes from a count of applied changes, and not from the
+        protocol under test.
     """
 
     staleness: Counter[int]

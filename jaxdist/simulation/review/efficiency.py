@@ -91,7 +91,7 @@ def _reduced(config: ReviewConfig, architecture: Architecture, devices: int) -> 
 
 
 def _piped(config: ReviewConfig, stages: int) -> float:
-    """Return the time of a step of 1F1B, in which a backward task is twice a forward task."""
+    """Return the time of a step of 1F1B, with backward tasks twice as long as forward tasks."""
     forward = config.step_seconds / (3 * config.microbatches)
     link = _link(config)
     message = link.latency_seconds + config.message_bytes / link.bytes_per_second

@@ -122,7 +122,7 @@ def read_review(settings: Sequence[str]) -> ReviewConfig:
     """Read the settings of a review; sections that a user's file lacks are from the shipped file.
 
     Args:
-      settings: the path of a YAML file, which may be left out, then `key=value` texts.
+      settings: an optional path of a YAML file, followed by texts `key=value`.
 
     Raises:
       ConfigError: a setting does not exist, or has an invalid value.

@@ -180,7 +180,7 @@ class FolderRendezvous:
 
 
 def find_problem(folder: Path) -> str | None:
-    """Return the way in which renames in an empty directory are not atomic, or None if they are.
+    """Return how renames in an empty directory fail to be atomic, or None if they are atomic.
 
     The test makes about forty renames, while a thread reads.
     """

@@ -1,4 +1,4 @@
-"""A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of values.
+"""A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of value.
 
 The server must not be replicated. A replica that takes over may lack the last writes, and one of
 these may be a swap that was acknowledged. The data need not survive a restart. After a restart
