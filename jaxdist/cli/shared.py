@@ -202,7 +202,8 @@ def devices_of(run: Path) -> int | None:
 def print_error(error: BaseException) -> int:
     """Print an error on standard error, and return the exit code.
 
-    An error that the user can fix is printed as a message. Any other error has its traceback.
+    An error that the user can fix is printed as a message. Any other error is printed with its
+    traceback.
     """
     from jaxdist.errors import JaxdistError
 

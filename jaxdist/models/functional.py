@@ -221,7 +221,7 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """Return the model, and list in `stacked` also the stacks that a forward pass scans over.
+        """Return the model, with the stacks that a forward pass scans over added to `stacked`.
 
         A module is such a stack if scans cut all its parameters into the same number of slices. The
         forward pass, `forward(module, *given)`, is only traced, and not run.

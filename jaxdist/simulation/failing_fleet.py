@@ -147,8 +147,8 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
     The formula is equation 1 of arXiv 2410.21680.
 
-    Saves block training. A failure costs the recovery and half an interval. If both copies are
-    lost, this is the interval between checkpoints, and otherwise the interval between snapshots.
+    Saves block training. A failure costs the recovery and half an interval. The interval is
+    the interval between checkpoints if both copies are lost, and between snapshots otherwise.
     """
     lost_both = 1.0 if saves.disk == 1 else fleet.both_copies_lost
     stands = fleet.snapshot_seconds * (saves.disk - 1) + fleet.checkpoint_seconds

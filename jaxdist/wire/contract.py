@@ -26,7 +26,7 @@ class RefusedError(WireError):
 
 
 class Op(IntEnum):
-    """The operation of an envelope, which a worker, a server or a secure round sends."""
+    """The operation of an envelope between workers and servers, or between two servers."""
 
     HELLO = 1
     """Bind the session to a client, which joins if it is new."""

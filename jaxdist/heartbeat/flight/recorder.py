@@ -119,7 +119,10 @@ class Recorder:
         self._begin_drawing()
 
     def close(self) -> None:
-        """Draw the last pictures; return when they are finished or `DRAW_SECONDS` have passed."""
+        """Draw the last pictures, and wait until they are finished.
+
+        A process that draws for longer than `DRAW_SECONDS` is killed.
+        """
         self._write()
         self._end_drawing()
         self._begin_drawing()

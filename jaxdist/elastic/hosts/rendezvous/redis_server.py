@@ -1,9 +1,9 @@
 """A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of value.
 
-The server must not be replicated. A replica that takes over may lack the last writes, and one of
-these may be a swap that was acknowledged. The data need not survive a restart. After a restart
-without data, the server gets a token with another name. Every agent then notices the new name, and
-no earlier lease is granted again.
+The server must be a single server without replicas. A replica that takes over may lack the last
+writes, and one of these may be a swap that was acknowledged. The data need not survive a restart.
+After a restart without data, the server gets a token with another name. Every agent then notices
+the new name, and no earlier lease is granted again.
 """
 
 from __future__ import annotations
