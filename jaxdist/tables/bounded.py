@@ -20,7 +20,8 @@ from jaxdist.tables.store import RowStore, reserved
 class BoundedStore(RowStore):
     """A `RowStore` of rows with keys, of which all servers together keep at most `form.most`.
 
-    The last value of a row is the number of its last update, as the bits of a uint32.
+    The last column of a row's values has the number of the row's last update, a uint32 whose bits
+    are stored as a float32.
 
     Attributes:
       version: the number of updates so far.
@@ -38,7 +39,10 @@ class BoundedStore(RowStore):
         self._changed = reserved((own * WAYS,), np.bool_)
 
     def _looked_up(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each row's set on this server, its tag, and its place, which is -1 without one."""
+        """Return each row's set on this server, its tag, and its index in the arrays of values.
+
+        The index is -1 for a row that the store does not have.
+        """
         sets = sets_of(rows, self.form.most) // self._servers
         # 0 marks a way without a row, so tags are odd.
         tags = hashes(rows).astype(np.uint32) | np.uint32(1)
@@ -61,8 +65,8 @@ class BoundedStore(RowStore):
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
         """Update unique rows by their gradients; see `RowStore.update`.
 
-        If a set would have more than `WAYS` rows of this update, the gradients of the others have
-        no effect.
+        If more than `WAYS` of the rows belong to the same set, the set keeps `WAYS` of them, and
+        the gradients of the other rows have no effect.
         """
         self.version += 1
         places = self._placed(rows, np.full(len(rows), self.version, np.uint32))
@@ -87,12 +91,14 @@ class BoundedStore(RowStore):
         self.version = max(self.version, int(versions.max(initial=0)))
 
     def _placed(self, rows: np.ndarray, versions: np.ndarray) -> np.ndarray:
-        """Return the place of each row, or -1 for those that their sets do not keep.
+        """Store the new rows that their sets keep, and return the index of each row.
+
+        The index is -1 for a row that its set does not keep.
 
         Args:
           rows: unique rows.
-          versions: the last update of each row, uint32 `[N]`, which is not before that of any equal
-            row in the store.
+          versions: the number of each row's last update, uint32 `[N]`. If the store has the row
+            already, the number is at least as large as the stored number.
         """
         sets, tags, places = self._looked_up(rows)
         old, new = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
@@ -116,7 +122,8 @@ class BoundedStore(RowStore):
         new, inverse = new[stays[len(at) :]], inverse[stays[len(at) :]]
         free = np.argsort(taken, axis=1, kind="stable")[inverse, _ranks(inverse)]
         where = (touched[inverse], free)
-        # A way that a row has left still names its place, which the new row takes.
+        # A way that a row has left still has the index of the row's values, which the new row
+        # overwrites.
         empty = self._tags[where] == 0
         count = int(np.count_nonzero(empty))
         found = self._places[where].astype(np.int64)

@@ -19,7 +19,7 @@ WAYS = 32
 
 
 def row_dtype(most: int) -> np.dtype:
-    """Return the dtype of row numbers if servers keep at most `most` rows, or all rows with 0."""
+    """Return the dtype of row numbers: `KEY` with a bound on the rows, or uint32 if `most` is 0."""
     return KEY if most else np.dtype(np.uint32)
 
 
@@ -69,7 +69,7 @@ def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
 def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the initial values of rows, float32 `[N, D]`.
 
-    A row of a table of a given size has the values that it has on a mesh.
+    If the table has a given size, the values are equal to those of training on a mesh.
     """
     if rows.dtype.names is None:
         return form.initial(seed, rows)

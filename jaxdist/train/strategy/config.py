@@ -71,8 +71,9 @@ class Hybrid(Config):
     """The consistency model of rows, selected by its `type`. With bsp, a pull includes all earlier
     pushes of all processes."""
     most_rows: Annotated[int, Field(ge=32, le=LARGEST)] | None = None
-    """The largest number of rows that all servers together keep, by id; null keeps all rows. A row
-    begins with its first update. A full set of 32 rows loses the row whose last update is oldest.
+    """The largest number of rows that all servers together keep; null keeps all rows. A bound is
+    needed for ids of 64 bits. The first update of a row creates the row; if its set of 32 rows is
+    full, it replaces the row whose last update is oldest.
     """
     processes: ProcessesConfig = ProcessesConfig()
     """The settings of the server processes, which process 0 starts on its machine."""
