@@ -99,8 +99,9 @@ class Proof:
     def verdict(self) -> str:
         """The verdict, which is "wrong", "undecided" or "proved".
 
-        It is "wrong" if any part of the proof found a difference. Otherwise it is "undecided" if
-        the proof makes no statement about anything, or if a finding of types is doubted.
+        The verdict is "wrong" if any part of the proof found a difference. Otherwise the verdict is
+        "undecided" if the proof makes no statement about anything, or if a finding of types is
+        doubted.
         """
         found = self.types.findings
         if self.differs or self.sent.missing or (found and not self.doubted):

@@ -40,15 +40,16 @@ def repeated(
 
     if equal(loss(batch, 1, 0)):
         if equal(loss(batch, 0, 1)):
-            return  # no random number changes the loss
+            return  # No random number changes the loss.
         yield STEPS
     rows = len(next(iter(batch.values())))
     for name, shape, axis, parts in (
         (MICROBATCHES, (-1, microbatches), 1, microbatches),
         (DEVICES, (devices, -1), 0, devices),
     ):
-        # Keys of `index // 2` or `index % 2` repeat on some parts only. Then the loss changes if
-        # all parts exchange their rows, but not if a single part exchanges its rows with part 0.
+        # Keys of `index // 2` or `index % 2` repeat on some parts only. Such repetitions show only
+        # if a single part exchanges its rows with part 0: the loss then stays equal, although it
+        # changes if all parts exchange their rows.
         for part in range(1, parts):
             order = np.arange(parts)
             order[[0, part]] = part, 0

@@ -112,7 +112,7 @@ def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, 
 
 
 def _text(closed: Any) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", str(closed))  # without the addresses of functions
+    return re.sub(r"0x[0-9a-f]+", "", str(closed))  # The addresses of functions are left out.
 
 
 def _traced(
@@ -228,7 +228,7 @@ class _Runner:
         shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
         given = {"weighted": weight is not None, "skips": False, "seed": self.seed}
         taken = {"first step": None, **scenes(rows, shards, **given)}
-        taken["third step"] = taken.pop(RESUMED)  # nothing is saved and loaded here
+        taken["third step"] = taken.pop(RESUMED)  # No state is saved and loaded here.
         random, found = np.random.default_rng(self.seed), {}
         for index, (name, weights) in enumerate(taken.items()):
             order = random.permutation(rows) if index else np.arange(rows)
@@ -271,13 +271,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _host(leaf: Any) -> Any:
-    return leaf if _is_key(leaf) else np.array(leaf)  # keys cannot become numpy arrays
+    return leaf if _is_key(leaf) else np.array(leaf)  # Keys cannot become numpy arrays.
 
 
 def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
     """Return copies of a tree's arrays, with the shardings of the arrays in `given`.
 
-    With `alone`, and for arrays that `given` has on a single device, jit chooses the sharding.
+    Jit chooses the shardings if `alone` is True, and for arrays that `given` has on a single
+    device.
     """
 
     def placed(leaf: Any, like: Any) -> Any:

@@ -210,9 +210,9 @@ class Reference:
     def compare(self, plan: str, sections: JsonObject) -> tuple[Compared, Any]:
         """Compare a plan with a single device that has the same model, optimizer and batch.
 
-        The result is a pair of the comparison and the plan's `Steps`. Instead of the `Steps` the
-        pair has None if the plan was not compared, because it cannot be built or may differ from a
-        single device.
+        The result is a pair of the comparison and the plan's `Steps`. If the plan cannot be built,
+        or may differ from a single device, the plan is not compared, and the pair has None instead
+        of the `Steps`.
 
         Args:
           plan: a name for the plan.
@@ -286,7 +286,7 @@ def worst_of(
         least = trace.norms_at_least(theirs, limit, *moved)
         distances = trace.trace_distances(ours, theirs, least)
         for name in ours.evaluation.keys() - theirs.evaluation.keys():
-            distances["loss_of_step"][name] = math.inf  # replicas must have equal bits
+            distances["loss_of_step"][name] = math.inf  # Replicas must have equal bits.
         for kind, offs, bound in zip(KINDS, distances.values(), astuple(limit), strict=True):
             for name, off in offs.items():
                 # NaN is not larger than any number.

@@ -24,7 +24,7 @@ STEPS = 8
 """The number of steps in a reduced config, at least as many as a comparison takes."""
 WHOLE_BELOW, BUCKET_BYTES = 64, 1024
 """The largest values of `zero.whole_below` and `reduce.bucket_bytes` in a reduced config. With
-larger values all of its small tensors would be kept whole, or be sent in a single bucket."""
+larger values, all tensors of a reduced model would be kept whole, or be sent in a single bucket."""
 LEAST: Mapping[str, Mapping[str, int]] = {
     "mlp": {"hidden": 8},
     "cnn": {"channels": 4, "hidden": 8},
@@ -200,7 +200,7 @@ def _parallel(parallel: Json) -> JsonObject:
     if parallel["compression"] is not None:
         found["compression"] = {"type": "whole", "axis": parallel["compression"]["axis"]}
     found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
-    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # the value may be null or "auto"
+    if reduce and isinstance(reduce.get("bucket_bytes"), int):  # The value may be null or "auto".
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
 

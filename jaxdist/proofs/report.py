@@ -96,7 +96,7 @@ def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
     found = compared, weighted.compare("with unequal weights", sections)[0]
     say("bytes    the compiled step against its code")
     sent = Sent() if steps is None else _sent(steps)
-    # What leaves unequal weights undecided also applies to neighbours: model and weights are equal.
+    # Neighbours have the same model and weights, so they would be undecided for the same reason.
     neighbours_ = () if found[1].undecided else tuple(_near(weighted, sections, near, seed, say))
     return Proof(typed, found, neighbours_, sent, seed, notes, sections, leaves)
 

@@ -137,8 +137,8 @@ def compare(
     seen = {where(one.name) for one in found}
     for key, least in asked.items():
         if sums[key] < ALIKE * least * (1 - 1e-6):
-            # The lines whose collectives the compiled program still has are not to blame. If it has
-            # the collectives of all lines, every line may be to blame.
+            # The error is in a line whose collectives the compiled program lacks. If the compiled
+            # program has the collectives of all lines, the error may be in any line.
             left = [line for line in lines[key] if line not in seen] or [*lines[key]]
             missing.append(
                 f"{', '.join(left)}: {least:,.0f} B over {key} are asked for, and the compiled "

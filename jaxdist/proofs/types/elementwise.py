@@ -48,7 +48,7 @@ def combined(op: Op) -> k.Kind:
     if zeros or (op.all(k.Zero) and op.name in LINEAR - {"div"}):
         return k.ZERO
     if op.name == "select_n" and isinstance(op.kinds[0], k.Zero):
-        return op.kinds[1]  # the predicate is False everywhere, which selects the first case
+        return op.kinds[1]  # The predicate is False everywhere: select the first case.
     if op.has(k.Rank) and op.out.ndim:
         own = [v.of_kind(k.OWN) if isinstance(v.kind, k.Rank) else v for v in op.values]
         op = op.of(own)
@@ -56,7 +56,7 @@ def combined(op: Op) -> k.Kind:
         if op.has(kind):
             return rule(op)
     if op.name in ("div", "mul") and isinstance(op.kinds[0], k.Whole) and _shares(op):
-        return k.COUNT  # the sum over all devices of the quotients is the value
+        return k.COUNT  # The sum of the quotients over all devices is the value.
     if op.has(k.Own):
         return k.OWN
     pairs = zip(op.ins, op.values, strict=True)
@@ -122,7 +122,7 @@ def _of_rank(op: Op) -> k.Kind:
     if name in ("add", "sub") and k.ZERO in kinds and (name == "add" or kinds[0] == rank):
         return rank
     if name == "lt" and kinds == [rank, k.ZERO]:
-        return k.ZERO  # jnp asks whether an index is negative, which a device's index never is
+        return k.ZERO  # jnp asks whether an index is negative; a device's index never is.
     return k.OWN
 
 

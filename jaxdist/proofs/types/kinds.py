@@ -52,9 +52,9 @@ class Shard(Kind):
 class Count(Kind):
     """A number that is computed from sizes alone, such as a number of rows.
 
-    The program does not show whether the rows of the device or those of all devices are counted. A
-    count that is summed over devices is taken to be a partial sum, and any other count to be whole.
-    The comparison of numbers finds counts that were taken for the wrong kind.
+    The program does not show whether the rows of one device or the rows of all devices are counted.
+    A count that is summed over devices is taken to be a partial sum, and any other count to be
+    whole. The comparison of numbers finds counts that were taken for the wrong kind.
     """
 
     said = "computed from sizes alone"
@@ -65,8 +65,8 @@ class Owed(Kind):
     """A partial sum: the code must still add the values of all devices to get the full value.
 
     Attributes:
-      sure: whether the program shows that the device's sum was over the sharded dim. If it does
-        not, an error that follows from the kind is reported as undecided.
+      sure: whether the program shows that the device's sum was over the sharded dim. If the program
+        does not, an error that follows from the kind is reported as undecided.
     """
 
     sure: bool = True
@@ -214,8 +214,8 @@ PART, MESSAGE = Part("this device's own entry of a stack"), Part("a message")
 TALLY = Part("a sum of the terms that this device computed")
 CONTRACT = Part("from inside a contract")
 DOUBTFUL = Owed(sure=False)
-"""The kind of a sum of which the program does not show whether it was over the sharded dim. The sum
-is a partial sum only if it was."""
+"""The kind of a sum over the sharded dim or over another dim: the program does not show which. Only
+a sum over the sharded dim is a partial sum."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
-"""The primitives that call a kernel. The name of the kernel is part of the operation's name."""
+"""The primitives that call a kernel. The name of the kernel is part of the operation's name in
+`RULES`."""
 _ALONG = "cumsum cummax cummin cumprod cumlogsumexp sort top_k"
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
 _REDUCED = "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin"

@@ -201,7 +201,7 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
     else:
         kind = k.Shard(dims) if dims else k.concatenated(dim, list(zip(sizes, kinds, strict=True)))
     if isinstance(kind, k.Shard) and dim in kind.dims:
-        kind = k.Shard(kind.dims)  # `inner` is dropped, since the order of merged rows has changed
+        kind = k.Shard(kind.dims)  # `inner` is dropped: the order of merged rows has changed.
     return k.Value(kind, constant - ({dim} if kind != k.ZERO else set()))
 
 
@@ -281,7 +281,7 @@ def dynamic_update_slice(op: Op) -> Found:
 def written(op: Op, target: k.Value, update: k.Value, places: Sequence[k.Kind]) -> k.Kind:
     """Return the kind of an array in which `update` replaces the part of `target` at `places`.
 
-    The result is undecided if the places differ between devices.
+    The result is undecided if `places` differ between devices.
     """
     if not all(isinstance(place, k.SAME) for place in places):
         return op.undecided("each device writes to places of its own")
