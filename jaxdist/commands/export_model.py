@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxdist.commands.evaluate import open_run
+from jaxdist.commands.export_tables import export_recommender
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment
 from jaxdist.interchange.families import Described, family_of
@@ -19,6 +20,7 @@ from jaxdist.interchange.source import CONFIG, SOURCE
 from jaxdist.interchange.write import DTYPES, config_of, pieces_of, write_directory
 from jaxdist.interchange.write_gguf import gguf_rows, metadata_of, tokenizer_metadata, write_gguf
 from jaxdist.models.gpt import GptConfig
+from jaxdist.models.recommend.tables import RecommenderConfig
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject
 
@@ -53,10 +55,15 @@ def export_model(
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     model, program = experiment.config.model, experiment.program
+    if isinstance(model, RecommenderConfig) and not gguf:
+        found = export_recommender(experiment, restored, run, out, dtype)
+        console.print(f"model  {model.type}, {found['tensors']} tensors", soft_wrap=True)
+        console.print(f"files  {out}", soft_wrap=True, markup=False)
+        return found
     if not isinstance(model, Described):
         raise ConfigError(
             f"model.type {model.type} cannot be exported, since jaxdist does not know the names of "
-            "its tensors: export supports gpt, bert, vit and resnet"
+            "its tensors: export supports gpt, bert, vit, resnet and, without --to, mf and dlrm"
         )
     if gguf and not isinstance(model, GptConfig):
         raise ConfigError(

@@ -158,8 +158,7 @@ def write_directory(
     Raises:
       RunError: the directory has files, or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a new directory")
+    check_free(out)
     held = DTYPES[dtype]
     shapes = {name: p[0].layout.file_shape(p[0].shape) for name, p in tensors.items()}
     parts = _files(shapes, held.itemsize)
@@ -184,6 +183,16 @@ def write_directory(
         raise RunError(
             f"{out} cannot be written: {error.strerror or error}; name another directory"
         ) from error
+
+
+def check_free(out: Path) -> None:
+    """Check that a directory to write is new or empty.
+
+    Raises:
+      RunError: the directory has files, or it is a file.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} exists already: choose a new directory")
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:
