@@ -190,7 +190,6 @@ EVERY += [
     ),
     replace(DATA, strategy="lookahead", optim=replace(ADAMW, averages=True)),
     with_settings(model__experts="{}"),
-    replace(with_settings("synchronous", model__experts="{}"), mesh={"data": 4, "stage": 2}),
     replace(DATA, mesh={"data": 2, "expert": 4}, shards=8),
     replace(with_settings("hybrid", **TABLES), shards=8, microbatches=2,
             mesh={"data": 2, "stage": 2, "context": 2}, optim=replace(ADAMW, averages=True)),

@@ -161,9 +161,10 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query, key = [s for s in effort.operands if len(s.dims) > 2 and s.dtype in _FLOATS][:2]
-    # A fused backward kernel also computes the gradient of the queries, which has the queries'
-    # shape.
-    fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
+    # A fused backward kernel also computes the gradient of the queries, a part for each block of
+    # keys. The gradients of the keys may have the shape of the queries too, but not a dim of parts.
+    parts = [r for r in effort.results if len(r.dims) > len(key.dims)]
+    fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in parts)
     products = kernel.products + int(fused)
     # Devices that share a sequence are assumed to compute equal numbers of its causal blocks.
     share_computed = computed_share(key.dims[-2], block)

@@ -73,6 +73,7 @@ class Functional:
       adapters: the low-rank adapters of kernels, whose parameters are among `params`.
       in_parts: whether the module has a method `parts`, which lists the parts that form pipeline
         stages.
+      routed: whether blocks have routers, whose statistics go with activations through the blocks.
       settle: a function that moves the buffers after each step by the sums of the whole batch, or
         None if only forward passes change the buffers.
     """
@@ -92,6 +93,7 @@ class Functional:
     _rng_shapes: tuple[tuple[int, ...], ...]
     frozen: frozenset[str] = frozenset()
     adapters: tuple[Adapter, ...] = ()
+    routed: bool = False
     settle: Settle | None = None
 
     def settled(self, buffers: NestedDict, sums: Sums) -> NestedDict:
@@ -335,5 +337,6 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         _rng_paths=tuple(path for path, _ in flat_rngs),
         _rng_types=tuple(type(variable) for _, variable in flat_rngs),
         _rng_shapes=tuple(variable.shape for _, variable in flat_rngs),
+        routed=isinstance(module, RoutedStack) and module.experts is not None,
         settle=module.settling() if isinstance(module, RoutedStack) else None,
     )

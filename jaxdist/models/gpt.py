@@ -450,6 +450,7 @@ class Gpt(RoutedStack):
         kind, every = Block, 1
         if config.experts is not None:
             kind, every = ExpertsBlock, config.experts.every
+            self.routers = config.layers // every
         self.blocks = stack(lambda r: kind(config, r, hint, attend), config.layers // every, rngs)
         self.norm = _norm(config, rngs, D)
         if not config.tied_head:

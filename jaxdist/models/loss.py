@@ -121,7 +121,7 @@ class NextTokenConfig(Config):
         loss: Loss = next_token
         if self.chunks > 1:
             loss = partial(next_token_in_chunks, chunks=self.chunks)
-        if hint.parts("seq") == 1:
+        if hint.parts("seq") == hint.parts("experts") == 1:
             return loss
         loss = partial(loss, hint=hint)
         return loss if hint.split is None else InOrder(loss, hint.split)
@@ -415,8 +415,9 @@ def _nats(
 ) -> Mean:
     # In bfloat16, the sum of exponentials over a vocabulary would keep only two to three digits.
     logits_BLV = logits_BLV.astype(jnp.float32)
-    if hint.parts("vocab") > 1 and hint.parts("seq") > 1:
-        # XLA's partitioner aborts at a gather of targets from logits that two axes split.
+    if hint.parts("vocab") > 1 and max(hint.parts("seq"), hint.parts("experts")) > 1:
+        # XLA's partitioner aborts at a gather of targets from logits that two axes split, if
+        # another axis is manual.
         chosen_BLV = jnp.arange(logits_BLV.shape[-1])[None, None] == targets_BL[..., None]
         target_BL = jnp.where(chosen_BLV, logits_BLV, 0).sum(-1)
         nats_BL = jax.nn.logsumexp(logits_BLV, -1) - target_BL

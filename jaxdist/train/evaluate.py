@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdist.errors import RunError
 from jaxdist.models.feed_forward.measure import LOAD
+from jaxdist.models.feed_forward.router import violation
 from jaxdist.models.loss import Batch, Sums, training_sums
 from jaxdist.models.mean import Mean, check_adds_up
 from jaxdist.train.step import Program
@@ -68,7 +70,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the weighted mean of each value of a loss over all rows, by name.
 
-    A mean is NaN if all its weights are 0.
+    A mean is NaN if all its weights are 0. For a model with routers, `max_vio` is that of the load
+    of the whole split.
 
     Args:
       params: the parameters to evaluate, in the form in which the program stores them.
@@ -90,9 +93,11 @@ def evaluate(
     first = fetched[0] if fetched else {}
     whole = {name for name, one in first.items() if not isinstance(one, Mean)}
     totals: dict[str, tuple[float, float]] = {}
+    load = np.zeros((1, 1))
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
             if name == LOAD:  # The load is a table, and only training reports it.
+                load = load + np.asarray(mean.total, np.float64)
                 continue
             total, weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
@@ -105,6 +110,8 @@ def evaluate(
     means = {
         name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
     }
+    if LOAD in first:
+        means["max_vio"] = float(violation(load).max())
     return means | {name: _value_of([sums[name] for sums in fetched]) for name in sorted(whole)}
 
 

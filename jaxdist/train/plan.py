@@ -298,7 +298,8 @@ def check_batch(
     if batch_size % parts:
         below = batch_size // parts * parts
         fitting = " or ".join(str(size) for size in (below, below + parts) if size)
-        over = f"{shards} logical shards" if shards else f"{layout.data_size} devices along data"
+        along = " x ".join(layout.names_of("batch")) or "data"
+        over = f"{shards} logical shards" if shards else f"{layout.data_size} devices along {along}"
         raise ConfigError(
             f"a batch of {batch_size} does not divide over {over} x {microbatches} microbatches = "
             f"{parts} parts; use {fitting}"

@@ -9,13 +9,6 @@ _EXPERTS = ("model.experts",)
 
 EXPERTS: tuple[ValidityRow, ...] = (
     ValidityRow(
-        (_EXPERTS, ("stage (a pipeline)",)),
-        "stages send only activations to one another, but the routers of all stages add terms to "
-        "the loss of the last stage",
-        "remove mesh.stage, and split experts over mesh.expert",
-        _SETTING,
-    ),
-    ValidityRow(
         (_EXPERTS, ("strategy: parameter_server",)),
         "the load of experts is summed over the devices of a single mesh, but each worker has a "
         "mesh of its own",

@@ -150,3 +150,15 @@ def test_the_work_of_a_piece_of_a_sequence_is_its_share_of_all_pairs():
 
     assert 16 * flops(2**13, 4, 8) == flops(2**17, 4, 8)
     assert flops(2**17, 1, 1) == 4 * (2**17) ** 2 * 128 * computed_share(2**17, 1024)
+
+
+def test_only_a_fused_backward_kernel_also_computes_the_gradient_of_the_queries():
+    """Equal numbers of heads give the gradients of keys the shape of the queries."""
+
+    def products(heads, kv_heads, blocks=0):
+        q, k = (ArrayShape("bf16", (2, n, 1024, 128)) for n in (heads, kv_heads))
+        parts = [ArrayShape("bf16", (2, blocks, heads, 1024, 128))] * bool(blocks)
+        ask = Effort("", 0.0, 0, "splash_mha_dkv", (q, k, k), (*parts, k, k), {"block_q_dkv": 1024})
+        return kernel_work(ask, "v5p")[0] / (2 * q.elements * 1024)
+
+    assert [products(8, 8), products(8, 2), products(8, 8, 2), products(8, 2, 2)] == [4, 4, 5, 5]

@@ -1,6 +1,8 @@
-"""Mesh axis `context`: a config trains as on one device, and bad input is refused."""
+"""Mesh axes `context` and `expert`: a config trains as on one device, and bad input is refused."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -27,6 +29,10 @@ EXPERTS = {
     "count": 4, "top_k": 2, "capacity_factor": 0.8, "balance_loss": 0.1, "z_loss": 0.01,
     "bias_rate": 0.01,
 }  # fmt: skip
+STAGED = {
+    "model__experts": EXPERTS, "model__layers": 2, "train__microbatches": 2,
+    "sharding__experts": "padded",
+}  # fmt: skip
 
 
 def experiment(mesh, **changes):
@@ -42,11 +48,18 @@ def experiment(mesh, **changes):
 def numbers(found):
     """Loss, loss of evaluation and each gradient."""
     program, state = found.program, found.program.init()
+    biases = jax.tree.map(lambda b: jax.random.normal(jax.random.key(1), b.shape), state.buffers)
+    state = replace(state, buffers=biases)
     step = program.gradients(state, found.loader.batch(0))
     batch = next(found.heldout.evaluation_batches())
     sums = program.evaluate(state.params, state.buffers, batch)
     means = {"loss": step.sums["loss"], "evaluation": sums["loss"]}
-    grads = {name: np.asarray(leaf) for name, leaf in flatten_with_names(step.grads)}
+    stack = getattr(program.compute, "stack", None)
+    grads = {
+        # Stages store layers in an order of their own.
+        name: np.asarray(stack.restore(leaf) if stack and name.startswith("blocks/") else leaf)
+        for name, leaf in flatten_with_names(step.grads)
+    }
     return {name: np.asarray(m.total / m.weight) for name, m in means.items()} | grads
 
 
@@ -54,6 +67,7 @@ def numbers(found):
     ("mesh", "changes"),
     [
         ({"data": 2, "context": 2}, {"sharding__context": "ring"}),
+        ({"expert": 2, "stage": 2}, STAGED),
         *(
             pytest.param(mesh, changes, marks=pytest.mark.slow)
             for mesh, changes in (
@@ -65,6 +79,14 @@ def numbers(found):
                 ({"context": 4, "stage": 2}, {
                     "sharding__context": "gather_ulysses", "model__layers": 2,
                     "train__microbatches": 2,
+                }),
+                ({"expert": 2, "stage": 2}, {
+                    **STAGED, "model__layers": 8,
+                    "model__experts": {**EXPERTS, "every": 2, "router": "sigmoid"},
+                    "parallel__pipeline": {"schedule": {"type": "interleaved", "chunks": 2}},
+                }),
+                ({"context": 2, "expert": 2, "stage": 2}, {
+                    **STAGED, "sharding__context": "gather", "sharding__context_order": "zigzag",
                 }),
                 ({"context": 2, "expert": 2, "data": 2}, {
                     "sharding__context": "ring", "model__experts": EXPERTS,
@@ -90,6 +112,13 @@ def numbers(found):
                     "sharding__context": "gather", "model__layers": 2, "train__microbatches": 2,
                     "parallel__reduce": {"type": "ring"}, "parallel__zero": {"stage": 1},
                 }),
+                ({"expert": 2, "stage": 2, "tensor": 2}, STAGED),
+                ({"data": 2, "expert": 2, "stage": 2}, {
+                    "model__experts": {**EXPERTS, "capacity_factor": None, "shared": 1},
+                    "model__layers": 3, "sharding__experts": "ring", "train__batch_size": 8,
+                    "train__microbatches": 2, "parallel__zero": {"stage": 1},
+                    "parallel__pipeline": {"activations": "stash"},
+                }),
                 ({"context": 4, "expert": 2}, {
                     "sharding__context": "ring", "sharding__context_order": "striped",
                     "sharding__experts": "padded", "train__microbatches": 2,
@@ -104,7 +133,7 @@ def test_a_config_trains_as_on_one_device(mesh, changes):
     alone = {
         name: value
         for name, value in changes.items()
-        if name.startswith("model__") and name != "model__remat"
+        if name == "train__batch_size" or (name.startswith("model__") and name != "model__remat")
     }
     one, many = numbers(experiment({"data": 1}, **alone)), numbers(experiment(mesh, **changes))
     for name, value in one.items():

@@ -20,9 +20,12 @@ from runs import DIGITS
 from benchmarks.prove.faults import PLANS, faults
 from benchmarks.prove.mutations import planted
 from jaxdist.config import Document, validate
+from jaxdist.cost.context import SequenceSplit
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends, enters, leaves
+from jaxdist.models.attention.shared import attend_shared
+from jaxdist.models.attention.splash import Splash
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 from jaxdist.parallel.pipeline.executor.trial import mistake_of
@@ -294,6 +297,23 @@ def test_every_value_of_a_plan_is_proved(name):
     found = types_of(build(_config(PLANNED[name]), devices=jax.devices()[:4]).program)
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs) != set()
+
+
+def test_splash_attention_to_gathered_keys_is_proved():
+    split = SequenceSplit(("d",), DEVICES, order="zigzag")
+    settings = {"window": None, "causal": True, "pieces": Splash(interpret=True).pieces}
+
+    def attention_gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        segments = jnp.zeros(q.shape[:2], jnp.int32)
+        given = partial(attend_shared, split, pytest.fail, segments_Bl=segments, **settings)
+        return jax.grad(lambda *qkv: (given(*qkv) ** 2).sum(), (0, 1, 2))(q, k, v)
+
+    shapes = (1, 1024, 2, 128), (1, 1024, 1, 128), (1, 1024, 1, 128)
+    specs = {"in_specs": COLUMNS, "out_specs": COLUMNS, "check_vma": False}
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+    whole = jax.shard_map(attention_gradients, mesh=mesh, **specs)
+    found = check_types(jax.make_jaxpr(whole)(*map(jnp.ones, shapes)), ["q", "k", "v"])
+    assert (found.findings, dict(found.undecided), found.proved) == ((), {}, ("q", "k", "v"))
 
 
 def test_a_factored_moment_of_a_shard_is_reported_at_its_line_in_the_optimizer():

@@ -70,3 +70,11 @@ def test_another_mean_without_weight_is_nan() -> None:
     found = means_of({"loss": (3.0, 2.0), "rare": (0.0, 0.0)})
     assert found["loss"] == 1.5
     assert math.isnan(found["rare"])
+
+
+def test_the_load_of_experts_is_summed_over_the_whole_split() -> None:
+    """Each batch has one expert with twice the mean load, and both batches have an even load."""
+    loads: Any = [[[2.0, 0.0]], [[0.0, 2.0]]]
+    batches: Any = [{"loss": (1, 1), "expert_load": (load, 1)} for load in loads]
+    assert means_of(*batches)["max_vio"] == 0.0
+    assert means_of(batches[0])["max_vio"] == 1.0

@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.cost.context import SequenceSplit
-from jaxdist.hlo.source.marks import enters, leaves
+from jaxdist.hlo.source.marks import enters, gives, leaves, takes
 from jaxdist.models.attention.blockwise import MOST
 from jaxdist.models.attention.contract import KEPT
 from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
@@ -136,7 +136,11 @@ def attend_shared(
         # Keys are gathered again for the backward pass, so that no device keeps the keys of other
         # devices.
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        out = jax.checkpoint(local, policy=policy)(*given, segments_Bl)
+        shared = dict.fromkeys(split.axes, 1)
+        given = [takes(x, shared) for x in given]
+        if segments_Bl is not None:
+            segments_Bl = takes(segments_Bl, shared)
+        out = gives(jax.checkpoint(local, policy=policy)(*given, segments_Bl), shared)
     else:
         length = given[0].shape[1]
         cut = Pieces.of(split.order, split.groups, length, most, window, causal=causal)

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxdist.cost.context import SequenceSplit, positions_of
 from jaxdist.cost.kernels import LANES, splash_block
+from jaxdist.hlo.source.marks import takes
 from jaxdist.models.attention.contract import KEPT, AttentionRequest
 from jaxdist.models.hints import Hint
 
@@ -112,7 +113,9 @@ class Splash:
         """
         q_BlHd = (q_BlHd * q_BlHd.shape[-1] ** -0.5).astype(q_BlHd.dtype)
         positions = positions_of(split.order, k_BLKd.shape[1], split.groups)
-        kernel = self._kernel(q_BlHd, positions, split.groups, group, window, causal=causal)
+        kernel = self._kernel(
+            q_BlHd, positions, split.groups, group, window, causal=causal, axes=split.axes
+        )
         return _each(kernel, q_BlHd, k_BLKd, v_BLKd, segments)
 
     def _kernel(
@@ -124,6 +127,7 @@ class Splash:
         window: int | None,
         *,
         causal: bool,
+        axes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         """Return a function from (q, k, v, segments) of one example to the result `[H, l, d]`.
 
@@ -136,6 +140,7 @@ class Splash:
           groups: the number of groups, each with an equal part of the queries.
           group: the number of this group.
           window, causal: see `AttentionRequest`.
+          axes: the mesh axes of the groups.
         """
         # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -171,7 +176,11 @@ class Splash:
             residual_checkpoint_name=KEPT,
             interpret=self.interpret,
         )
-        return kernel if groups == 1 else jax.tree.map(lambda x: _part(x, group, groups), kernel)
+        if groups == 1:
+            return kernel
+        # All devices have the whole mask, which is an operand of the contract of `attend_shared`.
+        whole = dict.fromkeys(axes)
+        return jax.tree.map(lambda x: _part(takes(x, whole), group, groups), kernel)
 
 
 def _part(x: jax.Array, group: jax.Array | int, groups: int) -> jax.Array:

@@ -152,7 +152,9 @@ class Mixture(nnx.Module):
         )
         logits_BLE = self.hint(logits_BLE, "batch", "seq", None)
         bias_E = self.router_bias[...] if self.experts.bias_rate else jnp.zeros(self.experts.count)
-        choice, sums_BS, load_BE = route(logits_BLE, bias_E, weight_BL, self.experts, positions_1L)
+        choice, sums_BS, load_BE = route(
+            logits_BLE, bias_E, weight_BL, self.experts, positions_1L, self.hint
+        )
         y_BLD = self._mixed(x_BLD, choice)
         y_BLD = self.hint(y_BLD, *RESIDUAL, was=WITHIN)
         if shared_BLD is not None:

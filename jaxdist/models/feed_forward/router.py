@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.models.feed_forward.config import ExpertsConfig
+from jaxdist.models.hints import Hint, no_hint
 
 SUMS = ("balance_loss", "z_loss", "router_entropy", "dropped_tokens")
 """The names of the columns of `Statistics.sums`."""
@@ -62,6 +63,7 @@ def route(
     weight_BL: jax.Array,
     config: ExpertsConfig,
     positions_1L: jax.Array | None = None,
+    hint: Hint = no_hint,
 ) -> tuple[ExpertChoice, jax.Array, jax.Array]:
     """Select the experts of each token; return the choice, and the layer's `sums_BS` and `load_BE`.
 
@@ -74,6 +76,7 @@ def route(
       bias_E: a bias of the scores that only affects the selection, and not the weights.
       weight_BL: the weight of each token in the loss.
       positions_1L: the position of each token in its sequence, or None for 0..L-1.
+      hint: the layout of activations on the mesh.
     """
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)
@@ -82,17 +85,20 @@ def route(
     # the bias.
     ranked_BLE = jax.lax.stop_gradient(score_BLE + bias_E.reshape(1, 1, E))
     ids_BLk = jax.lax.top_k(ranked_BLE, k)[1]
-    weights_BLk = jnp.take_along_axis(score_BLE, ids_BLk, -1)
+    # XLA's partitioner aborts at a gather from scores that two axes split, if another axis is
+    # manual.
+    chosen_BLkE = ids_BLk[..., None] == jnp.arange(E).reshape(1, 1, 1, E)
+    weights_BLk = jnp.where(chosen_BLkE, score_BLE[:, :, None], 0).sum(-1)
     if config.normalize:
         weights_BLk = weights_BLk / (weights_BLk.sum(-1, keepdims=True) + 1e-20)
     weights_BLk = weights_BLk * config.scale
-    chosen_BLE = (ids_BLk[..., None] == jnp.arange(E).reshape(1, 1, 1, E)).sum(-2)
+    chosen_BLE = chosen_BLkE.sum(-2)
     load_BE = (chosen_BLE * weight_BL[..., None]).sum(1) / k
     dropped_BL = jnp.zeros_like(weight_BL)
     capacity = config.capacity(logits_BLE.shape[1])
     if capacity is not None:
-        before_BLE = _sum_before(chosen_BLE, positions_1L)
-        fits_BLk = jnp.take_along_axis(before_BLE, ids_BLk, -1) < capacity
+        before_BLE = _sum_before(chosen_BLE, positions_1L, hint)
+        fits_BLk = jnp.where(chosen_BLkE, before_BLE[:, :, None], 0).sum(-1) < capacity
         dropped_BL = 1 - fits_BLk.mean(-1)
         ids_BLk = jnp.where(fits_BLk, ids_BLk, E)
         weights_BLk = jnp.where(fits_BLk, weights_BLk, 0)
@@ -108,7 +114,9 @@ def route(
     return ExpertChoice(ids_BLk, weights_BLk), jnp.stack(sums, -1), load_BE
 
 
-def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
+def _sum_before(
+    x_BLE: jax.Array, positions_1L: jax.Array | None, hint: Hint = no_hint
+) -> jax.Array:
     """Return, for each token, the sum of x over the earlier positions of the token's sequence.
 
     >>> _sum_before(jnp.array([[[1], [2], [4]]]), jnp.array([[2, 0, 1]])).ravel().tolist()
@@ -116,8 +124,10 @@ def _sum_before(x_BLE: jax.Array, positions_1L: jax.Array | None) -> jax.Array:
     """
     if positions_1L is None:
         return jnp.cumsum(x_BLE, 1) - x_BLE
-    moved_BLE = x_BLE[:, jnp.argsort(positions_1L[0])]
-    return (jnp.cumsum(moved_BLE, 1) - moved_BLE)[:, positions_1L[0]]
+    # Whole sequences, for the same reason as in `route`.
+    moved_BLE = hint(x_BLE, "batch", None, None)[:, jnp.argsort(positions_1L[0])]
+    before_BLE = hint(jnp.cumsum(moved_BLE, 1) - moved_BLE, "batch", None, None)
+    return before_BLE[:, positions_1L[0]]
 
 
 def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:

@@ -5,7 +5,6 @@ Dims: B batch, L sequence, D embed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,10 +25,13 @@ class RoutedStack(Stacked):
 
     Attributes:
       experts: the settings of the experts, or None if the blocks are those of a plain `Stacked`.
+      routers: the number of blocks with experts in the whole model, which a pipeline's chunk has
+        only some of.
       deterministic: whether the model evaluates; the loss then excludes auxiliary losses.
     """
 
     experts: ExpertsConfig | None = None
+    routers: int = 0
     # `nnx.Module.eval` and `nnx.Module.train` set this attribute by its name.
     deterministic: bool = False
 
@@ -37,15 +39,33 @@ class RoutedStack(Stacked):
         """Run all blocks in order, without the statistics of routers."""
         if self.experts is None:
             return super().trunk(x, *inputs)
-        return self._routed(self.experts, x, inputs, jnp.zeros(x.shape[:2], jnp.float32))[0]
+        unweighted = jnp.zeros(x.shape[:2], jnp.float32)
+        return self.routed_trunk(self._begun(self.experts, x), unweighted, *inputs)[0]
 
-    def _routed(
-        self, experts: ExpertsConfig, x_BLD: jax.Array, inputs: Sequence[Any], weight_BL: jax.Array
-    ) -> Routed:
-        layers = len(jax.tree.leaves(self.blocks)[0])
-        begun = x_BLD, Statistics.zeros(layers, len(x_BLD), experts.count)
+    def routed_embed(self, weight_BL: jax.Array, *inputs: Any) -> Routed:
+        """Return the embedding, with statistics of no router.
+
+        Args:
+          weight_BL: the weight of each token, which is not used.
+          inputs: the inputs of the model.
+        """
+        assert self.experts is not None
+        model: Any = self
+        return self._begun(self.experts, model.embed(*inputs))
+
+    def routed_trunk(self, carried: Routed, weight_BL: jax.Array, *inputs: Any) -> Routed:
+        """Run all blocks of this module in order; in a pipeline, these are the blocks of a chunk.
+
+        Args:
+          carried: the residual stream, with the statistics of the routers before these blocks.
+          weight_BL: the weight of each token in the statistics.
+          inputs: the inputs of the model.
+        """
         more = *self.operands(*inputs), weight_BL
-        return scan_blocks(self.blocks, begun, *more, remat=self.remat, unroll=self.unroll)
+        return scan_blocks(self.blocks, carried, *more, remat=self.remat, unroll=self.unroll)
+
+    def _begun(self, experts: ExpertsConfig, x_BLD: jax.Array) -> Routed:
+        return x_BLD, Statistics.zeros(self.routers, len(x_BLD), experts.count)
 
     def measured(self, weight_BL: jax.Array, *inputs: Any) -> tuple[jax.Array, Auxiliary | None]:
         """Return the input of the head, and the auxiliary losses, which are None without experts.
@@ -56,8 +76,8 @@ class RoutedStack(Stacked):
         """
         if self.experts is None:
             return self.hidden(*inputs), None
-        model: Any = self
-        x_BLD, statistics = self._routed(self.experts, model.embed(*inputs), inputs, weight_BL)
+        begun = self.routed_embed(weight_BL, *inputs)
+        x_BLD, statistics = self.routed_trunk(begun, weight_BL, *inputs)
         return x_BLD, auxiliary(statistics, weight_BL, self.experts)
 
     def settling(self) -> Settle | None:

@@ -27,12 +27,23 @@ class _Asked(StandIn):
     __call__ = hidden
 
 
-def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
+class _AskedRouted(_Asked):
+    """A stand-in for a model with routers."""
+
+    def padded_head(self, x: Any) -> Any:
+        raise AssertionError("the loss computes the input of the head first")
+
+    def measured(self, weight: Any, *inputs: Any) -> Any:
+        raise _CalledError((weight, *inputs))
+
+
+def inputs_of(loss: Loss, batch: Batch, *, routed: bool = False) -> tuple[Any, ...]:
     """Return the arguments of the first call of the model in a loss.
 
     Args:
       loss: the loss, which is called with a stand-in for the model.
       batch: the batch that the loss gets.
+      routed: whether the model has routers. The first argument is then the weight of each token.
 
     Raises:
       ConfigError: the loss does not call its model.
@@ -41,7 +52,7 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     (2,)
     """
     try:
-        loss(_Asked(), batch)
+        loss(_AskedRouted() if routed else _Asked(), batch)
     except _CalledError as called:
         return called.inputs
     raise ConfigError(

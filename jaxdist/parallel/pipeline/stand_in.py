@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
 
 from jaxdist.errors import ConfigError
+from jaxdist.models.feed_forward.measure import Auxiliary, auxiliary
+from jaxdist.models.feed_forward.stack import RoutedStack
 from jaxdist.types import PyTree
 
 
@@ -20,10 +23,9 @@ class StandIn:
     it, therefore raises ConfigError.
     """
 
-    # Built-in losses read only these two attributes of a model. `measured` is about the routers of
-    # a model, and pipelines refuse models with routers.
+    # Built-in losses read only these attributes of a model, and `deterministic` with routers.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
-    measured: None = None
+    measured: Callable[..., Any] | None = None
 
     def __init_subclass__(cls) -> None:
         # flax and jax find parameters by flattening, which must raise the error too. Without this
@@ -63,9 +65,19 @@ class HeadOnly(StandIn):
     padded_head: Callable[[jax.Array], jax.Array] | None = None
 
     @classmethod
-    def of(cls, module: Any, x: jax.Array) -> HeadOnly:
-        """Return a `HeadOnly` with the heads of a `Stacked` model and the input `x`."""
-        return cls(module.head, x, getattr(module, "padded_head", None))
+    def of(cls, module: Any, x: Any) -> HeadOnly:
+        """Return a `HeadOnly` with the heads of a `Stacked` model and the input `x`.
+
+        Args:
+          module: the model.
+          x: the result of the last block, which for a model with routers is a `Routed`.
+        """
+        experts = module.experts if isinstance(module, RoutedStack) else None
+        if experts is None:
+            return cls(module.head, x, getattr(module, "padded_head", None))
+        x_BLD, statistics = x
+        found = partial(auxiliary, statistics, experts=experts)
+        return RoutedHead(module.head, x_BLD, module.padded_head, found, module.deterministic)
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
         """Return the input of the head, and ignore the arguments."""
@@ -75,6 +87,24 @@ class HeadOnly(StandIn):
     def __call__(self, *inputs: PyTree) -> PyTree:
         """Return the output of the head for `x`, and ignore the arguments."""
         return self.head(self.hidden(*inputs))
+
+
+@dataclass(frozen=True)
+class RoutedHead(HeadOnly):
+    """A `HeadOnly` of a model with routers, whose statistics came with the input of the head.
+
+    Attributes:
+      found: the function from the weight of each token to the auxiliary losses.
+      deterministic: whether the model evaluates.
+    """
+
+    found: Callable[[jax.Array], Auxiliary] = _refused
+    deterministic: bool = False
+
+    def measured(self, weight_BL: jax.Array, *inputs: PyTree) -> tuple[jax.Array, Auxiliary]:
+        """Return the input of the head and the auxiliary losses, and ignore the inputs."""
+        del inputs
+        return self.x, self.found(weight_BL)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def experts(random: Random, config: Sections) -> Sections | None:
     """Draw experts of a gpt, or return None if the config does not combine with experts.
 
     The caller must ensure that the config computes in float32, since rounding of scores would
-    select other experts. Axis stage does not combine with experts, and becomes axis expert.
+    select other experts. Axis stage becomes axis expert, unless there are devices for both.
     """
     model, stages, train = config["model"], stage_count(config), config["train"]
     if model["type"] != "gpt" or EXPERTS % stages:
@@ -72,7 +72,7 @@ def experts(random: Random, config: Sections) -> Sections | None:
     if listed and found["every"] > 1:
         return None
     changed = with_values(config, "model", experts=found)
-    if stages == 1:
+    if stages == 1 or (found["every"] == 1 and 2 * config["mesh"]["fake_devices"] <= DEVICES):
         return changed
     train = {**train, "batch_size": train["batch_size"] * stages}
     return {**changed, **without_stages(config, "expert"), "train": train}
@@ -81,20 +81,27 @@ def experts(random: Random, config: Sections) -> Sections | None:
 def expert_axis(random: Random, config: Sections) -> Sections | None:
     """Draw axis expert, at a random position of the mesh.
 
-    The devices of axis expert are taken from axis data. The result is None if the config does not
-    combine with the drawn axis.
+    The devices of axis expert are taken from axis data. In a pipeline they are added, with a larger
+    batch. The result is None if the config does not combine with the drawn axis.
     """
     mesh, size = config["mesh"], random.choice((2, 4, 8))
     data = mesh.get("data", 1)
-    taken = {"deterministic", "expert"} & {*config["parallel"], *mesh}
-    if "experts" not in config["model"] or taken:
+    others = {"deterministic", "expert"} & {*config["parallel"], *mesh}
+    if "experts" not in config["model"] or others:
         return None
-    if not isinstance(data, int) or data % size:
+    most, added = DEVICES // mesh["fake_devices"], stage_count(config) > 1
+    if added:
+        size = min(size, most)
+    if size == 1 or (not added and (not isinstance(data, int) or data % size)):
         return None
     exchange = random.choice(("auto", "padded", "ring"))
-    axes = [(name, data // size if name == "data" else n) for name, n in mesh.items()]
+    taken = "fake_devices" if added else "data"
+    resized = {taken: mesh[taken] * size if added else data // size}
+    axes = [(name, resized.get(name, n)) for name, n in mesh.items()]
     axes.insert(random.randrange(len(axes)), ("expert", size))
-    return {**with_values(config, "sharding", experts=exchange), "mesh": dict(axes)}
+    found = {**with_values(config, "sharding", experts=exchange), "mesh": dict(axes)}
+    rows = config["train"]["batch_size"] * size
+    return {**found, **with_values(config, "train", batch_size=rows)} if added else found
 
 
 def context_axis(random: Random, config: Sections) -> Sections | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxdist.types import Grads, Params, PyTree, Specs
 
@@ -25,7 +24,8 @@ class Visit(NamedTuple):
       chunk: the index of the chunk in the model, an int32 scalar.
       key: the random key for random layers such as dropout, different for every visit, or None in
         evaluation.
-      frozen: the frozen parameters of the chunk, then the frozen parameters of embedding and head.
+      frozen: the frozen parameters of the chunk, with any buffers of the chunk, then the frozen
+        parameters of embedding and head.
     """
 
     rows: PyTree
@@ -62,12 +62,13 @@ class StageSpecs:
       chunk: the specs of a chunk's parameters, without the first dim, which counts the chunks of a
         stage.
       shared: the specs of the parameters of embedding and head.
-      x: the spec of activations between chunks, for leaves with the dims (rows, sequence, embed).
+      x: the spec of activations between chunks, for leaves with the dims (rows, sequence, embed),
+        or a tree with the spec of each leaf.
     """
 
     chunk: Specs
     shared: Specs
-    x: PartitionSpec
+    x: Specs
 
 
 class GradientsAndSums(NamedTuple):

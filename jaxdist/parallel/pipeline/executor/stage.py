@@ -146,11 +146,13 @@ class StageContext:
     def x_specs(self) -> Specs:
         """The partition specs, over auto axes, of the activations between chunks.
 
-        A leaf that has as many dims as the spec `StageSpecs.x` gets this spec. The other leaves are
-        not split.
+        If `StageSpecs.x` is a single spec, a leaf that has as many dims gets this spec. The other
+        leaves are not split.
         """
         assert self.specs is not None
         spec = self.specs.x
+        if not isinstance(spec, PartitionSpec):
+            return spec
         return jax.tree.map(
             lambda s: spec if s.ndim == len(spec) else PartitionSpec(), self.x_shapes
         )

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names, entry_names, mesh_axis_size
+from jaxdist.mesh import axis_names, mesh_axis_size
+from jaxdist.models.feed_forward.router import Statistics
 from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, arranged, as_sums, weighted
@@ -21,9 +22,11 @@ from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.called import inputs_of
+from jaxdist.parallel.pipeline.executor.buffers import zeros
 from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import (
+    Activation,
     GradientsAndSums,
     ModelFns,
     StageSpecs,
@@ -112,7 +115,7 @@ class Pipeline:
         rows = split_rows(arranged(self.loss, batch), self.ticks.microbatches, self.layout)
         factor = None
         if held.scale is not None:
-            factor = held.scale.scale / self._weight(shared, frozen, rows)
+            factor = held.scale.scale / self._weight(shared, frozen[1], rows)
         everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
 
         def local(
@@ -124,7 +127,7 @@ class Pipeline:
 
         inside = (here, everywhere, (here, everywhere), everywhere, everywhere, everywhere)
         on_stages = self._on_stages(local, inside, GradientsAndSums(here, everywhere, everywhere))
-        held_too = self._to_stages(frozen[0]), frozen[1]
+        held_too = self._on_all_stages(frozen, held.buffers)
         found = on_stages(self._to_stages(layers), shared, held_too, rows, key, factor)
         own = self.model.trained
         grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads, own)
@@ -138,19 +141,25 @@ class Pipeline:
         """Compute gradients of the mean loss of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
-    def _weight(self, shared: PyTree, frozen: PyTree, rows: PyTree) -> jax.Array:
-        """Return the mean weight over all microbatches and devices, or 1 if the mean is 0."""
+    def _weight(self, shared: PyTree, frozen: list[Any], rows: PyTree) -> jax.Array:
+        """Return the mean weight over all microbatches and devices, or 1 if the mean is 0.
+
+        Args:
+          shared: the parameters of embedding and head.
+          frozen: the frozen parameters of embedding and head.
+          rows: the microbatches.
+        """
         # The shapes are from the model, because a parameter of a step may be a `Deferred`.
-        frozen = _absent(self._divided(self.model.params)[1][0]), frozen[1]
-        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, frozen)
+        chunk = self._divided(self.model.params)[1][0], self.model.buffers
+        held = zeros(chunk), frozen
+        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None, held)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
 
         def weight(rows: PyTree) -> jax.Array:
             # A loss returns its weight only together with its total. The total is not used here,
             # so zeros can replace the activations.
-            zeros = jnp.zeros(x.shape, x.dtype)
-            return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
+            return parts.head(shared, zeros(x), visit._replace(rows=rows))[1]["loss"].weight
 
         mean = jax.lax.stop_gradient(jax.lax.map(weight, rows).mean())
         axes = self._axes_of("batch")
@@ -171,8 +180,15 @@ class Pipeline:
 
         inside = (here, everywhere, (here, everywhere), PartitionSpec(None, data))
         on_stages = self._on_stages(local, inside, everywhere, *data)
-        held_too = self._to_stages(frozen[0]), frozen[1]
+        held_too = self._on_all_stages(frozen, buffers)
         return on_stages(self._to_stages(layers), shared, held_too, rows)
+
+    def _on_all_stages(self, frozen: Apart, buffers: Buffers) -> tuple[PyTree, list[Any]]:
+        """Return the frozen parameters and the buffers of all chunks by stage, and other leaves."""
+        # Buffers are biases of routers, which are in the order of the model and not split.
+        by_chunk = jax.tree.map(lambda leaf: leaf[self.cut.index], buffers)
+        held = to_stages(by_chunk, self.ticks.placement)
+        return (self._to_stages(frozen[0]), held), frozen[1]
 
     def _on_stages(
         self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
@@ -199,24 +215,28 @@ class Pipeline:
     def _parts(self, *, training: bool, factor: jax.Array | None = None) -> ModelFns:
         (layers, shared), _ = self._divided(self.model.params)
         own, others = self.model.divided(self.model.params)
+        routed = self.model.routed
 
-        def bind(layers: PyTree, shared: PyTree, visit: Visit) -> PyTree:
-            frozen = self._together(*visit.frozen, others)
+        def bind(layers: PyTree, shared: PyTree, visit: Visit) -> Any:
+            (frozen_layers, buffers), frozen_shared = visit.frozen
+            frozen = self._together(frozen_layers, frozen_shared, others)
             params = join_leaves(self._together(layers, shared, own), frozen)
-            module = self.model.bind(params, {}, visit.key)
+            module: Any = self.model.bind(params, buffers, visit.key)
             module.train() if training else module.eval()
             return module
 
         def inputs(visit: Visit) -> tuple[Any, ...]:
-            return inputs_of(self.loss, weighted(visit.rows))
+            return inputs_of(self.loss, weighted(visit.rows), routed=routed)
 
-        def embed(shared: PyTree, visit: Visit) -> jax.Array:
-            return bind(_absent(layers), shared, visit).embed(*inputs(visit))
+        def embed(shared: PyTree, visit: Visit) -> Activation:
+            module = bind(zeros(layers), shared, visit)
+            return (module.routed_embed if routed else module.embed)(*inputs(visit))
 
-        def trunk(layers: PyTree, x: jax.Array, visit: Visit) -> jax.Array:
-            return bind(layers, _absent(shared), visit).trunk(x, *inputs(visit))
+        def trunk(layers: PyTree, x: Activation, visit: Visit) -> Activation:
+            module = bind(layers, zeros(shared), visit)
+            return (module.routed_trunk if routed else module.trunk)(x, *inputs(visit))
 
-        def blocks(layers: PyTree, x: jax.Array, visit: Visit) -> jax.Array:
+        def blocks(layers: PyTree, x: Activation, visit: Visit) -> Activation:
             if self.cut.even:
                 return trunk(layers, x, visit)
             key = visit.key
@@ -224,15 +244,15 @@ class Pipeline:
 
             frozen, others = visit.frozen
 
-            def layer(own: PyTree, x: jax.Array) -> jax.Array:
+            def layer(own: PyTree, x: Activation) -> Activation:
                 alone, key = own
                 one, fixed = jax.tree.map(lambda leaf: leaf[None], alone)
                 return trunk(one, x, visit._replace(key=key, frozen=(fixed, others)))
 
             return self.cut.scan(layer, ((layers, frozen), keys), x, visit.chunk)
 
-        def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
-            module = bind(_absent(layers), shared, visit)
+        def head(shared: PyTree, x: Activation, visit: Visit) -> tuple[jax.Array, Sums]:
+            module = bind(zeros(layers), shared, visit)
             return minimised(self.loss, HeadOnly.of(module, x), visit, factor)
 
         return ModelFns(embed, blocks, head)
@@ -243,14 +263,19 @@ class Pipeline:
         manual = {AXIS, *self._axes_of("batch")}
 
         def spec(dims: Dims) -> PartitionSpec:
-            entries = (self.layout.spec((dim,))[0] if dim != "layers" else None for dim in dims)
-            return PartitionSpec(*(None if manual & {*entry_names(e)} else e for e in entries))
+            entries = ([n for n in self.layout.names_of(dim) if n not in manual] for dim in dims)
+            return PartitionSpec(*(tuple(names) or None for names in entries))
 
         structure = jax.tree.structure(self.model.params)
         names = [name for name, _ in flatten_with_names(self.model.params)]
         specs = structure.unflatten([spec(self.dims[name]) for name in names])
         (chunk, shared), _ = self._divided(specs)
-        return StageSpecs(chunk, shared, spec(RESIDUAL))
+        x: Specs = spec(RESIDUAL)
+        if self.model.routed:
+            of_sums: Any = spec(("batch", None))
+            of_load: Any = spec((None, "batch", None))
+            x = x, Statistics(of_sums, of_load)
+        return StageSpecs(chunk, shared, x)
 
     def _axes_of(self, dim: str) -> tuple[str, ...]:
         axis = self.layout.axis_of(dim)
@@ -415,8 +440,3 @@ def minimised(
 
 def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
     return jax.tree.map(lambda leaf: leaf[index], layers)
-
-
-def _absent(leaves: list[Any]) -> list[jax.Array]:
-    """Return zeros in the shapes of `leaves`, for parameters that a function does not use."""
-    return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]

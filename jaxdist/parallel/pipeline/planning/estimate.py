@@ -12,6 +12,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Loss, Model, weighted
 from jaxdist.parallel.pipeline.called import inputs_of
+from jaxdist.parallel.pipeline.executor.buffers import zeros
+from jaxdist.parallel.pipeline.executor.model_fns import Activation
 from jaxdist.parallel.pipeline.planning.partition import LayerCosts
 from jaxdist.parallel.pipeline.stand_in import HeadOnly, Output
 from jaxdist.trees import flatten_with_names
@@ -31,19 +33,21 @@ def block_costs(
       batch: the arrays of a batch, or their shapes. The number of rows does not matter.
       layers: the number of blocks, which are all equal.
     """
+    routed, buffers = model.routed, jax.tree.map(_first, model.buffers)
 
     def bound(params: Params, rows: Mapping[str, Leaf]) -> tuple[Model, tuple[jax.Array, ...]]:
-        return model.bind(params, {}), inputs_of(loss, weighted(rows))
+        inputs = inputs_of(loss, weighted(rows), routed=routed)
+        return model.bind(params, zeros(buffers)), inputs
 
-    def embed(params: Params, rows: Mapping[str, Leaf]) -> jax.Array:
+    def embed(params: Params, rows: Mapping[str, Leaf]) -> Activation:
         module, inputs = bound(params, rows)
-        return module.embed(*inputs)
+        return (module.routed_embed if routed else module.embed)(*inputs)
 
-    def layer(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> jax.Array:
+    def layer(params: Params, rows: Mapping[str, Leaf], x: Activation) -> Activation:
         module, inputs = bound(params, rows)
-        return module.trunk(x, *inputs)
+        return (module.routed_trunk if routed else module.trunk)(x, *inputs)
 
-    def head(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> PyTree:
+    def head(params: Params, rows: Mapping[str, Leaf], x: Activation) -> PyTree:
         module, _ = bound(params, rows)
         return loss(HeadOnly.of(module, x), weighted(rows))
 
@@ -107,9 +111,14 @@ def _check_output(part: int, x: object, rows: Mapping[str, jax.ShapeDtypeStruct]
         )
 
 
+def _first(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape of the first layer of a stacked leaf."""
+    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)
+
+
 def _with_one_layer(model: Functional) -> Params:
     leaves = [
-        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.stacked else leaf
+        _first(leaf) if name in model.stacked else leaf
         for name, leaf in flatten_with_names(model.params)
     ]
     return jax.tree.structure(model.params).unflatten(leaves)

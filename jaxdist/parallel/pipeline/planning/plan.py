@@ -228,7 +228,8 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     """
     made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
-    if jax.tree.leaves(model.buffers):
+    # A function `settle` moves buffers after a step, so that passes only read them.
+    if jax.tree.leaves(model.buffers) and model.settle is None:
         raise ConfigError(
             f"{where} keeps buffers (such as batch statistics), which a stage cannot update for "
             "other stages; leave out mesh.stage"
