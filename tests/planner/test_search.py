@@ -281,7 +281,11 @@ def test_long_sequences_are_shared_and_short_ones_are_not() -> None:
 @pytest.mark.parametrize(
     ("change", "plan", "reason"),
     [
-        ({}, Plan(context=2, stage=2, zero=3), "pipelines cannot be combined with axis context"),
+        (
+            {},
+            Plan(context=2, stage=2, zero=3),
+            "no formula covers pipelines together with axis context",
+        ),
         ({}, Plan(context=2, tensor=2, zero=3), "no formula covers axis tensor together with"),
         (
             {"window": 130},

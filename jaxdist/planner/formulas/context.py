@@ -58,7 +58,7 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
     if plan.context == 1:
         return None
     if plan.stage > 1:
-        return "pipelines cannot be combined with axis context"
+        return "no formula covers pipelines together with axis context"
     if plan.tensor > 1:
         return "no formula covers axis tensor together with axis context"
     if model.window % (2 * plan.context):
