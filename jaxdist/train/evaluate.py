@@ -93,7 +93,7 @@ def evaluate(
     first = fetched[0] if fetched else {}
     whole = {name for name, one in first.items() if not isinstance(one, Mean)}
     totals: dict[str, tuple[float, float]] = {}
-    load = np.zeros((1, 1))
+    load: Any = np.zeros((1, 1))
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
             if name == LOAD:  # The load is a table, and only training reports it.

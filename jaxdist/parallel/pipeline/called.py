@@ -30,8 +30,8 @@ class _Asked(StandIn):
 class _AskedRouted(_Asked):
     """A stand-in for a model with routers."""
 
-    def padded_head(self, x: Any) -> Any:
-        raise AssertionError("the loss computes the input of the head first")
+    # A loss computes the input of this head first, for which it calls `measured`.
+    padded_head = staticmethod(lambda x: x)
 
     def measured(self, weight: Any, *inputs: Any) -> Any:
         raise _CalledError((weight, *inputs))

@@ -72,7 +72,8 @@ class HeadOnly(StandIn):
           module: the model.
           x: the result of the last block, which for a model with routers is a `Routed`.
         """
-        experts = module.experts if isinstance(module, RoutedStack) else None
+        own: object = module
+        experts = own.experts if isinstance(own, RoutedStack) else None
         if experts is None:
             return cls(module.head, x, getattr(module, "padded_head", None))
         x_BLD, statistics = x
