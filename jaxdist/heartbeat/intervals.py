@@ -42,9 +42,9 @@ def young(cost: float, mttf: float) -> float:
 def daly(cost: float, mttf: float) -> float:
     """Return the time between saves that loses the least time, to a higher order than `young`.
 
-    The formula also counts failures during saves, and work that is partly lost. It is equation 37
-    of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
-    22, 2006).
+    The formula also counts failures during saves, and work that is partly lost. The formula is
+    equation 37 of Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps" (FGCS 22, 2006).
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843

@@ -30,7 +30,7 @@ def repeated(
       loss: the loss of a model with random layers.
       batch: the batch.
       microbatches: the number of microbatches. Microbatch k has the rows k, k + microbatches, ...
-      devices: the number of devices. Each has successive rows.
+      devices: the number of devices. Each device has successive rows.
       limit: the relative difference that another order of summation explains.
     """
     first = loss(batch, 0, 0)
