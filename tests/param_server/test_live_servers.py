@@ -6,11 +6,14 @@ import random
 import threading
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from live_servers import PARAMS, Faults, FaultyWire, Servers, at_once
 
-from jaxdist.errors import RunError
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.decoupled import Decoupled
@@ -269,3 +272,31 @@ def test_params_are_laid_out_and_put_together_again():
     with Servers(BSP(), 1, params=params, count=3) as servers:
         found = servers.params_now()
     assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in params.items()}
+
+
+def test_parameters_of_several_dtypes_are_updated_as_on_one_device():
+    """Servers round each parameter to its own dtype, so that the bits equal those of optax."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((10, 4)).astype(np.float32)}
+    params["b"] = rng.standard_normal(7).astype(jnp.bfloat16)
+    transform = optax.with_extra_args_support(optax.adam(0.1))
+    wanted, state = params, transform.init(params)
+    with (
+        Servers(BSP(), 1, params=params, transform=transform) as servers,
+        servers.client(0) as client,
+    ):
+        for _ in range(3):
+            grads = {
+                name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in params.items()
+            }
+            client.read()
+            client.push([layout.flatten(grads) for layout in servers.layouts])
+            updates, state = jax.jit(transform.update)(grads, state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+        client.drain()
+        found = servers.params_now()
+    assert found["b"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["b"], wanted["b"])
+    np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-6)
+    with pytest.raises(ConfigError, match="some parameters are int32 and others are not"):
+        Servers(BSP(), 1, params={"w": params["w"], "n": np.zeros(3, np.int32)})

@@ -15,6 +15,7 @@ from runs import Jaxdist
 
 from benchmarks.param_server.tables import killed, table_servers
 from jaxdist.errors import RunError
+from jaxdist.interchange.safetensors import read_header
 
 STEPS = 200
 CLICKS = {
@@ -70,6 +71,16 @@ def test_a_run_whose_server_is_killed_equals_one_mesh_and_goes_on_with_others(
     assert told.code == 0, told.err
     means = json.loads((jaxdist.folder / "eval.json").read_text())["heldout"]
     assert means["auc"] == pytest.approx(heldout["auc"], rel=1e-5)
+    exported = []
+    for name in ("alone", "run"):
+        assert jaxdist.here("export", name, f"{name}.export").code == 0
+        exported.append(jaxdist.folder / f"{name}.export" / "model.safetensors")
+    sides = [
+        np.memmap(file, np.float32, offset=min(t.offset for t in read_header(file).values()))
+        for file in exported
+    ]
+    assert read_header(exported[0]).keys() == read_header(exported[1]).keys()
+    np.testing.assert_allclose(sides[0], sides[1], rtol=1e-4, atol=1e-5)
     newest = max((run / "checkpoints").glob("step_*"))
     for file in sorted(newest.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.errors import ConfigError
@@ -25,11 +27,13 @@ class ShardPiece:
       shape: the number of rows of the range, then the sizes of the parameter's other dims; a scalar
         has one row.
       offset: the number of elements before the range.
+      dtype: the dtype of the parameter, all of whose values the dtype of the flat array has.
     """
 
     range: Range
     shape: tuple[int, ...]
     offset: int
+    dtype: np.dtype
 
     @property
     def length(self) -> int:
@@ -46,6 +50,8 @@ class ShardLayout:
 
     Attributes:
       server: the number of the server, which is also the number of its shard.
+      dtype: the dtype of the flat array and of payloads, into which parameters of several dtypes
+        are widened.
     """
 
     server: int
@@ -77,24 +83,26 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
       params: the parameters, or their shapes.
 
     Raises:
-      ConfigError: the parameters have several dtypes, which one array cannot hold.
+      ConfigError: the parameters have several dtypes, some of which are not of floats.
     """
     named = dict(flatten_with_names(params))
-    dtypes = sorted({str(leaf.dtype) for leaf in named.values()})
-    if len(dtypes) > 1:
+    dtypes = {np.dtype(leaf.dtype) for leaf in named.values()}
+    other = sorted(str(dtype) for dtype in dtypes if not jnp.issubdtype(dtype, jnp.floating))
+    if len(dtypes) > 1 and other:
         raise ConfigError(
-            "strategy type parameter_server: the parameters have several dtypes "
-            f"({', '.join(dtypes)}), but servers hold a single dtype: use the same dtype for all "
-            "parameters"
+            f"strategy type parameter_server: some parameters are {', '.join(other)} and others "
+            "are not, but an array of a server holds only floats of several dtypes: use floats for "
+            "all parameters"
         )
-    dtype = np.dtype(next(iter(named.values())).dtype)
+    # The wider dtype has all values of the narrower dtypes.
+    dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
     found: list[ShardLayout] = []
     for server in placement.servers:
         pieces: list[ShardPiece] = []
         offset = 0
         for part in placement.held(server):
             shape = (part.stop - part.start, *named[part.name].shape[1:])
-            pieces.append(ShardPiece(part, shape, offset))
+            pieces.append(ShardPiece(part, shape, offset, np.dtype(named[part.name].dtype)))
             offset += pieces[-1].length
         found.append(ShardLayout(server, dtype, tuple(pieces)))
     return tuple(found)
@@ -113,7 +121,7 @@ def joined_shards(
     parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in shapes}
     for layout, flat in zip(shards, flats, strict=True):
         for piece in layout.pieces:
-            rows = flat[piece.slice].reshape(piece.shape)
+            rows = flat[piece.slice].reshape(piece.shape).astype(piece.dtype, copy=False)
             parts[piece.range.name].append((piece.range.start, rows))
     found: dict[str, np.ndarray] = {}
     for name, shape in shapes.items():

@@ -25,13 +25,16 @@ Merged = Callable[[Merge, Callable[[Arrival], np.ndarray]], np.ndarray]
 
 def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
     """Return the ranges of a flat array, by key, in the form that an optimizer takes."""
-    return {piece.range.key: flat[piece.slice].reshape(piece.shape) for piece in layout.pieces}
+    return {
+        piece.range.key: flat[piece.slice].reshape(piece.shape).astype(piece.dtype)
+        for piece in layout.pieces
+    }
 
 
 def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of the arrays that `split_ranges` returns."""
     return {
-        piece.range.key: jax.ShapeDtypeStruct(piece.shape, layout.dtype) for piece in layout.pieces
+        piece.range.key: jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in layout.pieces
     }
 
 
@@ -94,7 +97,7 @@ class ServerShard:
         # Without the barrier, XLA fuses this with the update and tests each element's range: 10x
         # the time.
         moved = jax.lax.optimization_barrier(moved)
-        return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state
+        return jnp.concatenate([jnp.ravel(moved[key]).astype(flat.dtype) for key in params]), state
 
     @property
     def compensation(self) -> DelayCompensation | None:
