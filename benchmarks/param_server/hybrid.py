@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.core.harness import REPEATS
 from benchmarks.core.report import Figure, Report
 from jaxdist.models.recommend.rows import RowForm
+from jaxdist.tables.keys import KEY
 from jaxdist.tables.optimizer import RowAdagrad
 from jaxdist.tables.store import RowStore
 
@@ -38,15 +39,30 @@ def step_bytes(unique: int = 60) -> list[Figure]:
     from benchmarks.param_server.tables import FORM, table_servers
 
     rows = np.sort(np.random.default_rng(0).choice(FORM.rows, unique, replace=False))
-    with table_servers() as (_, (client,)):
-        values = client.pull(rows.astype(np.uint32))
-        client.push(rows.astype(np.uint32), values + 1, 1.0)
-        client.drain()
-        found = client.sent_bytes + client.received_bytes
+    keys = np.zeros(unique, KEY)
+    keys["id"] = rows % FORM.fields["user"]
+    keys = np.unique(keys)
+    counted: list[int] = []
+    for asked, settings in ((rows.astype(np.uint32), {}), (keys, {"most_rows": 4096})):
+        with table_servers(**settings) as (_, (client,)):
+            values = client.pull(asked)
+            client.push(asked, values + 1, 1.0)
+            client.drain()
+            counted.append(client.sent_bytes + client.received_bytes)
+    found, kept = counted
+    by_id = len(keys) * (2 * KEY.itemsize + 2 * 4 * FORM.width)
     formula, dense = unique * (8 + 2 * 4 * FORM.width), 2 * 4 * FORM.rows * FORM.width
     note = f"{unique} unique rows of {FORM.rows}, {FORM.width} wide, on 2 servers; rows x (8 + 8 D)"
     return [
         Figure("payloads of a step", found, formula, "<= 1.02", "B", note),
+        Figure(
+            "payloads of a step with 64-bit ids",
+            kept,
+            by_id,
+            "<= 1.02",
+            "B",
+            f"{len(keys)} unique rows, at most 4,096 kept; rows x (24 + 8 D)",
+        ),
         Figure(
             "payloads of a step, beside dense servers", found, dense, "", "B", "2 x 4 x all values"
         ),
