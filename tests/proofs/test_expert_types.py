@@ -146,6 +146,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     },
     "the hidden width in parts": {"mesh": {"expert": 2, "tensor": 2}},
     "no axis of experts": {"mesh": {"data": 4}, "parallel": {"reduce": {"type": "ring"}}},
+    "stages": {"mesh": {"expert": 2, "stage": 2}, "model": {"bias_rate": 0.01}},
 }
 
 

@@ -107,9 +107,9 @@ def expert_axis(random: Random, config: Sections) -> Sections | None:
 def context_axis(random: Random, config: Sections) -> Sections | None:
     """Draw axis context, which splits the sequences of a gpt or bert, and its settings.
 
-    The axis has devices that the mesh does not use yet, or takes devices from axis data. Axis stage
-    does not combine with axis context, which then replaces it. The result is None if the config
-    does not combine with axis context.
+    The axis has devices that the mesh does not use yet, or takes devices from axis data. Axis
+    context replaces axis stage. The result is None if the config does not combine with axis
+    context.
     """
     if config["model"]["type"] not in ("gpt", "bert") or "deterministic" in config["parallel"]:
         return None
