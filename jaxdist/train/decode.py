@@ -19,11 +19,10 @@ from flax import nnx
 
 from jaxdist.models.attention.choose import Attend
 from jaxdist.models.attention.contract import AttentionRequest
-from jaxdist.models.functional import Functional, NestedDict
+from jaxdist.models.functional import Functional
 from jaxdist.models.gpt import Gpt
 from jaxdist.models.hints import RESIDUAL, Hint
 from jaxdist.models.layers import whole
-from jaxdist.types import Dims, Leaf
 
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see: finite, so that its weight is 0 and not NaN."""
@@ -156,42 +155,3 @@ class CachedAttention:
 def _laid_out(cache: Cache, hint: Hint) -> Cache:
     keys = hint(cache.keys, None, "batch", "kv_heads", None, "head_dim")
     return Cache(keys, hint(cache.values, None, "batch", "kv_heads", "head_dim", None))
-
-
-def turned(model: Functional, params: NestedDict, *, back: bool = False) -> NestedDict:
-    """Move the embed dim of kernels for products with a single row on CPU, or move it back.
-
-    In a kernel that maps from embed, the dim becomes the last dim. In a kernel that maps to embed,
-    the dim becomes the first dim after the dim of layers. XLA:CPU then multiplies a row by the
-    kernel at the speed of memory.
-
-    Args:
-      back: whether to invert the move.
-    """
-
-    def turn(path: Any, leaf: Leaf) -> jax.Array:
-        name = "/".join(entry.key for entry in path)
-        dims = model.dims.get(name) or ()
-        first, last = _moved(dims)
-        if first == last:
-            return leaf
-        return jnp.moveaxis(leaf, last, first) if back else jnp.moveaxis(leaf, first, last)
-
-    return jax.tree_util.tree_map_with_path(turn, params)
-
-
-def _moved(dims: Dims) -> tuple[int, int]:
-    """Return the position of a kernel's embed dim before and after the move of `turned`.
-
-    The two positions are equal for a leaf that does not change.
-
-    >>> _moved(("layers", "embed", "mlp")), _moved(("layers", "mlp", "embed"))
-    ((1, 2), (2, 1))
-    >>> _moved(("layers", "embed")), _moved(("vocab", "embed"))
-    ((0, 0), (0, 0))
-    """
-    before = int(dims[:1] == ("layers",))
-    own, last = dims[before:], len(dims) - 1
-    if len(own) < 2 or own[0] == "vocab" or "embed" not in (own[0], own[-1]):
-        return 0, 0
-    return (before, last) if own[0] == "embed" else (last, before)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -140,11 +140,10 @@ class Generator:
         limits = _Limits(jnp.int32(count), ends, jax.random.key(sampling.seed))
         merged, loop = self._merged(params), None
         if self._caches and longest <= self.window:
-            kept = self._turned(merged)
             ahead = min(self.window, _padded(longest))
             size = max(ahead, min(self.window, tokens.shape[1]))
-            loop = self._begin(kept, buffers, *placed, ahead, size)
-            loop = self._loop(kept, buffers, loop, limits, sampling)._replace(cache=None)
+            loop = self._begin(merged, buffers, *placed, ahead, size)
+            loop = self._loop(merged, buffers, loop, limits, sampling)._replace(cache=None)
         if loop is None:
             loop = self._begin_whole(merged, buffers, *placed)
         if int(loop.number) < count and not bool(loop.done.all()):
@@ -168,20 +167,13 @@ class Generator:
         reason = decode.reason_against(self._model, self.program.layout)
         return self.cached and reason is None
 
-    @property
-    def _turns(self) -> bool:
-        return self.program.layout.mesh.devices.flat[0].platform == "cpu"
-
     @cached_property
     def _merged(self) -> Any:
-        """A compiled function that merges adapters into the stored parameters of the model."""
+        """A function that merges adapters into the stored parameters of the model."""
         home, model = self.program.home, self.program.model
+        if not home.views and not model.adapters:
+            return lambda params: params
         return jax.jit(lambda params: model.merged(home.used_params(params)))
-
-    @cached_property
-    def _turned(self) -> Any:
-        """A function that converts parameters to the form that a step with a cache reads."""
-        return jax.jit(partial(decode.turned, self._model)) if self._turns else lambda kept: kept
 
     @cached_property
     def _begin(self) -> Any:
@@ -191,10 +183,10 @@ class Generator:
         """
 
         def begin(
-            kept: Params, buffers: Buffers, tokens_BN: jax.Array, length_B: jax.Array,
+            params: Params, buffers: Buffers, tokens_BN: jax.Array, length_B: jax.Array,
             ahead: int, size: int,
         ) -> _Loop:  # fmt: skip
-            module = self._bound(kept, buffers, turned=True)
+            module = self._bound(params, buffers)
             tokens_BL = tokens_BN[:, :ahead]
             at_BL = jnp.broadcast_to(jnp.arange(ahead)[None], tokens_BL.shape)
             cache = decode.empty_cache(module, tokens_BN.shape[0], size)
@@ -227,7 +219,7 @@ class Generator:
     def _step(self, params: Params, buffers: Buffers, loop: _Loop) -> tuple[jax.Array, PyTree]:
         """Return the logits of the next token, and the next cache."""
         if loop.cache is not None:
-            module, at_B1 = self._bound(params, buffers, turned=True), loop.length[:, None] - 1
+            module, at_B1 = self._bound(params, buffers), loop.length[:, None] - 1
             token_B1 = jnp.take_along_axis(loop.tokens, at_B1, 1)
             given = token_B1, at_B1, loop.cache
             x_B1D, cache = decode.decode(module, *given, window=self.window)
@@ -306,9 +298,7 @@ class Generator:
 
         return jax.jit(score)
 
-    def _bound(self, params: Params, buffers: Buffers, *, turned: bool = False) -> Any:
-        if turned and self._turns:
-            params = decode.turned(self._model, params, back=True)
+    def _bound(self, params: Params, buffers: Buffers) -> Any:
         module: Any = self._model.bind(params, buffers)
         module.eval()
         return module
