@@ -55,8 +55,18 @@ def typed(
     return check_types(jax.make_jaxpr(whole)(*(jnp.ones(shape) for shape in shapes)), ["y"])
 
 
+def jaxdist_all_gather() -> jax.Array:
+    """A part of a collective that remat computes early, which takes no operand."""
+    return jnp.zeros(())
+
+
 RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
     "a sum of rows": (lambda x: lax.psum(x.sum(0), "d"), (ROWS,), WHOLE),
+    "a part of a collective without operands": (
+        lambda x: x + jax.jit(jaxdist_all_gather)(),
+        (ROWS,),
+        ROWS,
+    ),
     "rows stay rows": (lambda x: jnp.tanh(x) * 2, (ROWS,), ROWS),
     "a product that contracts rows": (lambda x: lax.psum(x.T @ x, "d"), (ROWS,), WHOLE),
     "a mean of equal means": (lambda x: lax.pmean(x.mean(0), "d"), (ROWS,), WHOLE),

@@ -144,7 +144,7 @@ class Pass:
             return self._region(eqn, called, values)
         if called is not None:
             function = jaxprs.function_name(eqn, called)
-            if self._inside and function in OWN_COLLECTIVES:
+            if values and self._inside and function in OWN_COLLECTIVES:
                 given = {"name": function, "ins": [eqn.invars[-1].aval], "over": axes_of(called)}
                 op = op_of(self, eqn, values).of(values[-1:], **given)
                 return _listed(OWN_COLLECTIVES[function](op), 1)
