@@ -67,6 +67,7 @@ def plan_of(config: ExperimentConfig, chips: int) -> Plan:
         stage=stage,
         tensor=tensor,
         zero=config.parallel.zero.stage,
+        offload=config.parallel.zero.offload,
         remat=remat if config.model.type == "gpt" else None,
         microbatches=config.train.microbatches,
         schedule="1f1b" if stage > 1 else None,

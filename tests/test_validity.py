@@ -191,6 +191,7 @@ EVERY += [
     replace(DATA, strategy="lookahead", optim=replace(ADAMW, averages=True)),
     with_settings(model__experts="{}"),
     replace(DATA, mesh={"data": 2, "expert": 4}, shards=8),
+    replace(DATA, zero=ZeroConfig(stage=1, offload=True), shards=8),
     replace(with_settings("hybrid", **TABLES), shards=8, microbatches=2,
             mesh={"data": 2, "stage": 2, "context": 2}, optim=replace(ADAMW, averages=True)),
 ]  # fmt: skip
@@ -337,6 +338,8 @@ def test_all_violations_come_in_one_message(devices):
          "divides by 8"),
         ({"data": 8}, {"zero": {"scope": "ici"}},
          "parallel.zero.scope ici has no effect at parallel.zero.stage 0"),
+        ({"data": 8}, {"zero": {"offload": True}},
+         "parallel.zero.offload true has no effect at parallel.zero.stage 0"),
         ({"data": 1, "tensor": 8}, {"reduce": RING}, "parallel.reduce.type ring has no effect"),
         ({"data": 8}, {"reduce_dtype": "bfloat16"},
          "parallel.reduce_dtype bfloat16 has no effect with parallel.reduce null"),

@@ -266,8 +266,13 @@ def owned(array: jax.Array) -> jax.Array:
     """
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array
+    kind = array.sharding.memory_kind
     parts = [
-        jax.device_put(shard.data, shard.device, may_alias=False)
+        jax.device_put(
+            shard.data,
+            jax.sharding.SingleDeviceSharding(shard.device, memory_kind=kind),
+            may_alias=False,
+        )
         for shard in array.addressable_shards
     ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

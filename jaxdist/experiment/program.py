@@ -36,6 +36,7 @@ from jaxdist.parallel.strict.check import check_update
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import why_in_parts
+from jaxdist.train.offload import check_host_memory
 from jaxdist.train.plan import TrainPlan
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import Hybrid, ParameterServer
@@ -82,10 +83,11 @@ def make_program(
     with at():
         check(facts)
     with at("parallel"):
-        given = (config.parallel, layout, model.params, dims, whole, model.stacked)
+        given = config.parallel, layout, model.params, dims, whole, model.stacked
         more = {"seed": config.seed, "whole_matrices": config.optim.whole_matrices}
         more |= {"offloads": facts.offloads, "frozen": model.frozen}
         exchange, notices = plan_exchange(*given, **more)
+        check_host_memory(exchange.zero)
     with at("parallel"), own("loss", "model") as imported:
         # Built-in models keep rows independent, so only a user's model needs a trace.
         if imported:
@@ -117,14 +119,13 @@ def make_program(
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
     # Servers update the parameters, and a push without weight has no effect on a server.
-    served = isinstance(config.strategy, ParameterServer)
-    skips_empty = (masks or WEIGHT in batch) and not served
+    skips = (masks or WEIGHT in batch) and not isinstance(config.strategy, ParameterServer)
     with at("loss"):
         program = assemble(
             model, loss, optimizer, stored, dims, batch,
             seed=config.seed, microbatches=config.train.microbatches,
             exchange=exchange, pipeline=pipeline, outer=config.strategy.outer(), options=options,
-            skips_empty=skips_empty,
+            skips_empty=skips,
         )  # fmt: skip
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.

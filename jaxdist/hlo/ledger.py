@@ -103,6 +103,8 @@ def program_memory(compiled: jax.stages.Compiled) -> Memory:
     stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     reserved = held + stats.temp_size_in_bytes
+    on_host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+    on_host += stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     return Memory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
@@ -110,8 +112,9 @@ def program_memory(compiled: jax.stages.Compiled) -> Memory:
         temp_bytes=stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
         # The peak that XLA:CPU states leaves out temporaries. The peak that XLA:TPU states includes
-        # memory that the other figures do not have.
-        peak_bytes=max(stats.peak_memory_in_bytes, reserved),
+        # memory that the other figures do not have, and memory of the host.
+        peak_bytes=max(stats.peak_memory_in_bytes - on_host, reserved),
+        host_bytes=on_host,
     )
 
 

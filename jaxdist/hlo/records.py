@@ -72,7 +72,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device, from XLA's buffer assignment."""
+    """The bytes of a device, from XLA's buffer assignment."""
 
     argument_bytes: int
     output_bytes: int
@@ -83,6 +83,9 @@ class Memory:
     peak_bytes: int
     """The required memory: arguments, outputs that do not reuse arguments, and temporaries. On TPU
     this number includes memory that the other fields do not have."""
+    host_bytes: int = 0
+    """The bytes in the host's memory, which no other field includes. On a CPU, whose device memory
+    is the host's, this is 0."""
 
 
 @dataclasses.dataclass(frozen=True)

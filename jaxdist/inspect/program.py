@@ -70,6 +70,8 @@ class Inspection:
       worker: the worker whose step was compiled, or None without parameter servers.
       update_flops: the FLOPs of the optimizer's update in a step. The FLOPs are 0 unless the
         optimizer multiplies matrices, as Muon does.
+      host_state_bytes: the bytes of the optimizer's state in the host's memory. A step copies them
+        to the device and back.
     """
 
     config: str
@@ -91,11 +93,22 @@ class Inspection:
     estimate_seconds: float = 0.0
     worker: WorkerPart | None = None
     update_flops: float = 0.0
+    host_state_bytes: int = 0
 
     @property
     def ideal_flops(self) -> float:
         """The FLOPs of the model and the optimizer divided by the number of devices."""
         return (self.model_flops + self.update_flops) / self.ledger.devices
+
+    @property
+    def host_seconds(self) -> float | None:
+        """The seconds of the copies of the state in the host's memory, one after another.
+
+        The result is None if the bandwidth of the host's memory is unknown.
+        """
+        known = find_device(self.device_kind)
+        rate = known.host_bytes_per_second if known else None
+        return 2 * self.host_state_bytes / rate if rate else None
 
     def mfu(self, *, masked: bool) -> float | None:
         """Return the model FLOPs utilization: the model's FLOPs as a fraction of the devices' peak.
@@ -192,6 +205,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,
         arguments=arguments,
+        host_state_bytes=bytes_per_device(state.opt_state, host=True),
         memory_bytes=_memory_bytes(subject.devices),
         compile_seconds=seconds,
         bound_notes=bound_notes(experiment),

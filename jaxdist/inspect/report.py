@@ -124,6 +124,8 @@ def inspection_json(inspection: Inspection) -> JsonObject:
         "time": times_json(inspection),
         "memory": {
             "device_bytes": inspection.memory_bytes,
+            "host_state_bytes": inspection.host_state_bytes,
+            "host_seconds": inspection.host_seconds,
             "arguments": _snake(inspection.arguments),
             **ledger.to_json()["memory"],
         },

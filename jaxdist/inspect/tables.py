@@ -14,6 +14,7 @@ from jaxdist.inspect.rows import (
     show_ratio,
 )
 from jaxdist.inspect.servers import WorkerPart
+from jaxdist.inspect.times import show_seconds
 from jaxdist.mesh import describe_mesh
 from jaxdist.metrics.columns import table
 
@@ -132,6 +133,18 @@ def _print_memory(inspection: Inspection, console: Console) -> None:
             made.add_row(name, show_bytes(size), f"{size / limit:.2%}" if limit else "-")
     console.print()
     console.print(made)
+    if inspection.host_state_bytes:
+        console.print(_on_host(inspection), style="dim", soft_wrap=True)
+
+
+def _on_host(inspection: Inspection) -> str:
+    """Return a sentence on the price of the state in the host's memory."""
+    held, seconds = inspection.host_state_bytes, inspection.host_seconds
+    spent = "an unknown time" if seconds is None else f"{show_seconds(seconds)} without overlap"
+    return (
+        f"The host's memory holds {show_bytes(held)} of the optimizer's state of each device. A "
+        f"step copies {show_bytes(2 * held)} over the link between host and device, in {spent}."
+    )
 
 
 def _print_servers(part: WorkerPart, console: Console) -> None:

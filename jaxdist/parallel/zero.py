@@ -63,6 +63,9 @@ class ZeroConfig(Config):
     gather_codec: GatherCodec | None = None
     """The codec of the messages in which stage 3 gathers parameters. Each device keeps its exact
     shard; null sends parameters uncompressed."""
+    offload: bool = False
+    """Whether the optimizer's state of split parameters is in the host's memory. Each step copies
+    it to the device and back, a group of parameters at a time."""
     secondary: bool = False
     """Whether stage 3 gathers shards across the slow network only once per step. The forward and
     backward passes then gather inside the fast network, from a second copy that is kept for the
@@ -92,6 +95,7 @@ class ZeroSplit:
       prefetch: whether the parameters of a layer are gathered while the previous layer computes.
       gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
       secondary: whether shards are gathered across the slow network once per step.
+      offload: whether the optimizer's state of split parameters is in the host's memory.
       once: whether stage 3 gathers all parameters once per step, and keeps them whole until the end
         of the step.
       uneven: the shapes, by name, of large parameters that are not split. The number of devices
@@ -108,6 +112,7 @@ class ZeroSplit:
     prefetch: bool = False
     gather_codec: Codec | None = None
     secondary: bool = False
+    offload: bool = False
     once: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -236,18 +241,9 @@ def plan_zero(
             else:
                 padded[name] = leaf.shape[dim], _filled(leaf.shape[dim], parts)
         chosen[name] = dim
-    return ZeroSplit(
-        layout.mesh,
-        config.stage,
-        axes,
-        chosen,
-        config.gather_dtype,
-        config.prefetch,
-        config.gather_codec,
-        config.secondary,
-        uneven=uneven,
-        padded=padded,
-    )
+    gathers = config.gather_dtype, config.prefetch, config.gather_codec, config.secondary
+    given = layout.mesh, config.stage, axes, chosen, *gathers, config.offload
+    return ZeroSplit(*given, uneven=uneven, padded=padded)
 
 
 LANES, SUBLANES = 128, 8

@@ -47,6 +47,12 @@ def print_explained(
         sizes.add_row(name, show_bytes(size), f"{size / limit:.1%}")
     sizes.add_row("all", show_bytes(one.memory.total), f"{one.memory.total / limit:.1%}")
     console.print(sizes)
+    if one.memory.host:
+        console.print(
+            f"The host's memory holds {show_bytes(one.memory.host)} of the optimizer's state of "
+            f"each device; a step copies {show_bytes(2 * one.memory.host)} over the host's link.",
+            soft_wrap=True,
+        )
     for line in remedies(one, model):
         console.print(line, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jax.sharding import PartitionSpec
@@ -20,6 +20,7 @@ from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.zero import padded_dim, split_dim
 from jaxdist.planner.model import Decoder, PlannedParameter
 from jaxdist.planner.plan import Plan
+from jaxdist.train.offload import GROUPS
 
 WHOLE_BELOW = 2048
 """The default of `parallel.zero.whole_below`. ZeRO does not split tensors with fewer elements."""
@@ -60,6 +61,9 @@ class LiveFactors:
     residuals_full: float = 0.0
 
 
+STREAMED = 3 / GROUPS
+"""The fraction of a state in the host's memory that is on the device at once: the compiled program
+has one group on the way in, one that is updated, and one on the way out."""
 WORK: Mapping[str, LiveFactors] = {
     "whole": LiveFactors(logits=2.05, ends=1.95, block=2.36),
     "whole, tensor": LiveFactors(ends=1.69, sequences=11.04, gathered=0.74),
@@ -94,6 +98,7 @@ class PlanMemory:
       gradients: the bytes of all gradients that the device keeps.
       activations: the bytes that are kept for the backward pass, with the buffers of a pipeline.
       working: the temporary bytes of a block or the head, with gathered parameters.
+      host: the bytes of the optimizer's state in the host's memory, which are not part of `total`.
     """
 
     parameters: float
@@ -101,11 +106,21 @@ class PlanMemory:
     gradients: float
     activations: float
     working: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all parts."""
         return math.fsum(self.parts().values())
+
+    def offloaded(self) -> PlanMemory:
+        """Return the memory with the optimizer's state on the host.
+
+        While the state passes through the device, the activations are no longer needed, so that
+        only the bytes by which the groups on the device exceed the activations count.
+        """
+        passing = max(0.0, STREAMED * self.optimizer - self.activations - self.working)
+        return replace(self, optimizer=passing, host=self.optimizer)
 
     def parts(self) -> dict[str, float]:
         """Return the bytes of each part, by its name in the tables."""

@@ -79,6 +79,7 @@ class Decoder:
       gated: whether the MLP has a gate.
       frozen: the names of the parameters that are not trained.
       adapters: the parameters of low-rank adapters.
+      offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
       tensors: all parameters, which are derived from the other fields.
     """
 
@@ -104,6 +105,7 @@ class Decoder:
     gated: bool = True
     frozen: frozenset[str] = frozenset()
     adapters: tuple[PlannedParameter, ...] = ()
+    offload: bool = False
     tensors: tuple[PlannedParameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -271,6 +273,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         span=model.attention_window,
         loss_chunks=chunks,
         steps=config.train.steps,
+        offload=config.parallel.zero.offload,
         scoped=SCOPED_VMEM in {**PRESETS[xla.preset], **xla.options},
         **_part(model, dataset.vocab_size, document),
     )

@@ -44,6 +44,7 @@ class Plan:
       context: the number of devices that share a sequence. Parameters are split over these devices
         too.
       expert: the number of devices with different experts, which have different parts of the batch.
+      offload: whether the optimizer's state is in the host's memory.
     """
 
     data: int = 1
@@ -61,6 +62,7 @@ class Plan:
     bfloat16_reduction: bool = False
     context: int = 1
     expert: int = 1
+    offload: bool = False
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -114,6 +116,8 @@ class Plan:
         parallel: dict[str, Json] = {"zero": zero}
         if self.zero and self.scope == "ici":
             zero["scope"] = "ici"
+        if self.offload:
+            zero["offload"] = True
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
             if self.zero == 3:
@@ -155,7 +159,9 @@ class Plan:
             if (size := getattr(self, name)) > 1:
                 axes.append(f"{name} {size}")
         scope = " in a slice" if self.scope == "ici" and self.zero and self.slices > 1 else ""
-        parts = [" x ".join(axes), f"ZeRO {self.zero_stage}{scope}", *filter(None, [self.remat])]
+        where = " with the optimizer's state on the host" if self.offload else ""
+        zero = f"ZeRO {self.zero_stage}{scope}{where}"
+        parts = [" x ".join(axes), zero, *filter(None, [self.remat])]
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches")
         if self.schedule is not None:

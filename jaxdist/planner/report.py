@@ -293,6 +293,7 @@ def _target_json(result: Result, first: int) -> JsonObject:
             "settings": one.plan.settings(),
             "seconds": {"total": one.seconds.total, **one.seconds.parts()},
             "memory_bytes": {"total": one.memory.total, **one.memory.parts()},
+            "host_bytes": one.memory.host,
             "mfu": one.mfu(model, target, masked=True),
             "mfu_causal": one.mfu(model, target, masked=False),
             "compiled": asdict(result.confirmed[index]) if result.confirmed else None,

@@ -117,6 +117,8 @@ def search(model: Model, target: Target) -> SearchResults:
             if why is not None:
                 refused[why] += 1
                 continue
+            offload = model.offload and plan.zero_stage > 0
+            plan = dataclasses.replace(plan, offload=offload)
             judged = judge_plan(model, plan, places, target)
             if judged.fits:
                 valid.append(judged)
@@ -136,11 +138,23 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
       plan: the plan.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
+
+    Raises:
+      ConfigError: the plan copies state from the host's memory at an unknown bandwidth.
     """
     formulas = formulas_of(model)
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
     used, spent = formulas.memory(plan), formulas.seconds(plan, places, target)
+    if plan.offload:
+        used, rate = used.offloaded(), target.device.host_bytes_per_second
+        if rate is None:
+            raise ConfigError(
+                f"{target.words}: the bandwidth between the host's memory and a "
+                f"{target.device.name} is unknown, so plans with parallel.zero.offload have no "
+                "predicted time: plan for other chips, or set parallel.zero.offload: false"
+            )
+        spent = dataclasses.replace(spent, host=2 * used.host / rate)
     return Judged(plan, places, used, spent, limit)
 
 

@@ -82,6 +82,7 @@ class Seconds:
       bubble: the waits for other pipeline stages and for the messages between stages.
       context: the waits for exchanges between devices that share sequences.
       expert: the waits for exchanges of tokens between devices with different experts.
+      host: the copies of the optimizer's state from the host's memory and back.
     """
 
     products: float
@@ -95,6 +96,7 @@ class Seconds:
     bubble: float
     context: float = 0.0
     expert: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -115,6 +117,7 @@ class Seconds:
             "bubble": self.bubble,
             **({"waits, context": self.context} if self.context else {}),
             **({"waits, experts": self.expert} if self.expert else {}),
+            **({"copies, host": self.host} if self.host else {}),
         }
 
 

@@ -12,6 +12,7 @@ import jax
 from jaxdist.errors import RunError
 from jaxdist.hlo.refusal import is_too_large
 from jaxdist.jaxprs import equations
+from jaxdist.models.remat import HOST_MEMORY
 from jaxdist.runtime.hardware import host_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -23,11 +24,16 @@ REMEDY = (
 )
 
 
-def bytes_per_device(shapes: PyTree) -> int:
-    """Return the bytes that a tree of shapes with shardings takes on each device."""
+def bytes_per_device(shapes: PyTree, *, host: bool = False) -> int:
+    """Return the bytes that a tree of shapes with shardings takes on each device.
+
+    Args:
+      host: whether to count only the leaves in the host's memory, instead of only the others.
+    """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(shapes)
+        if (leaf.sharding.memory_kind == HOST_MEMORY) is host
     )
 
 

@@ -15,8 +15,11 @@ from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.xla import XlaExchange
 from jaxdist.parallel.objective import Objective, may_weigh_nothing
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.parallel.pipeline.model.stack import StageStack
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.sharding import Dims, Layout, param_shardings
-from jaxdist.train.home import views_of
+from jaxdist.train.home import FilledShards, StageOrder, View
+from jaxdist.train.offload import HostMemory
 from jaxdist.train.state import Outer
 from jaxdist.train.step import Program
 
@@ -77,3 +80,23 @@ def assemble(
         outer,
         options=options or {},
     )
+
+
+def views_of(
+    model: Functional, zero: ZeroSplit | None, stack: StageStack | None
+) -> tuple[View, ...]:
+    """Return the views of a plan, in the order in which `Home.stored` applies them.
+
+    Args:
+      zero: the plan of ZeRO, which may pad uneven shards, or None without ZeRO.
+      stack: the order of the layers on a pipeline's stages, or None for the order of the model.
+    """
+    views: list[View] = []
+    if stack is not None:
+        views.append(StageOrder(stack, model.stacked))
+    if zero is not None and zero.padded:
+        views.append(FilledShards(zero))
+    if zero is not None and zero.offload:
+        # The order of stages is another than the order of files, so that files need a conversion.
+        views.append(HostMemory(zero, in_files=stack is None))
+    return tuple(views)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.mesh import Device, entry_names
+from jaxdist.models.remat import HOST_MEMORY
 from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Leaf, PyTree
 
@@ -122,9 +123,13 @@ class Replicas:
         mapped = jax.shard_map(
             own, mesh=self.mesh, in_specs=(specs,), out_specs=PartitionSpec(*axes), check_vma=False
         )
+
+        def all_of(tree: PyTree) -> jax.Array:
+            return mapped(jax.tree.map(_on_device, tree, self.shapes))
+
         # The result is replicated, so that every process can read all digests.
         whole = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(mapped, out_shardings=whole)
+        return jax.jit(all_of, out_shardings=whole)
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -213,6 +218,12 @@ def _scattered(words: jax.Array) -> jax.Array:
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
+
+
+def _on_device(leaf: jax.Array, shape: Leaf) -> jax.Array:
+    """Copy a leaf that is in the host's memory to the device; other leaves are unchanged."""
+    there = shape.sharding.memory_kind == HOST_MEMORY
+    return jax.device_put(leaf, jax.memory.Space.Device) if there else leaf
 
 
 def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:

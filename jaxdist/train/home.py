@@ -3,7 +3,7 @@
 The model's form is the form on a single device. The devices' form is stored between steps, and may
 be padded or reordered. Each `View` converts leaves between these two forms. The view decides with
 which of the two forms steps compute, and which of the two forms checkpoints hold. Another method to
-store state (such as offloading) is another view.
+store state is another view (such as `jaxdist.train.offload.HostMemory`).
 """
 
 from __future__ import annotations
@@ -106,23 +106,6 @@ class StageOrder:
         return leaf if place is None else jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
 
 
-def views_of(
-    model: Functional, zero: ZeroSplit | None, stack: StageStack | None
-) -> tuple[View, ...]:
-    """Return the views of a plan, in the order in which `Home.stored` applies them.
-
-    Args:
-      zero: the plan of ZeRO, which may pad uneven shards, or None without ZeRO.
-      stack: the order of the layers on a pipeline's stages, or None for the order of the model.
-    """
-    views: list[View] = []
-    if stack is not None:
-        views.append(StageOrder(stack, model.stacked))
-    if zero is not None and zero.padded:
-        views.append(FilledShards(zero))
-    return tuple(views)
-
-
 @dataclass(frozen=True)
 class Home:
     """The conversions of a state between its forms.
@@ -165,6 +148,14 @@ class Home:
     def from_step(self, state: TrainState) -> TrainState:
         """Convert a state from the form of steps to the devices' form."""
         return self._store(self._not_in_steps, state)
+
+    def opt_to_step(self, opt_state: PyTree) -> PyTree:
+        """Convert only the optimizer's state, as `to_step` does."""
+        return self._use_owned(self._not_in_steps, opt_state, self.owners)
+
+    def opt_from_step(self, opt_state: PyTree) -> PyTree:
+        """Convert only the optimizer's state, as `from_step` does."""
+        return self._store_owned(self._not_in_steps, opt_state, self.owners)
 
     def outer_to_step(self, carried: PyTree) -> PyTree:
         """Convert the outer exchange's state from the devices' form to the form of steps."""
@@ -225,14 +216,20 @@ class Home:
         return replace(self._use(views, state), outer=self._use_outer(views, state.outer))
 
     def _store_outer(self, views: Sequence[View], carried: PyTree) -> PyTree:
-        for view in views:
-            carried = _owned(view.store, carried, self.owners_of_outer)
-        return carried
+        return self._store_owned(views, carried, self.owners_of_outer)
 
     def _use_outer(self, views: Sequence[View], carried: PyTree) -> PyTree:
+        return self._use_owned(views, carried, self.owners_of_outer)
+
+    def _store_owned(self, views: Sequence[View], tree: PyTree, owners: PyTree) -> PyTree:
+        for view in views:
+            tree = _owned(view.store, tree, owners)
+        return tree
+
+    def _use_owned(self, views: Sequence[View], tree: PyTree, owners: PyTree) -> PyTree:
         for view in reversed(views):
-            carried = _owned(view.use, carried, self.owners_of_outer)
-        return carried
+            tree = _owned(view.use, tree, owners)
+        return tree
 
     def _store(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in views:

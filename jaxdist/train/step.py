@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jaxdist.models.feed_forward.measure import scalars
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums, training_sums
+from jaxdist.models.remat import HOST_MEMORY
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import scale_for
 from jaxdist.optim.owners import Owner, of_params
@@ -30,6 +31,7 @@ from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
+from jaxdist.train.offload import on_host, streamed
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
@@ -104,6 +106,11 @@ class Program:
         """The shapes of the training state in the model's form, without shardings or padding."""
         return jax.eval_shape(self._init)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is in the host's memory."""
+        return self.exchange.zero is not None and self.exchange.zero.offload
+
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         replicated = self.layout.replicated
         placements = self.exchange.placements
@@ -112,7 +119,9 @@ class Program:
         def placed(_: Any, owner: Owner | None) -> NamedSharding:
             if owner is None:
                 return replicated
-            return NamedSharding(replicated.mesh, owner.spec(shares[owner.name].spec))
+            spec = owner.spec(shares[owner.name].spec)
+            kind = HOST_MEMORY if on_host(self.exchange.zero, owner) else None
+            return NamedSharding(replicated.mesh, spec, memory_kind=kind)
 
         return TrainState(
             step=replicated,
@@ -164,8 +173,16 @@ class Program:
         found, exchange = self.exchange.gradients(self.compute, held, batch, key, state.exchange)
         return StepGradients(*found, exchange)
 
-    def _update(self, state: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
-        """Update a state in the form of steps; return its stored form and the step's metrics."""
+    def _update(
+        self, stored: TrainState, state: TrainState, found: StepGradients
+    ) -> tuple[TrainState, jax.Array]:
+        """Update a state, and return its stored form and the step's metrics.
+
+        Args:
+          stored: the state in its stored form.
+          state: the same state in the form of steps.
+          found: the gradients.
+        """
         # Each device updates its share of the parameters, which is then sent to the devices that
         # store it.
         trained, frozen = self.model.divided(state.params)
@@ -173,10 +190,18 @@ class Program:
         norm = self.exchange.norm(grads)
         values = scalars(found.sums)
         owned = of_params(params)
-        given = (grads, owned), (params, owned), (state.opt_state, self.home.owners)
+        rest = norm, values["loss"], found.sums["loss"].weight
+
+        def update(opt_state: OptState) -> tuple[Any, ...]:
+            given = (grads, owned), (params, owned), (opt_state, self.home.owners)
+            return self.exchange.apply(self._moved, given, rest)
+
+        away: OptState = None
         with jax.named_scope("optimizer"):
-            rest = norm, values["loss"], found.sums["loss"].weight
-            params, opt_state = self.exchange.apply(self._moved, given, rest)
+            if self.offloads:
+                moved, opt_state, away = streamed(update, stored.opt_state, self.home, params)
+            else:
+                moved, opt_state = update(state.opt_state)
         if self.optimizer.skips_empty:
             # If the batch has no weight, plans that divide by the weight after the exchange would
             # report NaN.
@@ -184,7 +209,7 @@ class Program:
         else:
             norm_shown = norm
         values |= {"grad_norm": norm_shown, "learning_rate": self.optimizer.schedule(state.step)}
-        params = self.exchange.publish(params, trained)
+        params = self.exchange.publish(moved, trained)
         new = replace(
             state,
             step=state.step + 1,
@@ -196,10 +221,11 @@ class Program:
         if self.optimizer.max_skipped is not None:
             new, more = self._after_skips(state, new, norm, found.sums["loss"].weight)
             values |= more
+        kept = self.home.from_step(new)
+        if self.offloads:
+            kept = replace(kept, opt_state=away)
         # A single vector, so that all metrics of a step are copied to the host at once.
-        return self.home.from_step(new), jnp.stack(
-            [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
-        )
+        return kept, jnp.stack([jnp.asarray(values[name], jnp.float32) for name in self.metrics])
 
     def _moved(
         self,
@@ -223,7 +249,7 @@ class Program:
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state = self.home.to_step(stored)
-        return self._update(state, self._gradients(stored, state, batch))
+        return self._update(stored, state, self._gradients(stored, state, batch))
 
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
@@ -301,7 +327,7 @@ class Program:
             # XLA computes the common part of both gradients only once, if XLA places all
             # communication.
             of_field = compute.objective.field_gradients(held, batch, key, field)
-            return *self._update(state, found), of_field
+            return *self._update(stored, state, found), of_field
 
         shardings = self._stored_shardings, self.layout.replicated, self.batch[field].sharding
         return self._jitted.updating(train, shardings)
@@ -335,7 +361,7 @@ class Program:
 
         def update(stored: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
-            return self._update(self.home.to_step(stored), own)
+            return self._update(stored, self.home.to_step(stored), own)
 
         return self._jitted.updating(update, (self._stored_shardings, self.layout.replicated))
 
@@ -355,7 +381,8 @@ class Program:
             moved, carried = self.exchange.apply(outer.exchange, given, ())
             params = self.exchange.publish(moved, trained)
             new = self.home.from_step(replace(state, params=join_leaves(params, frozen)))
-            return replace(new, outer=self.home.outer_from_step(carried))
+            carried = self.home.outer_from_step(carried)
+            return replace(new, opt_state=stored.opt_state, outer=carried)
 
         return self._jitted.updating(between, self._stored_shardings)
 

@@ -32,6 +32,8 @@ class ZeroSettings(Protocol):
     def gather_codec(self) -> CodecConfig | None: ...
     @property
     def secondary(self) -> bool: ...
+    @property
+    def offload(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ZeroOff:
     prefetch: bool = False
     gather_codec: CodecConfig | None = None
     secondary: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)

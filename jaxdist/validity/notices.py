@@ -36,7 +36,7 @@ def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
 
 def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
     zero, parts, axes = facts.zero, facts.parts(facts.state_axes), ", ".join(facts.state_axes)
-    if zero.stage and parts == 1:
+    if zero.stage and parts == 1 and not zero.offload:
         yield (
             f"{shown_stage(facts)} has no effect: {axes} of {shown_mesh(facts)} has size 1, so "
             "that nothing is split"
@@ -61,6 +61,11 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         )
     if zero.scope == "ici" and not zero.stage:
         yield "parallel.zero.scope ici has no effect at parallel.zero.stage 0"
+    if zero.offload and not zero.stage:
+        yield (
+            "parallel.zero.offload true has no effect at parallel.zero.stage 0: the host's memory "
+            "keeps only state that ZeRO splits; set parallel.zero.stage: 1"
+        )
 
 
 def _of_reduction(facts: Facts) -> Iterator[str]:

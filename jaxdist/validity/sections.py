@@ -125,6 +125,9 @@ SECTIONS: Mapping[str, Feature] = {
     "parallel.zero.prefetch": Feature(
         lambda f: f.zero.prefetch, lambda f: "parallel.zero.prefetch true"
     ),
+    "parallel.zero.offload": Feature(
+        lambda f: f.zero.stage > 0 and f.zero.offload, lambda f: "parallel.zero.offload true"
+    ),
     "strategy: lookahead": Feature(
         lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"
     ),

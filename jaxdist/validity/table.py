@@ -205,6 +205,12 @@ ROWS: tuple[ValidityRow, ...] = (
         "set parallel.zero.secondary: false",
     ),
     ValidityRow(
+        (("deterministic: strict",), ("parallel.zero.offload",)),
+        "the update of a state in the host's memory is divided into groups of parameters, which "
+        "the compiler may round differently from an update of all parameters",
+        "set parallel.zero.offload: false",
+    ),
+    ValidityRow(
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
         "the norm of gradients that two axes split is added up in the order of devices",
         "set parallel.zero.stage: 0, or keep data alone in mesh",

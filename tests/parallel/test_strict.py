@@ -269,6 +269,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
     ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "the norm of gradients"),
+    ("host", {"data": 2}, {"zero": {"stage": 1, "offload": True}}, "zero.offload: false"),
     ("second copy", TWO, {"zero": {"stage": 3, "secondary": True}}, "a second copy saves nothing"),
 ]  # fmt: skip
 

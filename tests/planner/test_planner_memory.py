@@ -21,7 +21,7 @@ from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, plan_memory, share
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.search import judge_plan
+from jaxdist.planner.search import judge_plan, search
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
 from jaxdist.run.memory import bytes_per_device
@@ -50,6 +50,26 @@ PLANS = st.builds(
 
 
 MUON = {**CONFIG, "optim": {"type": "muon", "learning_rate": 1e-3}}
+
+
+def test_state_on_the_host_frees_memory_and_takes_the_time_of_its_copies() -> None:
+    target = parse_target("v5e:2x4")
+    model = dataclasses.replace(MODEL, embed=2048, mlp=8192, batch=8)
+    places = next(places for places in meshes(target) if places.sizes == (1, 8, 1))
+    plan = Plan(data=8, zero=1)
+    there = dataclasses.replace(plan, offload=True)
+    device, host = (judge_plan(model, one, places, target) for one in (plan, there))
+    held = device.memory.optimizer
+    assert host.memory.host == held
+    assert 0 < device.memory.total - host.memory.total <= held
+    assert host.memory.optimizer <= held / 2
+    assert host.seconds.total - device.seconds.total == pytest.approx(2 * held / 1.6e10)
+    found = search(dataclasses.replace(model, offload=True), target)
+    assert {one.plan.offload for one in found.valid if one.plan.zero} == {True}
+    assert not any(one.plan.offload for one in found.valid if not one.plan.zero)
+    assert planned(CONFIG, there)["parallel"]["zero"] == {"stage": 1, "offload": True}
+    with pytest.raises(ConfigError, match=r"the host's memory and a h100 is unknown.*false"):
+        search(dataclasses.replace(model, offload=True), parse_target("h100:1x8"))
 
 
 @pytest.mark.parametrize(

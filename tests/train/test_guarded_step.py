@@ -21,8 +21,8 @@ from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.parallel.contract import BatchContext, StepInputs
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
+from jaxdist.train.assemble import views_of
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.home import views_of
 
 ROWS = 64
 DATA, BOTH = {"data": 8}, {"data": 2, "tensor": 4}

@@ -369,6 +369,13 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     return _of_zero(config, secondary=True)
 
 
+def _offload(random: Random, config: Sections) -> Sections | None:
+    parallel = config["parallel"]
+    if not (parallel.get("zero") or {}).get("stage") or "deterministic" in parallel:
+        return None
+    return _of_zero(config, offload=True)
+
+
 def _value(section: str, name: str) -> Callable[[Sections], str]:
     def shown(config: Sections) -> str:
         found: Mapping[str, Json] = config
@@ -447,6 +454,7 @@ SETTINGS: Mapping[str, Setting] = {
     "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
+    "state on the host": Setting(0.15, False, _offload, _value("parallel.zero", "offload")),
 }
 """The settings by their names on the page, in the order in which `with_settings` adds them."""
 assert STEPS == 3, "phases divide the steps of a draw in thirds"

@@ -61,6 +61,7 @@ class Traced:
       steps: the number of steps of the run, or None if the config gives epochs instead.
       update_flops: the FLOPs of the optimizer's update of all parameters in a step.
       experts: the layers with experts, or None if there are none.
+      offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
     """
 
     unit: str
@@ -78,6 +79,7 @@ class Traced:
     steps: int | None = None
     update_flops: float = 0.0
     experts: PlannedExperts | None = None
+    offload: bool = False
 
     @property
     def parameters(self) -> int:
@@ -310,6 +312,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         narrow=bool(high["narrow"]),
         steps=config.train.steps,
         experts=_experts(config, alone.units_per_example),
+        offload=config.parallel.zero.offload,
     )
 
 
