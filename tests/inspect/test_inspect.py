@@ -94,6 +94,26 @@ def test_the_quickstart_for_tpus(tmp_path: Path) -> None:
     assert looked.json["memory"]["peak_bytes"] > looked.json["memory"]["argument_bytes"]
 
 
+@pytest.mark.full
+@pytest.mark.needs_libtpu
+def test_the_program_for_tpus_has_the_optimizers_state_in_the_hosts_memory(
+    tmp_path: Path,
+) -> None:
+    path, zero = (
+        QUICKSTART.parents[1] / "mlp/digits.yaml",
+        "parallel.zero={stage: 1, offload: true}",
+    )
+    looked = Looked(tmp_path, path, zero, topology="v5e:2x4")
+    memory = looked.json["memory"]
+    held, arguments = memory["host_state_bytes"], sum(memory["arguments"].values())
+    # Tiles pad the arrays.
+    assert 0 < held <= memory["host_bytes"] < 1.5 * held
+    assert arguments <= memory["argument_bytes"] < arguments + held
+    assert memory["arguments"]["optimizer_state_bytes"] < held / 4
+    assert memory["host_seconds"] == pytest.approx(2 * held / 1.6e10)
+    assert "The host's memory holds" in looked.out
+
+
 def test_a_ring_sends_its_bound(tmp_path: Path, digits: Path) -> None:
     looked = Looked(tmp_path, digits, "parallel.reduce={type: ring}")
     (ring,) = (r for r in looked.json["collectives"] if r["kind"] == "collective-permute")
