@@ -30,7 +30,7 @@ def delta(client: int, clock: int, length: int) -> np.ndarray:
 
 def layout_of(length: int) -> ShardLayout:
     """Return the layout of a single server, with one array."""
-    piece = ShardPiece(Range("w", 0, length, 4 * length), (length,), 0)
+    piece = ShardPiece(Range("w", 0, length, 4 * length), (length,), 0, np.dtype(np.float32))
     return ShardLayout(0, np.dtype(np.float32), (piece,))
 
 

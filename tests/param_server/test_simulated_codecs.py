@@ -181,8 +181,8 @@ def test_messages_and_what_is_kept_are_all_that_was_to_be_sent(codec):
 
 def live_encoder(codec, whole):
     pieces = (
-        ShardPiece(Range("a", 0, 1, 32), (1, 8), 0),
-        ShardPiece(Range("b", 0, 1, 32), (1, 8), 8),
+        ShardPiece(Range("a", 0, 1, 32), (1, 8), 0, np.dtype(np.float32)),
+        ShardPiece(Range("b", 0, 1, 32), (1, 8), 8, np.dtype(np.float32)),
     )
     layout = ShardLayout(0, np.dtype(np.float32), pieces)
     encoder = PushEncoder(Codes(layout, codec, ErrorFeedback(), whole, 0), 0)
