@@ -67,6 +67,16 @@ RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
         (ROWS,),
         ROWS,
     ),
+    "rows times equal values from a buffer": (
+        lambda x: (
+            x
+            * lax.dynamic_update_slice(
+                jnp.zeros((2, *x.shape)), jnp.full((1, *x.shape), 3.0), (1, 0, 0)
+            ).max(0)
+        ),
+        (ROWS,),
+        ROWS,
+    ),
     "rows stay rows": (lambda x: jnp.tanh(x) * 2, (ROWS,), ROWS),
     "a product that contracts rows": (lambda x: lax.psum(x.T @ x, "d"), (ROWS,), WHOLE),
     "a mean of equal means": (lambda x: lax.pmean(x.mean(0), "d"), (ROWS,), WHOLE),

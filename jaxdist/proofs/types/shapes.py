@@ -274,8 +274,13 @@ def dynamic_slice(op: Op) -> Found:
 
 
 def dynamic_update_slice(op: Op) -> Found:
-    """Return the kind of an array in which a slice at a variable index is replaced."""
-    return written(op, op.values[0], op.values[1], op.kinds[2:])
+    """Return the value of an array in which a slice at a variable index is replaced."""
+    target, update, *_ = op.values
+    into, slice_ = (aval.shape for aval in op.ins[:2])
+    # Along a dim that the slice spans, elements are either all replaced or all kept.
+    spanned = {dim for dim, size in enumerate(into) if slice_[dim] == size}
+    kind = written(op, target, update, op.kinds[2:])
+    return k.Value(kind, target.constant & update.constant & spanned)
 
 
 def written(op: Op, target: k.Value, update: k.Value, places: Sequence[k.Kind]) -> k.Kind:
