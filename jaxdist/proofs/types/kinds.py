@@ -237,7 +237,7 @@ class Value:
     def held(self) -> frozenset[int]:
         """The dims along which the array is a shard, or counts as a shard."""
         kind = self.kind
-        equal = self.constant if isinstance(kind, Whole | Count) else frozenset[int]()
+        equal = self.constant if isinstance(kind, SAME) else frozenset[int]()
         return kind.dims if isinstance(kind, Shard) else equal
 
     def of_kind(self, kind: Kind) -> Value:
