@@ -24,6 +24,10 @@ def test_what_xla_cannot_print_is_told_with_its_memory():
         temp_size_in_bytes=10**9,
         generated_code_size_in_bytes=0,
         peak_memory_in_bytes=0,
+        host_output_size_in_bytes=0,
+        host_alias_size_in_bytes=0,
+        host_argument_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
     )
     compiled = SimpleNamespace(as_text=as_text, memory_analysis=lambda: stats)
     with pytest.raises(LedgerError, match=r"needs 3 GB .* \(INTERNAL: RET_CHECK failure: async-up"):

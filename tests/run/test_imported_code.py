@@ -175,7 +175,7 @@ WRONG = [
     (loss("loss", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     ({"loss": {"type": "import", "path": "mime:loss"}}, "there is no module 'mime'"),
     ({"loss": {"type": "import", "path": "mine.loss"}}, "expected 'package.module:name'"),
-    (optimizer("optimizer_number"), "mine:optimizer_number returned int, not an optax"),
+    (optimizer("optimizer_number"), "mine:optimizer_number returned int, but must return an optax"),
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     (
         {"optim": LBFGS},
