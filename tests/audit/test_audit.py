@@ -191,6 +191,7 @@ def test_each_knob_is_judged(folder: Path, case: str) -> None:
     assert not {"model", "optim", "train", "mesh", "parallel", "optim.schedule"} & set(findings)
 
 
+@pytest.mark.full
 def test_full_compiles_and_says_what_each_knob_costs(folder: Path) -> None:
     (folder / "audited.py").write_text(
         MINE + "def turned(rate, turns=0):\n"

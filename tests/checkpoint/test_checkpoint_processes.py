@@ -145,6 +145,7 @@ def test_both_commit_and_load_the_same(said: list[Any]) -> None:
         assert one["newest"] == [3, True]
 
 
+@pytest.mark.full
 def test_both_fall_back_together_and_only_process_0_says_so(said: list[Any]) -> None:
     assert [one["older"] for one in said] == [[2, {"step": 2}, True]] * 2
     assert [one["events"] for one in said] == [1, 0]

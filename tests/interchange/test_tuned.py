@@ -18,6 +18,7 @@ ZERO = {"mesh": {"data": 2}, "parallel": {"zero": {"stage": 3, "whole_below": 0}
 
 
 @pytest.mark.parametrize("sections", [{}, pytest.param(ZERO, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_losses_and_gradients_are_those_of_peft_and_trl(sections, tmp_path, devices):
     """To 1e-5: ten steps of AdamW, and one batch of pairs with a frozen base as the reference."""
     write_drawn(DRAWN, tmp_path / "model")

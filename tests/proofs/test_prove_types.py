@@ -413,6 +413,7 @@ def test_a_task_that_no_table_has_is_named():
     assert mistake_of(wrong).endswith("0 times")
 
 
+@pytest.mark.full
 def test_an_evaluation_in_stages_is_followed_along_the_data_axis():
     """A missing sum over the rows of all devices is reported at the values of the evaluation."""
     fault = next(one for one in faults() if one.file.endswith("model/pipeline.py"))

@@ -33,6 +33,7 @@ def test_a_run_goes_on_when_its_reader_goes_away(jaxdist: Jaxdist) -> None:
     assert [record["step"] for record in metrics(jaxdist.run)][-1] == 24
 
 
+@pytest.mark.full
 def test_output_that_no_disk_takes_is_told_once(jaxdist: Jaxdist) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     lost = jaxdist("--help", stdout=full)

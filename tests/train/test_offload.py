@@ -41,7 +41,7 @@ PLANS = {
     ),
     "skips": ({"data": 2}, {"zero": {"stage": 1}}, MLP, ADAMW | {"skip_nonfinite": True}),
 }
-HEAVY = {"pipeline", "muon", "zero 3, ring", "zero 1"}
+HEAVY = {"pipeline", "muon", "zero 3", "zero 3, ring", "zero 1"}
 
 
 def experiment(plan, *, offload):

@@ -244,6 +244,7 @@ MUON = ImportedOptimizerConfig(
     ids=lambda value: value if isinstance(value, str) else value.path,
 )
 @pytest.mark.every(2)
+@pytest.mark.full
 def test_a_rule_for_tensors_sees_whole_layers(optimizer, plan, devices):
     """A layer lies in shards on several devices, some of them filled up with zeros."""
     mesh, stage, reduce = PLANS[plan]
