@@ -18,7 +18,7 @@ import numpy as np
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.models.recommend.tables import PULLED
 from jaxdist.sharding import Layout
-from jaxdist.tables.keys import rows_of, unique_rows
+from jaxdist.tables.keys import touched_rows, unique_rows
 
 Fetch = Callable[[np.ndarray], np.ndarray]
 """A function from unique rows (`[n]`) to their values `[n, D]`."""
@@ -100,7 +100,7 @@ class TableRows:
             start = shard.index[0].start or 0
             if start in blocks:
                 continue
-            rows = rows_of(self.form, np.asarray(shard.data))
+            rows = touched_rows(self.form, np.asarray(shard.data))
             blocks[start], inverse = unique_rows(rows.reshape(-1))
             places[start] = inverse.reshape(rows.shape).astype(np.int32)
             looked_up += rows.size

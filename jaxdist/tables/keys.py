@@ -23,7 +23,7 @@ def row_dtype(most: int) -> np.dtype:
     return KEY if most else np.dtype(np.uint32)
 
 
-def rows_of(form: RowForm, ids: np.ndarray) -> np.ndarray:
+def touched_rows(form: RowForm, ids: np.ndarray) -> np.ndarray:
     """Return the row numbers `[B, F]` of the ids of a batch.
 
     Args:

@@ -28,7 +28,7 @@ from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.run.tiers import open_tiers
 from jaxdist.tables.bounded import open_store
 from jaxdist.tables.client import TableClient
-from jaxdist.tables.keys import rows_of
+from jaxdist.tables.keys import touched_rows
 from jaxdist.tables.messages import pack, spec_of_reply, step_bytes
 from jaxdist.tables.optimizer import (
     RowAdagrad,
@@ -457,7 +457,7 @@ def test_a_run_with_tables_on_servers_equals_one_device(
         assert _heldout(hybrid, own) == pytest.approx(_heldout(alone, state), rel=1e-5)
         table = np.asarray(state.params["tables"]["rows"])
         ids = np.repeat(np.arange(64, dtype=np.int32)[:, None], 4, axis=1)
-        rows = rows_of(hybrid.rows.form, ids).T.reshape(-1)
+        rows = touched_rows(hybrid.rows.form, ids).T.reshape(-1)
         np.testing.assert_allclose(client.pull(rows), table[: len(rows)], rtol=1e-5, atol=1e-6)
     dense = {k: v for k, v in state.params.items() if k != "tables"}
     others = {k: v for k, v in own.params.items() if k != "tables"}

@@ -35,10 +35,10 @@ def elementwise(op: Op) -> Found:
     """Return the kinds of the results of an elementwise operation."""
     pairs = zip(op.ins, op.values, strict=True)
     full = (value.constant if aval.shape == op.out.shape else op.every for aval, value in pairs)
-    return k.Value(combined(op), op.every.intersection(*full))
+    return k.Value(kind_of_elementwise(op), op.every.intersection(*full))
 
 
-def combined(op: Op) -> k.Kind:
+def kind_of_elementwise(op: Op) -> k.Kind:
     """Return the kind of the result of an elementwise operation."""
     if op.has(k.Joined):
         return _of_joined(op)
@@ -92,7 +92,7 @@ def _of_joined(op: Op) -> k.Kind:
     for place, size in enumerate(all_joined[0].sizes):
         kinds = [one.parts[place][1] if isinstance(one, k.Joined) else one for one in op.kinds]
         mine = [value.of_kind(kind) for value, kind in zip(op.values, kinds, strict=True)]
-        parts.append((size, combined(op.of(mine))))
+        parts.append((size, kind_of_elementwise(op.of(mine))))
     return k.concatenated(all_joined[0].dim, parts)
 
 

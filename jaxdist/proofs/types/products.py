@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.elementwise import combined
+from jaxdist.proofs.types.elementwise import kind_of_elementwise
 from jaxdist.proofs.types.op import Found, Op
 from jaxdist.proofs.types.shapes import dropped, written
 
@@ -47,7 +47,7 @@ def _product(op: Op, *uses: Uses) -> Found:
     if op.has(k.Zero):
         return k.Value(k.ZERO, op.every)
     if op.has(k.Owed) or op.all(k.SAME | k.APART):
-        return combined(op.of(op.values, name="mul"))
+        return kind_of_elementwise(op.of(op.values, name="mul"))
     # A whole operand also counts as a shard along a dim along which it is constant.
     pairs = zip(uses, op.values, strict=True)
     roles = [{use for dim, use in used.items() if dim in one.held} for used, one in pairs]
@@ -100,7 +100,7 @@ def scatter_add(op: Op) -> Found:
         return table.kind
     added = k.Value(_added(op))
     if not isinstance(table.kind, k.Zero):
-        return combined(op.of([table, added], name="add", ins=[op.out, op.out]))
+        return kind_of_elementwise(op.of([table, added], name="add", ins=[op.out, op.out]))
     # The table stays constant along a dim if the rows are constant along the dim and cover the
     # table.
     constant = (
