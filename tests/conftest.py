@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-from spent import Spent
+from spent import Spent, counts_here
 from thin import thin_rows
 
 from jaxdist.runtime import compilation_cache, environment
@@ -85,7 +85,7 @@ def own_compilation_cache() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("durations") or "FOLDER_SECONDS" in os.environ:
+    if counts_here(config):
         config.pluginmanager.register(Spent())
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
-from spent import Spent
+from spent import Spent, counts_here
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("ci_times", ROOT / ".ci/times.py")
@@ -75,3 +76,13 @@ def test_the_seconds_of_each_folder_are_written_beside_what_is_there(tmp_path: P
     measured.write_text("7.0\tinstall\n")
     spent.write(measured)
     assert times.read_measured(measured.read_text()) == {"install": 7, "tests/run": 3.5, "tests": 1}
+
+
+def test_workers_do_not_count_what_the_main_process_counts(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "FOLDER_SECONDS", "times")
+    monkeypatch.delattr(pytestconfig, "workerinput", raising=False)
+    assert counts_here(pytestconfig)
+    monkeypatch.setattr(pytestconfig, "workerinput", {}, raising=False)
+    assert not counts_here(pytestconfig)

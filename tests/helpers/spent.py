@@ -44,6 +44,12 @@ class Spent:
         return sorted(self._seconds.items(), key=lambda item: -item[1])
 
 
+def counts_here(config: pytest.Config) -> bool:
+    """Return whether this process counts seconds; a worker of `-n` leaves that to the main one."""
+    asked = config.getoption("durations") or "FOLDER_SECONDS" in os.environ
+    return bool(asked) and not hasattr(config, "workerinput")
+
+
 def folder_of(nodeid: str) -> str:
     """The room that a test is of.
 
