@@ -20,7 +20,7 @@ from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.bounded import BoundedStore, open_store
-from jaxdist.tables.keys import KEY, WAYS, initial_rows, rows_of, sets_of, unique_rows
+from jaxdist.tables.keys import KEY, WAYS, initial_rows, sets_of, touched_rows, unique_rows
 from jaxdist.tables.messages import pack
 from jaxdist.tables.optimizer import RowAdagrad
 from jaxdist.tables.server import TableServer, TableShard
@@ -156,9 +156,9 @@ def test_rows_of_a_given_table_begin_as_on_a_mesh() -> None:
     seed = np.array(SEED, np.uint32)
     form = RowForm({"user": 50, "item": 100}, 4, 0.1)
     ids = np.array([[3, 4], [49, 99]], np.int32)
-    rows = rows_of(RowForm({"user": 50, "item": 100}, 4, 0.1, most=64), ids).reshape(-1)
+    rows = touched_rows(RowForm({"user": 50, "item": 100}, 4, 0.1, most=64), ids).reshape(-1)
     found = initial_rows(RowForm({"user": 50, "item": 100}, 4, 0.1, most=64), seed, rows)
-    np.testing.assert_array_equal(found, form.initial(seed, rows_of(form, ids).reshape(-1)))
+    np.testing.assert_array_equal(found, form.initial(seed, touched_rows(form, ids).reshape(-1)))
     free = initial_rows(FORM, seed, EVERY)
     assert len(np.unique(free, axis=0)) == len(EVERY)
     assert np.abs(free).max() <= 0.1
