@@ -36,7 +36,7 @@ def agent(
         str | None,
         typer.Option(
             metavar="NAME/ADDRESS",
-            help="Name or address of this host for other hosts; by default the system's.",
+            help="Name or address at which other hosts reach this host; by default the host name.",
         ),
     ] = None,
     devices: shared.Devices = None,

@@ -19,7 +19,7 @@ def inspect(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="A setting section.key=value, as among the overrides; may be repeated."
+            "--set", help="A setting section.key=value, like an override; may be repeated."
         ),
     ] = None,
     json_file: shared.JsonFile = None,

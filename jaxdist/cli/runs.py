@@ -305,7 +305,8 @@ def report(
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="--html: compile each run's step for its memory and its bytes per mesh axis.",
+            help="--html: compile the step of each run, and show its memory and its bytes per "
+            "mesh axis.",
         ),
     ] = True,
 ) -> None:

@@ -220,12 +220,13 @@ def narrow(name: str, value: ArrayLike) -> np.ndarray:
 def _check_alike(first: HostBatch, row: HostBatch, index: int) -> None:
     if row.keys() != first.keys():
         raise DataError(
-            f"data: example {index} has the keys {sorted(row)}, example 0 has {sorted(first)}; "
-            "every example needs the same keys"
+            f"data: example {index} has the keys {sorted(row)}, but example 0 has "
+            f"{sorted(first)}; every example needs the same keys"
         )
     for name, value in row.items():
         if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
             raise DataError(
-                f"data: {name!r} of example {index} is {value.dtype} {value.shape}, and of example "
-                f"0 {first[name].dtype} {first[name].shape}; pad or crop examples to one shape"
+                f"data: {name!r} of example {index} is {value.dtype} {value.shape}, but in "
+                f"example 0 it is {first[name].dtype} {first[name].shape}; pad or crop examples "
+                "to one shape"
             )

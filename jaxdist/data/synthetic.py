@@ -175,9 +175,10 @@ def _check_pictures(config: SyntheticConfig) -> None:
     needed = (config.classes + _NOISES) * math.prod(shape)
     if needed > host_memory_bytes():
         raise DataError(
-            f"data: {config.classes} pictures and {_NOISES} noises of {list(shape)} are "
-            f"{needed / 1e9:,.1f} GB, but this machine has {host_memory_bytes() / 1e9:,.1f} GB: "
-            "lower data.height, data.width, data.channels or data.classes"
+            f"data: {config.classes} pictures and {_NOISES} arrays of noise, each of shape "
+            f"{list(shape)}, need {needed / 1e9:,.1f} GB, but this machine has "
+            f"{host_memory_bytes() / 1e9:,.1f} GB: lower data.height, data.width, data.channels "
+            "or data.classes"
         )
 
 

@@ -150,7 +150,7 @@ def _on_host(inspection: Inspection) -> str:
 def _print_servers(part: WorkerPart, console: Console) -> None:
     """Print the state and the traffic of each parameter server."""
     made = table(
-        "Servers, and their bytes in a clock of all who push", "server", "parameters", "optimizer",
+        "Servers, and their bytes in a clock of all clients", "server", "parameters", "optimizer",
         "received", "sent",
     )  # fmt: skip
     for one in part.servers:

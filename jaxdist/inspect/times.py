@@ -191,8 +191,8 @@ def _schedule_notes(found: StepTime) -> list[str]:
     if found.schedule:
         notes.append(
             f"Each tick takes the branches of the schedule ({found.schedule}). The bubble is the "
-            "time that the mean stage waits for the longest stage, tick by tick; all other rows "
-            "are the mean stage's."
+            "time for which the average stage waits for the slowest stage, summed over ticks; all "
+            "other rows are averages over the stages."
         )
     if found.unmatched:
         notes.append(

@@ -75,8 +75,8 @@ def open_adapters(folder: Path) -> Files:
     ]
     if other:
         raise DataError(
-            f"{folder / SETTINGS}: {', '.join(other)}: jaxdist's adapters are a product of two "
-            "matrices of one rank for every kernel. Merge these adapters with PEFT "
+            f"{folder / SETTINGS}: {', '.join(other)}: each of jaxdist's adapters is a product of "
+            "two matrices, with the same rank for every kernel. Merge these adapters with PEFT "
             "(merge_and_unload), and import the model"
         )
     return Files(folder, settings, safetensors.read_header(folder / TENSORS))

@@ -173,8 +173,9 @@ def _written_vit_inputs(given: Inputs) -> JsonObject:
     height, width, channels = given.image or (0, 0, 0)
     if height != width:
         raise ConfigError(
-            f"the images of this model have {height} x {width} pixels, and config.json of the "
-            "family vit describes squares: train it on squares (data.size)"
+            f"the images of this model have {height} x {width} pixels, but config.json of the "
+            "family vit can describe only square images: train the model on square images "
+            "(data.size)"
         )
     return {"image_size": height, "num_channels": channels, **_written_classes(given.classes)}
 

@@ -81,7 +81,7 @@ def positive(config: Mapping[str, Any], key: str, missing: int | None = None) ->
     size = config.get(key, missing)
     if type(size) is not int or size < 1:
         has = "has no" if key not in config else f"has {size!r} for"
-        raise ConfigError(f"config.json {has} {key}; give the model's own, a number from 1")
+        raise ConfigError(f"config.json {has} {key}: set {key} to the model's number, at least 1")
     return size
 
 
@@ -143,7 +143,7 @@ class Family:
             if given.get(key, allowed[0]) not in allowed:
                 listed = " or ".join(map(repr, allowed))
                 raise ConfigError(
-                    f"config.json: {key} is {given[key]!r}, but of the family {self.name} "
+                    f"config.json: {key} is {given[key]!r}, but for the family {self.name}, "
                     f"model.type {self.kind} computes {listed}. {OTHER_MODEL}"
                 )
         lacking = [key for key in self.keys if key not in given]

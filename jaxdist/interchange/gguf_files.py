@@ -132,7 +132,7 @@ class Gguf:
             vocab = self.tensors["token_embd.weight"].shape[0]
         except KeyError as error:
             raise DataError(
-                f"{self.path}: a GGUF file of {name!r} without {error}, which a language model "
+                f"{self.path}: the GGUF file of {name!r} lacks {error}, which a language model "
                 "needs; use a file with the model's weights"
             ) from error
         tied = "output.weight" not in self.tensors
@@ -211,11 +211,14 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
       DataError: the family is an encoder, or gemma, whose norms have other values in GGUF files.
     """
     if family.kind != "gpt":
-        raise DataError(f"a {family.name} is not read from GGUF files: import its safetensors")
+        raise DataError(
+            f"a model of the family {family.name} cannot be read from a GGUF file: import its "
+            "safetensors"
+        )
     if family.name == "gemma":
         raise DataError(
-            "a gemma in a GGUF file has 1 added to the scales of its norms, which rounds them: "
-            "import its safetensors"
+            "a GGUF file of the family gemma stores each scale of a norm plus 1, which rounds the "
+            "scale: import the model's safetensors"
         )
     made = {}
     for own, name in NAMES.items():

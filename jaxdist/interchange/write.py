@@ -222,7 +222,7 @@ def _own(folder: Path | None) -> JsonObject | None:
         found = read_json(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{folder / CONFIG} cannot be read ({error}), and an export would have its content: "
-            "mend the file, or delete it"
+            f"{folder / CONFIG} cannot be read ({error}), but an export copies its content: repair "
+            "the file, or delete it"
         ) from error
     return found if isinstance(found, dict) and "model_type" in found else None

@@ -98,7 +98,7 @@ class DynamicLossScale:
                 f"loss scale: growth {self.growth} must be finite and above 1, such as 2"
             )
         if not 0 < self.backoff < 1:
-            raise ConfigError(f"loss scale: backoff {self.backoff} must lie in (0, 1), such as 0.5")
+            raise ConfigError(f"loss scale: backoff {self.backoff} must be in (0, 1), such as 0.5")
         if self.growth_steps < 1:
             raise ConfigError(f"loss scale: growth_steps {self.growth_steps} must be at least 1")
 

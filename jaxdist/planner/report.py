@@ -36,7 +36,7 @@ ANALYTIC_ONLY = (
 
 ROUGH = (
     "The ranking is rough, and covers only the data axis: the formulas describe the layers of gpt, "
-    "but of other models they use only what the trace of a step shows. For TPUs, --memory and "
+    "but for other models they use only what the trace of a step shows. For TPUs, --memory and "
     "--compile ask the compiler."
 )
 

@@ -80,10 +80,10 @@ def told(found: Sequence[ReplicaDifference], hosts: Mapping[int, str]) -> str:
       hosts: the names of hosts, by process number.
 
     >>> told([], {})
-    'processes received different digests, so that a device or the network is faulty'
+    'processes received different digests, so a device or the network is faulty'
     """
     if not found:
-        return "processes received different digests, so that a device or the network is faulty"
+        return "processes received different digests, so a device or the network is faulty"
     more = [f"{len(found) - _LISTED} more shards differ"] if len(found) > _LISTED else []
     return "; ".join([*(one.told(hosts) for one in found[:_LISTED]), *more])
 

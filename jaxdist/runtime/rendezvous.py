@@ -215,7 +215,10 @@ def _admit(
         return
     index, its_count = int(hello[1]), int(hello[2])
     if its_count != count:
-        problem = f"process {index} was started as one of {its_count}, process 0 as one of {count}"
+        problem = (
+            f"process {index} was started as one of {its_count} processes, but process 0 as one of "
+            f"{count}"
+        )
     elif not 0 < index < count or index in came:
         problem = (
             f"a process {index} has already joined: use a different --process-id for each process"

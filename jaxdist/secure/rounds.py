@@ -206,8 +206,8 @@ class ServerRound:
         if len(left) < self._needed:
             raise SecureError(
                 f"secure aggregation: {len(left)} of {self._clients} clients are left in round "
-                f"{self.number}, and {self._needed} are needed, so that its sum stays masked; "
-                "continue from the newest checkpoint with --resume, or allow more dropouts "
+                f"{self.number}, but {self._needed} are needed, so the sum of the round stays "
+                "masked; continue from the newest checkpoint with --resume, or allow more dropouts "
                 "(strategy.aggregation.dropouts)"
             )
 

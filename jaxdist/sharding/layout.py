@@ -419,10 +419,9 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
     shown = axis if axis is not None and axis_names(mesh, axis) else "none"
     if config.collective_matmul and (axis is None or rules["mlp"] != axis):
         raise ShardingError(
-            "sharding.collective_matmul overlaps matrix products with shards of a sequence that "
-            f"is split over the same axis as mlp, but residual_seq is mapped to {shown}, and mlp "
-            f"to {rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
-            "sharding.collective_matmul: false"
+            "sharding.collective_matmul needs the dims residual_seq and mlp on the same mesh "
+            f"axis, but residual_seq is mapped to {shown}, and mlp to {rules['mlp'] or 'none'}: "
+            "set sharding.rules: {residual_seq: tensor}, or sharding.collective_matmul: false"
         )
     if config.collective_matmul and axis is not None and len(axis_names(mesh, axis)) > 1:
         raise ShardingError(

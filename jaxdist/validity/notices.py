@@ -51,8 +51,9 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         also = f" and {len(more)} more" if more else ""
         yield (
             f"{shown_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no "
-            f"dim divides by {parts} ({axes}). Padding with zeros would more than double it, or "
-            "another axis splits the dim. Choose a size that divides to split it"
+            f"dim divides by {parts} ({axes}). Padding would more than double the parameter, or "
+            f"another axis splits the dim. To split the parameter, choose a size that {parts} "
+            "divides"
         )
     if zero.stage == 2 and facts.shards is not None and parts > 1:
         yield (

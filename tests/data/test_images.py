@@ -73,9 +73,9 @@ def test_every_truncation_is_noticed(missing: int) -> None:
         (b"\0\0\x0d\x01\0\0\0\0", "IDX dtype 0x0d, expected 0x08"),
         (b"\0\0\x08\0", "0 IDX dims, expected 1 to 4"),
         (b"\0\0\x08\x05", "5 IDX dims"),
-        (b"\0\0\x08\x02\0\0\0\x01", "truncated: 8 bytes, its header alone takes 12"),
-        (_idx(_random(3, 2))[:-1], "truncated: it holds 5 values, its header says 3 x 2 = 6"),
-        (_idx(_random(3)) + b"x", "too long: it holds 4 values, its header says 3 = 3"),
+        (b"\0\0\x08\x02\0\0\0\x01", "truncated: it has 8 bytes, but its header alone has 12"),
+        (_idx(_random(3, 2))[:-1], "truncated: it holds 5 values, but its header says 3 x 2 = 6"),
+        (_idx(_random(3)) + b"x", "too long: it holds 4 values, but its header says 3 = 3"),
     ],
 )
 def test_what_is_wrong_with_an_idx_file(content: bytes, message: str) -> None:

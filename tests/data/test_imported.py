@@ -65,7 +65,7 @@ def test_what_may_be_imported() -> None:
     ("name", "error", "message"),
     [
         ("none", DataError, r"'userdata:none' gave a NoneType, expected an object with __len__"),
-        ("ragged", DataError, r"'x' of example 3 is int32 \(4,\), and of example 0 int32 \(1,\)"),
+        ("ragged", DataError, r"'x' of example 3 is int32 \(4,\), but in example 0 it is int32 \("),
         ("tuples", DataError, "example 0 is a tuple, expected a mapping"),
         (
             "failing_heldout",

@@ -33,12 +33,12 @@ def test_arrays_give_single_examples_too() -> None:
     [
         ([(1, 2)], r"example 0 is a tuple, expected a mapping.*\{'image': image"),
         ([{}], "example 0 is a dict, expected a mapping"),
-        ([{"a": 1}, {"b": 1}], r"example 1 has the keys \['b'\], example 0 has \['a'\]"),
+        ([{"a": 1}, {"b": 1}], r"example 1 has the keys \['b'\], but example 0 has \['a'\]"),
         (
             [{"a": [1, 2]}, {"a": [1]}],
-            r"'a' of example 1 is int32 \(1,\), and of example 0 int32 \(2,",
+            r"'a' of example 1 is int32 \(1,\), but in example 0 it is int32 \(2,",
         ),
-        ([{"a": 1}, {"a": 1.5}], r"'a' of example 1 is float32 \(\), and of example 0 int32"),
+        ([{"a": 1}, {"a": 1.5}], r"'a' of example 1 is float32 \(\), but in example 0 it is int32"),
         ([{"a": "text"}], r"a\[0\] has dtype <U4, expected numbers"),
         ([{"a": 2**31}], r"a\[0\] holds 2147483648 to 2147483648"),
     ],

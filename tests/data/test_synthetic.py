@@ -74,7 +74,7 @@ def test_a_setting_of_the_other_kind() -> None:
 
 
 def test_pictures_larger_than_the_machine_are_refused_before_one_is_drawn() -> None:
-    message = r"10 pictures and 64 noises of \[32, 32, 2000000000\] are 151,552.0 GB, but this"
+    message = r"64 arrays of noise, each of shape \[32, 32, 2000000000\], need 151,552.0 GB, but"
     with pytest.raises(DataError, match=message):
         SyntheticConfig(kind="images", channels=2_000_000_000).build()
 

@@ -159,7 +159,7 @@ def test_a_config_of_another_model_beside_the_tokenizer_is_left_out(other, tmp_p
 @pytest.mark.parametrize(
     ("name", "key", "value", "words"),
     [
-        ("llama", "vocab_size", None, r"has None for vocab_size; give the model's own"),
+        ("llama", "vocab_size", None, r"has None for vocab_size: set vocab_size to the"),
         ("vit", "image_size", "24", r"has '24' for image_size"),
         ("bert_classes", "num_labels", 0, r"has 0 for num_labels"),
     ],
@@ -177,5 +177,5 @@ def test_options_that_do_not_fit_each_other_are_one_message():
 
 
 def test_images_that_are_no_squares_have_no_config_of_a_vit():
-    with pytest.raises(ConfigError, match=r"24 x 16 pixels, and config.json .* describes squares"):
+    with pytest.raises(ConfigError, match=r"24 x 16 pixels, but config.json .* only square images"):
         FAMILIES["vit"].written_inputs(Inputs(classes=3, image=(24, 16, 3)))

@@ -161,18 +161,18 @@ def test_the_kernel_that_is_chosen(name, changes, kernel):
         ("splash", {"platform": "gpu"}, "runs on TPUs, but the mesh has gpu devices; "
          "use auto (here cudnn) or plain or blockwise or cudnn"),
         ("splash", {"platform": "tpu", "length": 1000},
-         "needs a sequence that 128 divides, here it is 1000; use auto (here plain)"),
+         "needs a sequence length that 128 divides, but here it is 1000; use auto (here plain)"),
         ("splash", {"platform": "tpu", "seq_parts": 2}, "a mesh axis splits them into 2 parts"),
         ("splash", {"platform": "tpu", "head_parts": 4},
          "8 heads are in 4 parts, 2 kv_heads in 1; use auto (here blockwise)"),
         ("cudnn", {"platform": "tpu"}, "attention cudnn runs on GPUs, but the mesh has tpu "
          "devices; use auto (here splash) or plain or blockwise or splash"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"},
-         "needs compute_dtype: bfloat16, here it is float32; use auto (here blockwise)"),
+         "needs compute_dtype: bfloat16, but here it is float32; use auto (here blockwise)"),
         ("cudnn", {"platform": None, "head_dim": 20}, "a head size of 8, 16, ... to 128, here it "
          "is 20; use auto or plain or blockwise"),
         ("cudnn", {"platform": "gpu", "length": 77, "segments": True},
-         "isolates documents in sequences of even length, here it is 77"),
+         "isolates documents only in sequences of even length, not of 77"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_does_not_fit_is_refused_with_those_that_do(name, changes, message):
@@ -185,7 +185,7 @@ def test_a_sequence_is_looked_at_where_it_comes():
     """Another length than the data's, as in generation, is refused by name too."""
     attend = Attend("splash", replace(ASK, platform="tpu", length=None), no_hint)
     shapes = [jax.ShapeDtypeStruct((1, 100, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
-    with pytest.raises(ConfigError, match="needs a sequence that 128 divides, here it is 100"):
+    with pytest.raises(ConfigError, match="a sequence length that 128 divides, but here it is 100"):
         jax.eval_shape(partial(attend, segments_BL=None), *shapes)
 
 

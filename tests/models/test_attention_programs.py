@@ -248,7 +248,11 @@ def test_a_kernel_is_refused_before_a_run(length, model, rules, message, devices
 @pytest.mark.parametrize(
     ("length", "rules", "message"),
     [
-        (200, {}, "needs a sequence that 128 divides, here it is 200; use auto (here plain)"),
+        (
+            200,
+            {},
+            "needs a sequence length that 128 divides, but here it is 200; use auto (here plain)",
+        ),
         (256, {"kv_heads": None}, "4 heads are in 2 parts, 2 kv_heads in 1; use auto (here plain)"),
     ],
 )

@@ -292,7 +292,7 @@ def test_max_pool_by_hand():
         ({"scan_unroll": 9}, r"scan_unroll 9 exceeds layers 3"),
         (
             {"attention": "cudnn"},
-            r"cudnn needs compute_dtype: bfloat16, here it is float32; use au",
+            r"cudnn needs compute_dtype: bfloat16, but here it is float32; use",
         ),
         ({"attention": "xla"}, r"the name of the kernel that XLA compiles is plain"),
     ],

@@ -334,7 +334,7 @@ def test_a_scale_that_overflows_backs_off_until_training_goes_on():
         ({"max_scale": float("inf")}, "does not hold for 1.0, 32768.0, inf"),
         ({"min_scale": 0.0}, "does not hold for 0.0"),
         ({"growth": 1.0}, "growth 1.0 must be finite and above 1"),
-        ({"backoff": 1.0}, r"backoff 1.0 must lie in \(0, 1\)"),
+        ({"backoff": 1.0}, r"backoff 1.0 must be in \(0, 1\)"),
         ({"growth_steps": 0}, "growth_steps 0 must be at least 1"),
     ],
 )

@@ -141,12 +141,14 @@ def test_the_limit_of_alpha_is_where_the_map_stops_contracting(rate, workers):
 
 def test_an_unstable_elastic_config_is_refused_with_the_limit():
     Elastic().check(workers=8, learning_rate=0.1)
-    with pytest.raises(ConfigError, match=r"alpha is 0.9 for 1 workers.*at most 0.6667") as found:
+    with pytest.raises(
+        ConfigError, match=r"alpha is 0.9, and with 1 work.*at most 0.6667"
+    ) as found:
         Elastic().check(workers=1, learning_rate=1.0)
     assert found.value.setting == ("beta",)
-    with pytest.raises(ConfigError, match=r"curvature 30 is 3, at most 2 is stable"):
+    with pytest.raises(ConfigError, match=r"curvature 30 is 3, and at most 2 is stable"):
         Elastic(curvature=30.0).check(workers=8, learning_rate=0.1)
-    with pytest.raises(ConfigError, match=r"order rounds, at most 0.2") as found:
+    with pytest.raises(ConfigError, match=r"order rounds at most 0.2") as found:
         Elastic(alpha=0.3, order="rounds").check(workers=8, learning_rate=1.0)
     assert found.value.setting == ("alpha",)
 
@@ -356,7 +358,7 @@ def test_asynchrony_with_moments_is_warned_of_with_the_reason():
 def test_reads_that_save_no_question_are_told_of():
     sgd = SgdConfig(type="sgd", momentum=0.0)
     (lazy,) = consistency_notices(SSP(reads="lazy"), sgd, 2)
-    assert "type ssp with reads lazy reads after each change" in lazy
+    assert "type ssp: reads lazy acts like reads each_clock" in lazy
     assert "result. Use each_clock, or ahead" in lazy
     (eager,) = consistency_notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive with reads eager" in eager

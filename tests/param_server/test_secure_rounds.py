@@ -122,9 +122,9 @@ def test_as_many_dropouts_as_allowed_are_survived_and_one_more_ends_the_run(team
     one.push(0, 1.0)
     (failed,) = one.run.failed
     assert failed == (
-        "secure aggregation: 1 of 3 clients are left in round 1, and 2 are needed, so that its sum "
-        "stays masked; continue from the newest checkpoint with --resume, or allow more dropouts "
-        "(strategy.aggregation.dropouts)"
+        "secure aggregation: 1 of 3 clients are left in round 1, but 2 are needed, so the sum of "
+        "the round stays masked; continue from the newest checkpoint with --resume, or allow more "
+        "dropouts (strategy.aggregation.dropouts)"
     )
     assert one.server.state.clocks.version == 1
 

@@ -128,7 +128,9 @@ def test_contradictions_are_told_to_the_newcomer() -> None:
     program = Program(3)
     first, second = program.start(0), program.start(1)
     wrong = program.start(2, count=4).join()
-    assert wrong == "RunError: process 2 was started as one of 4, process 0 as one of 3"
+    assert (
+        wrong == "RunError: process 2 was started as one of 4 processes, but process 0 as one of 3"
+    )
     twins = [second, program.start(1)]
     while all(twin.alive for twin in twins):
         time.sleep(0.01)

@@ -51,7 +51,7 @@ def eject(
     command = " \\\\\n      ".join(lines)
     docstring = (
         f"{path.parent.name}/{path.stem} as one file of plain JAX, written by\n\n    {command}\n\n"
-        "Its losses are those of `jaxdist train`. It keeps no checkpoints, and is one process.\n"
+        "Its losses equal those of `jaxdist train`. It is one process, without checkpoints.\n"
     )
     text = ""
     for held in (experiment.heldout is not None, False):

@@ -122,7 +122,8 @@ def npz(path: Path) -> tuple[Labelled, Labelled | None]:
     if train is None:
         raise DataError(
             f"data.directory: {path} holds {', '.join(sorted(arrays)) or 'nothing'}, expected "
-            "x_train and y_train (and x_test, y_test), or train_images and train_labels"
+            "x_train and y_train (and x_test, y_test), or train_images and train_labels: save the "
+            "arrays under these names"
         )
     return train, heldout
 

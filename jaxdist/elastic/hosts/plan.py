@@ -114,11 +114,11 @@ class BatchRule:
                 "a single number, so that the axis can shrink"
             )
         if devices % self.others or (DATA not in self.mesh and devices != self.others):
-            whole = "a multiple of" if DATA in self.mesh else "the"
+            whole = "a multiple of " if DATA in self.mesh else ""
             raise RunError(
-                f"{devices} devices are not {whole} {self.others} devices that the axes other than "
-                f"data of the mesh {_shown(self.mesh)} need; these axes cannot shrink. Add hosts, "
-                "or use smaller sizes of these axes"
+                f"the mesh {_shown(self.mesh)} needs {whole}{self.others} devices for its axes "
+                f"other than data, which cannot shrink, but there are {devices} devices. Add "
+                "hosts, or use smaller sizes of these axes"
             )
         return devices // self.others
 

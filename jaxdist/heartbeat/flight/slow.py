@@ -161,7 +161,7 @@ def _not_run(at: int, found: Sequence[Flight]) -> Told:
         return None
     told = (
         f"the process did not run for {shares[at]:.0%} of the time (it was stopped or got no CPU), "
-        f"the median of the other processes is {usual:.0%}"
+        f"while the median of the other processes is {usual:.0%}"
     )
     runs = max(1 - shares[at], 1 / (found[at].beats + 1))
     return (1 - usual) / runs, told, True

@@ -25,11 +25,13 @@ class Cudnn:
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, but the mesh has {ask.platform} devices"
         if ask.dtype != "bfloat16":
-            return f"needs compute_dtype: bfloat16, here it is {ask.dtype}"
+            return f"needs compute_dtype: bfloat16, but here it is {ask.dtype}"
         if ask.head_dim % 8 or ask.head_dim > MOST_FEATURES:
-            return f"needs a head size of 8, 16, ... to {MOST_FEATURES}, here it is {ask.head_dim}"
+            return (
+                f"needs a head size of 8, 16, ... to {MOST_FEATURES}, but here it is {ask.head_dim}"
+            )
         if ask.segments and ask.length is not None and ask.length % 2:
-            return f"isolates documents in sequences of even length, here it is {ask.length}"
+            return f"isolates documents only in sequences of even length, not of {ask.length}"
         return None
 
     def __call__(

@@ -48,14 +48,14 @@ class Splash:
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, but the mesh has {ask.platform} devices"
         if ask.length is not None and ask.length % LANES:
-            return f"needs a sequence that {LANES} divides, here it is {ask.length}"
+            return f"needs a sequence length that {LANES} divides, but here it is {ask.length}"
         if ask.seq_parts > 1:
-            return f"needs whole sequences, and a mesh axis splits them into {ask.seq_parts} parts"
+            return f"needs whole sequences, but a mesh axis splits them into {ask.seq_parts} parts"
         if ask.head_parts != ask.kv_head_parts and ask.kv_heads > 1:
             return (
-                "needs kv_heads split as heads are, so that each is on the device of its "
-                f"queries: here {ask.heads} heads are in {ask.head_parts} parts, {ask.kv_heads} "
-                f"kv_heads in {ask.kv_head_parts}"
+                "needs kv_heads to be split like heads, so that each key head is on the device of "
+                f"its queries, but here {ask.heads} heads are in {ask.head_parts} parts, and "
+                f"{ask.kv_heads} kv_heads are in {ask.kv_head_parts}"
             )
         return None
 

@@ -69,7 +69,7 @@ class ExpertsConfig(Config):
             )
         if self.router == "softmax" and self.normalize and self.top_k == 1:
             raise ValueError(
-                "normalize makes the single weight of top_k 1 the constant 1, from which the "
+                "with top_k 1, normalize makes the weight of the chosen expert always 1, so the "
                 "router learns nothing: set normalize: false"
             )
         return self

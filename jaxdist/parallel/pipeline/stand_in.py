@@ -45,8 +45,8 @@ def _refused(*_: object) -> NoReturn:
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
         f"the loss reads {what}, but with mesh.stage it may only call its model, since no stage "
-        "has all parameters. Use optim.weight_decay for a penalty on their squares, add a term "
-        "for each row or token to the losses, or leave out mesh.stage"
+        "has all parameters. Use optim.weight_decay for a penalty on the squares of parameters, "
+        "add a term for each row or token to the losses, or leave out mesh.stage"
     )
 
 

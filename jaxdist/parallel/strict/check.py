@@ -66,9 +66,9 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
         fitting = shards // count * count
         near = " or ".join(str(n) for n in (fitting, fitting + count) if n)
         raise ConfigError(
-            f"{shards} logical shards do not divide over {count} devices along data, each of "
-            f"which computes the same number; use {near}, or a size of mesh.data that divides "
-            f"{shards}",
+            f"{shards} logical shards do not divide over {count} devices along data, but each "
+            f"device must compute the same number of shards; use {near}, or a size of mesh.data "
+            f"that divides {shards}",
             setting=("deterministic", "shards"),
         )
     others = [axis for axis, size in sizes.items() if axis not in batch_axes and size > 1]
@@ -87,7 +87,8 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
         raise ConfigError(
             f"strict with mesh {describe_mesh(sizes)}: devices along {', '.join(others)} are in "
             "several processes, which add partial sums in another order than one process does. "
-            "Put data first in mesh, and give each process whole groups of those axes",
+            "Put data first in mesh, and start processes so that each of them has all devices "
+            f"along {', '.join(others)}",
             setting=("deterministic",),
         )
 

@@ -61,9 +61,9 @@ class Elastic(Consistency):
             return
         raise ConfigError(
             f"consistency type elastic diverges on a quadratic: learning rate {learning_rate:g} "
-            f"times strategy.consistency.curvature {self.curvature:g} is {rate:g}, at most 2 is "
-            f"stable. alpha is {alpha:.4g} for {workers} workers, order {self.order}, at most "
-            f"{max(most, 0):.4g} is stable there. Lower the learning rate or alpha (beta)",
+            f"times strategy.consistency.curvature {self.curvature:g} is {rate:g}, and at most 2 "
+            f"is stable. alpha is {alpha:.4g}, and with {workers} workers in order {self.order} "
+            f"at most {max(most, 0):.4g} is stable. Lower the learning rate or alpha (beta)",
             setting=("beta",) if self.alpha is None else ("alpha",),
         )
 

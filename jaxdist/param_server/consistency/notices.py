@@ -45,7 +45,8 @@ def _of_reads(model: OnArrival) -> Iterator[str]:
     if model.reuses and not model.ahead:
         more = ", and the copies that servers send in addition are not used" * model.publishes
         yield (
-            f"consistency type {getattr(model, 'type', '')} with reads {how} reads after each "
-            "change, as reads each_clock does, since only the server's optimizer can compute "
-            f"the result{more}. Use each_clock, or ahead, which does not wait for answers"
+            f"consistency type {getattr(model, 'type', '')}: reads {how} acts like reads "
+            "each_clock. A worker reads after each of its changes, since only the server's "
+            f"optimizer can compute the result{more}. Use each_clock, or ahead, with which a "
+            "worker does not wait for answers"
         )

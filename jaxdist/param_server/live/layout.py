@@ -91,8 +91,8 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     if len(dtypes) > 1 and other:
         raise ConfigError(
             f"strategy type parameter_server: some parameters are {', '.join(other)} and others "
-            "are not, but an array of a server holds only floats of several dtypes: use floats for "
-            "all parameters"
+            "are not, but a server can combine several dtypes only if all of them are floats: use "
+            "floats for all parameters"
         )
     # The wider dtype has all values of the narrower dtypes.
     dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))

@@ -159,7 +159,9 @@ class Reception(ABC):
         if envelope.op is Op.HELLO:
             self._hello(peer, envelope)
         elif self._clients.get(peer) != envelope.client:
-            self._refuse(peer, envelope, f"this session is not client {envelope.client}'s")
+            self._refuse(
+                peer, envelope, f"this session belongs to another client, not to {envelope.client}"
+            )
         elif envelope.op is Op.LATE:
             peer.say(replace(envelope, op=Op.WAITING, payload=text_payload(self._late())))
         else:

@@ -172,7 +172,7 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
         return f"client {client} is not a member: join first"
     if not state.inboxes[client].accepts(sequence) or sequence < 0:
         expected = state.inboxes[client].expected
-        return f"message {sequence} is not within {WINDOW} of message {expected}, the next"
+        return f"message {sequence} is not within {WINDOW} of the next message, {expected}"
     return None
 
 
@@ -245,8 +245,8 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
         return f"clock {arrival.clock} is not its next clock, {clocks.clocks[arrival.client]}"
     if not model.reachable(clocks, arrival):
         return (
-            f"clock {arrival.clock} is ahead of the parameters that it may have read, floor "
-            f"{clocks.floor}"
+            f"clock {arrival.clock} needs newer parameters than those that the worker can have "
+            f"read (floor {clocks.floor})"
         )
     # NaN tokens fail this comparison too.
     if not 0 <= arrival.tokens < float("inf"):

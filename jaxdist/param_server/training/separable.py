@@ -51,8 +51,8 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
         if wrong:
             what = "other parameters" if half else "the global norm or the loss"
             raise ConfigError(
-                f"the update of {names[wrong[0]]} depends on {what}, which the server that holds "
-                "it does not have: use an optimizer that updates one tensor at a time (sgd, "
+                f"the update of {names[wrong[0]]} depends on {what}, which the server of this "
+                "parameter does not have: use an optimizer that updates one tensor at a time (sgd, "
                 "adamw, lars, lamb with max_grad_norm: off)"
             )
 

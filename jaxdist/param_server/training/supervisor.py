@@ -240,8 +240,8 @@ class Supervisor:
         self.team.deaths[slot] += 1
         if self.team.deaths[slot] >= self.cluster.processes.deaths:
             raise RunError(
-                f"{child} ended ({how_ended(code)}). It is process {self.team.deaths[slot]} in a "
-                f"row for the same worker that ended without a step: {child.last_words()}"
+                f"{child} ended ({how_ended(code)}). For this worker {self.team.deaths[slot]} "
+                f"processes in a row have ended without a step: {child.last_words()}"
             )
         # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1

@@ -114,11 +114,12 @@ class ChunkPlan:
                 "chunks",
             )
         return (
-            f"{layers} layers do not divide by {stages} stages, so each stage stores all layers. A "
-            f"device holds {held / 1000000.0:.4g} MB of parameters, of which it computes with "
-            f"about {held / stages / 1000000.0:.4g}, their gradients and their optimizer state "
-            f"(which ZeRO splits). With a multiple of {stages} layers, each stage would store only "
-            "the layers that it computes",
+            f"{layers} layers do not divide by {stages} stages, so each stage stores all layers. "
+            f"A device holds {held / 1000000.0:.4g} MB of parameters, but computes with only "
+            f"about {held / stages / 1000000.0:.4g} MB of them. The device also holds the "
+            "gradients and the optimizer state of all these parameters (ZeRO splits the "
+            f"optimizer state). With a multiple of {stages} layers, each stage would store "
+            "only the layers that it computes",
         )
 
 
@@ -172,7 +173,10 @@ def stages_of(mesh: Mesh) -> int:
       ConfigError: the axis is split over two networks.
     """
     if mesh_axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
-        raise ConfigError("mesh.stage spans two networks, which stages cannot: give a single size")
+        raise ConfigError(
+            "mesh.stage spans two networks, but all stages must be in one network: give a single "
+            "size"
+        )
     return mesh_axis_size(mesh, AXIS)
 
 
@@ -189,7 +193,7 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
     if max(given.seconds) <= max(best.seconds) * (1 + ROUNDING):
         return given, "as given"
     shown = ", ".join(map(str, best.counts))
-    return given, f"as given; balanced counts are {shown}, the slowest {max(best.seconds):.4g}"
+    return given, f"as given; balanced counts are {shown}, slowest {max(best.seconds):.4g}"
 
 
 def _check_counts(
