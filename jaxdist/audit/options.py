@@ -72,7 +72,7 @@ def audit_options(
     Args:
       path: the configuration file, to which `overrides` are applied.
       topology: the TPUs to compile for, such as `v5e:2x4`, or None for the devices of jax.
-      json_file: a file for the effects as JSON, or None.
+      json_file: a file for the effects as JSON, or None to write none.
       console: the console, on which each option has a line.
 
     Raises:

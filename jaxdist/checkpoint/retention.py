@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Saved(NamedTuple):
-    """A committed checkpoint: its step, and its metric or None.
+    """A committed checkpoint: its step, and its metric, or None if it was saved without a metric.
 
     A metric that is None or not finite is never the best.
     """

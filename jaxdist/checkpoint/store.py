@@ -91,8 +91,8 @@ class CheckpointStore:
         step, it becomes a link to that file.
       on_event: the function that is called with a line about each event that concerns the user,
         such as a damaged file. The background thread may call the function.
-      fence: the fence of this generation, or None. A run on several hosts needs a fence, since
-        processes of an earlier generation may still be alive.
+      fence: the fence of this generation, or None to write without a check. A run on several hosts
+        needs a fence, since processes of an earlier generation may still be alive.
 
     Raises:
       CheckpointError: the directory cannot be created or written.

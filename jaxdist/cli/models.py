@@ -81,7 +81,7 @@ def export_model(
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Write a run's model as files that transformers loads, or its adapters for PEFT."""
+    """Write the model of a run for transformers or llama.cpp, or the adapters of a run for PEFT."""
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.adapters import export_adapters
     from jaxdist.commands.export_model import export_model as write

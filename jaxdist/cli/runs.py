@@ -207,13 +207,14 @@ def train_process(
       resume: whether to resume from the newest complete checkpoint.
       run: the identity of the run, as `jaxdist.checkpoint.identity.Identity.plain` returns it, or
         None for a new identity.
-      profile: the steps to trace, as the option `--profile` states them, or None.
+      profile: the steps to trace, as the option `--profile` states them, or None to trace none.
       coordinator, num_processes, process_id: the address of process 0, the number of processes and
         the number of this process, or None to find them.
       distributed: whether to find the other processes by the scheduler.
       join_timeout: the time to wait for the other processes, in seconds.
       begun: the start time of the process (see `jaxdist.run.train.train`).
-      json_file: a file for the result, which is written if the run ends without an error, or None.
+      json_file: a file for the result, which is written if the run ends without an error. None
+        writes no file.
       proved: whether the config must have a current certificate.
 
     Raises:

@@ -81,7 +81,8 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     The arguments are those of `prepare_devices`, with the run directory instead of the config file.
 
     Raises:
-      RunError: there is no run in the directory. The message names the runs in it or next to it.
+      RunError: there is no run in the directory. The message names the runs in this directory or
+        next to it.
     """
     from jaxdist.errors import RunError
 
@@ -107,7 +108,8 @@ def set_environment(
 
     Args:
       programs: pairs of a configuration file and of the settings that override the file.
-      topology: the TPUs to compile for, or None. With a topology, a single fake device is enough.
+      topology: the TPUs to compile for, or None to compile for CPUs. With a topology, a single fake
+        device is enough.
       devices: the number of fake devices that the command itself needs.
     """
     from jaxdist.runtime import environment

@@ -116,7 +116,7 @@ def compare_schedules(
         for any number of chunks.
       stages: the number of stages.
       microbatches: the number of microbatches.
-      json_file: a file for the rows as JSON, or None.
+      json_file: a file for the rows as JSON, or None to write none.
       console: the console.
 
     Raises:

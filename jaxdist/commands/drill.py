@@ -34,7 +34,7 @@ def drill(
       failures: the number of processes to kill or stop, one after another.
       processes: the number of processes of the run.
       seed: the seed of the steps, processes and kinds of failures.
-      json_file: a file for the results as JSON, or None.
+      json_file: a file for the results as JSON, or None to write none.
       say: a function that prints a line to the user.
       fork_module: see `jaxdist.elastic.agent.Agent`.
 

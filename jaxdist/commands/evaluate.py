@@ -95,7 +95,7 @@ def evaluate_run(
       run: the run directory.
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
-      json_file: a file for the means as JSON, or None.
+      json_file: a file for the means as JSON, or None to write none.
       console: the console.
 
     Raises:
@@ -153,7 +153,7 @@ def generate_from_run(
       stops: further tokens that end a text.
       step: the step of the checkpoint, or None for the newest checkpoint.
       json_file: a JSON file for the texts, their tokens, and the logarithm of the probability of
-        each added token, or None.
+        each added token. None writes no file.
       console: the console for messages about checkpoints.
 
     Raises:

@@ -67,9 +67,9 @@ def show_schedule(
         times.
       stages, microbatches: the numbers of stages and microbatches, or None for the numbers in a CSV
         file.
-      svg: a file for a picture, or None.
-      trace: a file for a trace that Perfetto reads, or None.
-      csv: a CSV file for the schedule, or None.
+      svg: a file for a picture, or None to draw none.
+      trace: a file for a trace that Perfetto reads, or None to write none.
+      csv: a CSV file for the schedule, or None to write none.
       console: the console.
 
     Raises:

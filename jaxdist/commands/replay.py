@@ -33,7 +33,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     Args:
       run: the run directory.
       console: the console for the comparison of each server's state.
-      json_file: a file for the differences as JSON, or None.
+      json_file: a file for the differences as JSON, or None to write none.
 
     Raises:
       RunError: the directory has no run with parameter servers or no saved state, or the run cannot

@@ -59,7 +59,10 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield the paths of all settings; of alternative sections, only those of the chosen type."""
+    """Yield the paths of all settings.
+
+    A section with alternatives has the settings of the chosen type.
+    """
     chosen = value.get(TAG) if isinstance(value, dict) else None
     tagged = tags(schema)
     for arm in arms(schema):

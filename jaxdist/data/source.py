@@ -59,7 +59,7 @@ class Dataset:
 
     Attributes:
       train: the examples to train on.
-      heldout: the examples to evaluate on, or None.
+      heldout: the examples to evaluate on, or None if no examples are held out.
       vocab_size: the number V such that `tokens` and `targets` are in 0 to V - 1, or None without
         tokens.
       classes: the number C such that `label` is in 0 to C - 1, or None without labels.

@@ -133,7 +133,7 @@ class Team:
             member.kill()
 
     def watch(self, lost_at: float | None) -> Failure | None:
-        """Wait until the generation ends; return the failure that ended it, or None.
+        """Wait until the generation ends, and return its failure, or None if there was no failure.
 
         Args:
           lost_at: the time when the previous generation failed, in seconds of `time.monotonic`, or

@@ -275,7 +275,7 @@ class _Run:
     # The methods for operations that run concurrently with instructions.
 
     def _collective(self, instruction: Instruction) -> Collective | None:
-        """Return the collective that an instruction or its callee begins, or None."""
+        """Return the collective that an instruction or its callee begins, or None without one."""
         known = self.player.collectives
         if instruction not in known:
             known[instruction] = self._described(instruction)

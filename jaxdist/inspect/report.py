@@ -46,9 +46,9 @@ def inspect(
       other: the configuration file of the second step, to which `overrides` and then `changes` are
         applied, or None for `path`.
       changes: the settings of the second step.
-      json_file: a file for the same facts as JSON, or None.
-      plot: a directory for a picture of the predicted step, or None. A picture is possible only for
-        TPUs and a single step.
+      json_file: a file for the same facts as JSON, or None to write none.
+      plot: a directory for a picture of the predicted step, or None to draw none. A picture is
+        possible only for TPUs and a single step.
       console: the console for the tables.
 
     Raises:

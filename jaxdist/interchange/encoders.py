@@ -1,7 +1,7 @@
 """Families of encoders of text (bert) and of images (vit, resnet).
 
-The letters in layouts are those of `jaxdist.interchange.families`, and: T kinds of tokens, C
-classes, I input channels, O output channels, i rows and j columns of a window.
+Layouts use the letters of `jaxdist.interchange.families` and the following letters: T kinds of
+tokens, C classes, I input channels, O output channels, and i rows and j columns of a window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLASSES = 2
 
 
 def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[str, Row]:
-    """Return the rows of a kernel and its bias.
+    """Return the entries of the table of names for a kernel and its bias.
 
     Args:
       own: the start of the names of both parameters.

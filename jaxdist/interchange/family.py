@@ -16,7 +16,8 @@ class Row(NamedTuple):
     Attributes:
       tensor: the name of the tensor.
       layout: the order of the elements, as in `jaxdist.interchange.layouts`.
-      part: the index of the parameter in a tensor of several parameters, or None.
+      part: the index of the parameter in a tensor that holds several parameters, or None if the
+        tensor holds a single parameter.
       absent: whether the tensor is missing in files of the model without its head; the initial
         value of the parameter is then 0.
     """

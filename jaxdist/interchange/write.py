@@ -112,7 +112,8 @@ def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int
 
     Args:
       inputs: the sizes of the data that the model was trained on.
-      folder: the folder of the model's tokenizer, or None; it may have a config.json.
+      folder: the folder of the model's tokenizer, which may also have a config.json, or None
+        without a tokenizer.
       length: the length of the sequences that the model was trained on.
 
     Raises:

@@ -28,7 +28,7 @@ class LinearScaling(Config):
     """The number by which positions are divided."""
 
     def scaled(self, frequency: Any, xp: Any) -> Any:
-        """Return the frequencies, in radians per position, of scaled positions."""
+        """Return scaled frequencies for given frequencies, in radians per position."""
         del xp
         return frequency / self.factor
 
@@ -50,7 +50,11 @@ class Llama3Scaling(Config):
     """The length, in tokens, of the sequences on which the model was first trained."""
 
     def scaled(self, frequency: Any, xp: Any) -> Any:
-        """Return the frequencies, in radians per position, of scaled positions."""
+        """Return scaled frequencies for given frequencies, in radians per position.
+
+        Args:
+          xp: the module that computes, numpy or jax.numpy.
+        """
         turns = self.original_length * frequency / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
         kept = xp.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)

@@ -43,7 +43,9 @@ class Owner:
 
 
 def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> PyTree:
-    """Return a tree like an optimizer's state, with the `Owner` of each leaf, or None.
+    """Return a tree like an optimizer's state, with the `Owner` of each leaf.
+
+    The owner of a leaf that belongs to no parameter is None.
 
     A leaf belongs to the parameter whose path is part of the leaf's path. The reason is that
     optax's states hold trees like the tree of parameters, in which some parts may be missing
@@ -91,7 +93,7 @@ def _owner(
 
 
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
-    """Return, for each dim of a leaf, the index of the same dim in the leaf's parameter, or None.
+    """Return, for each dim of a leaf, the index of this dim in the leaf's parameter.
 
     Dims are matched by their lengths. A leaf has either further dims and then all dims of the
     parameter, or only some dims of the parameter, in order. The result has None for a dim with no

@@ -58,7 +58,8 @@ def parity(
       full: whether to compare the combinations of a full run, and not only enough combinations to
         cover every pair of settings.
       jobs: the number of processes, each of which compares one combination at a time.
-      json_file: a file for the results as JSON, updated after each combination, or None.
+      json_file: a file for the results as JSON, updated after each combination, or None to write
+        none.
       resume: whether to skip the combinations that `json_file` already has.
       console: the console for the lines.
 

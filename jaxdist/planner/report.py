@@ -49,11 +49,11 @@ class Asked:
       on: the targets to search, which are TPU slices or hosts of GPUs.
       slices: the number of slices of each target whose text does not state a number.
       top: the number of plans to print for each target.
-      explain: the number of the plan to explain, or None. Plans that are not printed have numbers
-        too, after the printed plans.
+      explain: the number of the plan to explain, or None to explain none. Plans that are not
+        printed have numbers too, after the printed plans.
       compiled: whether to compile the printed plans.
-      write: a file for the config with the best plan, or None.
-      plot: a directory for the picture of the explained plan, or None.
+      write: a file for the config with the best plan, or None to write none.
+      plot: a directory for the picture of the explained plan, or None to draw none.
       json_file: a file for the results as JSON, or None.
       laid_out: whether to ask the compiler only for the memory of the printed plans.
     """

@@ -61,9 +61,9 @@ def prove(
       batch: the step's second argument: arrays `[B, ...]` with an entry for each example.
       one_device: the same step for a single device, whose numbers are taken to be right. If None,
         the step is compared with itself on rows in another order, and the scale is undecided.
-      weight: the name of the leaf of `batch` with the weights of examples, float `[B]`, or None.
-        With a name, the proof also compares batches with unequal weights, with a shard whose
-        weights are 0, and with weights that are all 0.
+      weight: the name of the leaf of `batch` with the weights of examples, float `[B]`, or None if
+        examples have no weights. With a name, the proof also compares batches with unequal weights,
+        with a shard whose weights are 0, and with weights that are all 0.
       seed: the seed of the weights and of the order of examples.
       json_file: a file to which the certificate is written, or None to write no certificate.
 

@@ -47,7 +47,7 @@ def prove(
       path: the configuration file, to which `overrides` are applied.
       near: the number of neighbours to compare.
       seed: the seed of the examples' weights and of the choice of neighbours.
-      json_file: a second file for the certificate, or None.
+      json_file: a second file for the certificate, or None to write none.
       console: the console for the table.
 
     Raises:

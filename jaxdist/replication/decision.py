@@ -104,7 +104,7 @@ class Copied:
     Attributes:
       epoch: the epoch of the follower. If it is newer than the leader's epoch, the follower refused
         the entry.
-      index: the index of the follower's newest entry; it also has all earlier entries.
+      index: the index of the follower's newest entry. The follower also has all earlier entries.
     """
 
     epoch: int
@@ -162,7 +162,7 @@ class Leader:
 
     @property
     def synced(self) -> int | None:
-        """The joining server if it has all that was acknowledged, or None."""
+        """The joining server, or None if it lacks an acknowledged entry or no server joins."""
         joining = self.view.joining
         if self.deposed or joining is None:
             return None
@@ -199,7 +199,9 @@ class Leader:
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 
     def viewed(self, view: RangeView, server: int) -> Leader:
-        """Return the leader after a decision of the arbiter; it is deposed if another server leads.
+        """Return the leader after a decision of the arbiter.
+
+        The decision deposes this leader if another server leads.
 
         Args:
           server: the number of this server.
@@ -258,7 +260,10 @@ class Follower:
 
 
 def begin_leader(view: RangeView, state: RangeState) -> Leader:
-    """Return the first leader of a range; its follower begins with the same state and arrays."""
+    """Return the first leader of a range.
+
+    The follower must begin with the same state and arrays.
+    """
     has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
     return Leader(view, state, has=has)
 

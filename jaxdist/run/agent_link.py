@@ -19,13 +19,14 @@ from jaxdist.run.watch.reports import Tell
 
 
 class NoAgent:
-    """The link of a process that no agent has started; its methods do nothing.
+    """The link of a process that no agent has started. All methods of this link do nothing.
 
     Attributes:
       fence: the check that no later generation of a run on several hosts has started, or None if
       memory: the directory of the snapshots in this machine's memory, or None if the run has no
         snapshots there.
-      phase: the function that is called with each kind of work that the process begins, or None.
+      phase: the function that is called with each kind of work that the process begins, or None to
+        call none.
       sees_failures: whether an agent records each failure of a process and then restarts the run.
     """
 

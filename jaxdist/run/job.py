@@ -71,7 +71,8 @@ class Ending:
 
     Attributes:
       step: the last step that was taken.
-      stopped_by: the cause of an end before the last step of the run, or None.
+      stopped_by: the cause of an end before the last step of the run, or None if all steps were
+        taken.
       complete: whether a hook ended the run, which is then complete before its last step.
     """
 

@@ -95,7 +95,7 @@ def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool
     """Return the dims of a parameter, or None if neither the model nor a pattern names them.
 
     Args:
-      own: the dims from the model, or None.
+      own: the dims that the model names, or None if the model names none.
       pattern: the dims from the config, or None if no pattern matches.
       shape: the shape of the parameter.
       stacked: whether the first dim of the parameter counts layers.

@@ -222,9 +222,10 @@ class Layout:
         Args:
           x: the activation.
           dims: the logical dims of `x`.
-          was: the logical dims that determined the sharding of `x` before this call, or None. With
-            `was`, `x` is first constrained to the old sharding, so that the gradient of `x` gets
-            the old sharding. If both shardings are equal, `x` is returned unchanged.
+          was: the logical dims that determined the sharding of `x` before this call, or None to
+            ignore that sharding. With `was`, `x` is first constrained to the old sharding, so that
+            the gradient of `x` gets the old sharding. If both shardings are equal, `x` is returned
+            unchanged.
 
         Raises:
           ShardingError: the number of dims of `x` differs from the number of names, or the number

@@ -81,7 +81,7 @@ class Speeds:
     """A distribution of the step times of the workers.
 
     Attributes:
-      slowest: the factor on the step time of a single worker.
+      slowest: the factor by which the step time of one of the workers is multiplied.
       noise: the standard deviation of the logarithm of each step's time.
     """
 

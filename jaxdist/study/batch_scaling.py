@@ -98,7 +98,7 @@ def batch_scaling(
     Args:
       study: the definition of the study.
       overrides: settings of all runs, which override the study's settings.
-      json_file: the file for the results as JSON, or None.
+      json_file: the file for the results as JSON, or None to write none.
       plot: the directory for the plot, or None for no plot.
       console: the console for the results and the progress.
 

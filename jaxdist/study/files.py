@@ -40,8 +40,8 @@ def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | Non
     Args:
       path: the path of the config.
       name: the name of the study.
-      json_file: the file for the results, or None.
-      plot: the directory for the plot, or None.
+      json_file: the file for the results, or None if none is written.
+      plot: the directory for the plot, or None if none is drawn.
     """
     if json_file is not None:
         return json_file.with_suffix(".runs.jsonl")

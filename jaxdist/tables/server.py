@@ -125,7 +125,10 @@ class TableServer(Server):
         return shard
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return the specification of the message's payload, or None; pulls have payloads too."""
+        """Return the form of a message's payload, or None without a payload.
+
+        Pulls also have payloads.
+        """
         super().spec(envelope)
         return spec_of_message(envelope, self._spec)
 

@@ -131,7 +131,7 @@ def groups_of(
     Args:
       names: the names of the parameters.
       leaves: the leaves of the optimizer's state.
-      owners: the owner of each leaf, or None.
+      owners: the parameter to which each leaf belongs, or None if it belongs to none.
 
     >>> leaf = jax.ShapeDtypeStruct((4,), "float32")
     >>> state = [Owner(name, (0,)) for name in "abc"]

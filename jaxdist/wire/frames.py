@@ -102,7 +102,8 @@ def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[byte
     """Yield the frames of an envelope; each frame copies its part of the payload once.
 
     Args:
-      shared: the memory shared with the peer, which carries the payload if a slot is free, or None.
+      shared: the memory shared with the peer, which carries the payload if a slot is free, or None
+        without shared memory.
 
     >>> [len(frame) for frame in frames(Envelope(Op.PULL))]
     [92]
@@ -191,7 +192,7 @@ class Assembler:
       spec_of: the function from an envelope without its payload to the payload's specification, or
         to None if the envelope must have no payload. If the function raises a `FrameError`, the
         envelope is refused before memory is allocated.
-      shared: the memory to which the peer writes payloads, or None.
+      shared: the memory to which the peer writes payloads, or None without shared memory.
     """
 
     def __init__(

@@ -187,5 +187,5 @@ class Hierarchical(Algorithm):
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
-    """Transpose a table of blocks [c], from [rows * columns, c] to [columns * rows, c]."""
+    """Reorder blocks [rows * columns, c] from row by row to column by column."""
     return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

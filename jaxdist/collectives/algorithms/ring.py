@@ -76,7 +76,7 @@ class Ring(Algorithm):
         return total
 
     def _gather_pieces(self, pieces: list[jax.Array], axis: Axis, into: jax.Array) -> jax.Array:
-        """All-gather [c] -> [N * c], from the chunks of [c], and write the result into `into`."""
+        """All-gather an array [c], which is given as a list of chunks, into `into` [N * c]."""
         size = axis_size(axis)
         width = into.size // size
         start = 0

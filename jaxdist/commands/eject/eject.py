@@ -34,7 +34,7 @@ def eject(
     Args:
       path: the configuration file, to which `overrides` are applied.
       keep: the part that the file imports from jaxdist, or None for no part.
-      out: a file to which the text is written, or None.
+      out: a file to which the text is written, or None to write none.
 
     Raises:
       ConfigError: settings are not supported (the message lists them); the file would be too long;

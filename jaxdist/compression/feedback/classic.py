@@ -26,8 +26,8 @@ class Residual(Feedback):
     """
 
     rounded: bool = False
-    """Whether the residual is always a single float32, which has an error of up to 2^-24 of the
-    estimate."""
+    """Whether the residual is a single float32 for every codec. If the codec is not exact, the
+    residual then has an error of up to 2^-24 of the estimate."""
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         zero = jnp.zeros(like.shape, jnp.float32)

@@ -56,7 +56,7 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """Return the first folder with all four files, packed or unpacked, or None."""
+    """Return the first folder with all four files, packed or unpacked, or None if there is none."""
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder

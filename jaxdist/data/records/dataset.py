@@ -133,7 +133,8 @@ class Records:
 
     Attributes:
       columns: for each field, the name of its column, or {} for all columns under their own names.
-      size: the side of the square to which images are scaled and cropped, or None.
+      size: the side of the square to which images are scaled and cropped, or None if the images
+        have equal sizes.
       kept: the indices of the records that are examples.
     """
 

@@ -193,7 +193,10 @@ class TextConfig(Config):
 
 @dataclass(frozen=True)
 class Streams:
-    """The tokens of both splits (uint16 or uint32 [N]), and their cache folder or None."""
+    """The tokens of both splits (uint16 or uint32 [N]), with the folder in which they are cached.
+
+    The folder is None if the cache is not used.
+    """
 
     train: np.ndarray
     heldout: np.ndarray

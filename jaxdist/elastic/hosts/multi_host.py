@@ -205,7 +205,7 @@ class MultiHost:
         return self._remote.statuses
 
     def uncopied(self) -> str | None:
-        """Return the reason why this host does not copy the previous host's snapshots, or None."""
+        """Return why this host does not copy the previous host's snapshots, or None if it does."""
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
@@ -288,7 +288,7 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder with the run's snapshots on this machine's disk, or None."""
+        """Return the folder of the run's snapshots on this machine's disk, or None without one."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)

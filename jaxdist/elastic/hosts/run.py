@@ -42,7 +42,7 @@ def requested_directory(values: JsonObject) -> str | None:
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has started since the last run at a rendezvous ended, or None.
+    """Return the run that started after the last run at a rendezvous ended, or None if none has.
 
     Args:
       ended: the generation in which the last run ended.

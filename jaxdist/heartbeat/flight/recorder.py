@@ -114,7 +114,7 @@ class Recorder:
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
-        """Begin to draw the last failures, since the next generation now takes steps."""
+        """Start to draw the latest failures, now that the next generation takes steps."""
         self._write()
         self._begin_drawing()
 

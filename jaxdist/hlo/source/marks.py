@@ -23,7 +23,7 @@ array that is whole on every device of the axis."""
 
 
 def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's term of a sum, with the mark at which the sum begins.
+    """Return a device's term of a sum, and mark in the program that the sum begins.
 
     Args:
       x: the term.
@@ -34,7 +34,7 @@ def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
 
 
 def ends(x: jax.Array, axis: str | Sequence[str], number: int, dim: int | None = None) -> jax.Array:
-    """Return the result of a sum, with the mark at which the sum ends.
+    """Return the result of a sum, and mark in the program that the sum ends.
 
     Args:
       x: the sum, or a shard of the sum.
@@ -46,7 +46,7 @@ def ends(x: jax.Array, axis: str | Sequence[str], number: int, dim: int | None =
 
 
 def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of an operand, with the mark at which the shard enters a function.
+    """Return a device's shard of an operand, and mark in the program that it enters a function.
 
     Args:
       x: the shard.
@@ -57,7 +57,7 @@ def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
 
 
 def leaves(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of a result, with the mark at which the shard leaves a function.
+    """Return a device's shard of a result, and mark in the program that it leaves a function.
 
     Args:
       x: the shard.
@@ -82,7 +82,8 @@ def takes(x: jax.Array, sides: Sides) -> jax.Array:
 
     Args:
       x: the operand.
-      sides: the dim of the operand that each axis of the contract splits, or None.
+      sides: the dim of the operand that each axis of the contract splits, or None if the axis
+        splits no dim.
     """
     return _crossing(x, _contract(TAKES, sides), _contract(GIVES, sides, whole="sum"))
 
@@ -92,7 +93,8 @@ def gives(x: jax.Array, sides: Sides) -> jax.Array:
 
     Args:
       x: the result.
-      sides: the dim of the result that each axis of the contract splits, or None.
+      sides: the dim of the result that each axis of the contract splits, or None if the axis splits
+        no dim.
     """
     return _crossing(x, _contract(GIVES, sides), _contract(TAKES, sides))
 

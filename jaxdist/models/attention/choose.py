@@ -82,7 +82,7 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
 def piecewise_kernel(
     name: KernelName, ask: AttentionRequest, split: SequenceSplit
 ) -> Callable[..., jax.Array] | None:
-    """Return the kernel that computes a group's attention to gathered keys, or None.
+    """Return the kernel for a group's attention to gathered keys, or None if no kernel runs.
 
     Only splash has such a kernel, and only for sequences whose length its tiles divide.
 
@@ -121,7 +121,7 @@ class Attend:
 
     @property
     def reordered(self) -> Attend:
-        """The same attention for sequences whose positions are in the order of the hint's split."""
+        """The same attention, for sequences whose positions are in the order of `Hint.split`."""
         return replace(self, ordered=False)
 
     def __call__(

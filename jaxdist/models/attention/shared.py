@@ -122,9 +122,9 @@ def attend_shared(
       kernel: the kernel for whole sequences. This kernel is used only if there is a single group,
         whose devices then have whole sequences of some heads.
       most: the largest number of positions in a block.
-      pieces: a function with the arguments of `Splash.pieces`, for the queries of a piece and
-        gathered keys, or None. If `pieces` is None, or if keys rotate, attention is computed block
-        by block.
+      pieces: a function with the arguments of `Splash.pieces`, which computes the attention of a
+        part of the queries to the gathered keys. With None, no kernel is used. If `pieces` is None,
+        or if keys rotate, attention is computed block by block.
     """
     groups = Groups(split)
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
@@ -182,7 +182,10 @@ def _in_order(split: SequenceSplit, x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _whole_keys(groups: Groups, x_BlKd: jax.Array) -> jax.Array:
-    """Gather keys along the sequence; their gradients are summed in float32."""
+    """Gather keys along the sequence.
+
+    The backward pass sums the gradients of the keys in float32.
+    """
     return groups.gathered(x_BlKd, axis=1, tiled=True)
 
 

@@ -108,7 +108,8 @@ class Splash:
           group: the number of this device's group.
           q_BlHd: the group's queries, in the order of the split.
           k_BLKd, v_BLKd: all keys and values, in the order of the sequence.
-          segments: the document numbers of the queries and of the keys, or None.
+          segments: the document numbers of the queries and of the keys, or None if documents are
+            not isolated.
           window, causal: see `AttentionRequest`.
         """
         q_BlHd = (q_BlHd * q_BlHd.shape[-1] ** -0.5).astype(q_BlHd.dtype)

@@ -178,7 +178,8 @@ class Pieces:
           q: the queries, `[B, K, G S, d]`.
           k: the keys, `[B, K, S, d]`.
           visit: the pair of these two blocks, with a scalar in each field.
-          segments: the document numbers of the queries and of the keys, `[B, S]` each, or None.
+          segments: the document numbers of the queries and of the keys, `[B, S]` each, or None if
+            documents are not isolated.
         """
         scores = einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
         by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)

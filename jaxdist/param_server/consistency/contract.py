@@ -179,7 +179,10 @@ class Consistency(Config):
         return clocks.clocks[client]
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
-        """Return the reason to drop a change, or None; the client's clock advances in any case."""
+        """Return why a change is dropped, or None to use it.
+
+        The client's clock advances in both cases.
+        """
         return arrival.nothing
 
     @abstractmethod
@@ -216,7 +219,7 @@ class Consistency(Config):
         return False
 
     def wake(self, clocks: Clocks) -> float | None:
-        """Return the time at which an update becomes due without a further message, or None."""
+        """Return the time at which an update becomes due without a further message, if any."""
         return None
 
 

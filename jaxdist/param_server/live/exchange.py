@@ -64,7 +64,7 @@ class ServerLink:
             self.session.send(of_message(message, self.server, payload))
 
     def ask(self, envelope: Envelope) -> None:
-        """Send a request, and again until it is answered; it replaces an earlier request."""
+        """Send a request in place of any earlier request, and repeat it until an answer arrives."""
         self.asked, self._asked_seconds = envelope, time.monotonic()
         if self.session is not None and self.welcome:
             self.session.send(envelope)
@@ -114,13 +114,16 @@ class ServerLink:
         return session
 
     def begin(self, state: ClientState) -> Session | None:
-        """Switch the link to a new client with this state; return the session to close, or None."""
+        """Switch the link to a new client with this state, and return the old session, if any.
+
+        The caller closes the old session.
+        """
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)
 
     def end(self) -> Session | None:
-        """Stop using the current session; return the session for the caller to close, or None."""
+        """Stop using the current session, and return it for the caller to close, if any."""
         return self.ended(self._over)
 
     def _greet(self, session: Session) -> None:

@@ -115,7 +115,12 @@ class Reception(ABC):
             self._admitted.add(client)
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return the payload's specification; refuse a client with too many waiting pushes."""
+        """Return the required form of a message's payload, or None if the message has no payload.
+
+        Raises:
+          FrameError: no worker may send the message, its tensor or epoch is not this server's, or
+            too many pushes of the client wait already.
+        """
         if envelope.op not in OF_WORKERS:
             raise FrameError(f"a worker may not send {envelope.op.name}", envelope)
         if envelope.tensor != self._spec.tensor:

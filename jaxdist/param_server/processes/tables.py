@@ -96,7 +96,7 @@ class TableProcess:
                 raise AssertionError(what)
 
     def _writer(self, at: int) -> TableWriter:
-        """Return the writer of a range; it begins with all rows when this server takes over."""
+        """Return the writer of a range. A new writer begins with all rows."""
         if at not in self._writers:
             about = {**self.about, "servers": self.strategy.servers}
             self._writers[at] = TableWriter(self.run, at, about, self._leader(at).kept)
@@ -108,7 +108,7 @@ class TableProcess:
         return server
 
     def _sit(self, at: int, *, leads: bool) -> None:
-        """Take a role in a range: as its leader, or as a server that begins to follow."""
+        """Become the leader of a range, or begin to follow its leader."""
         strategy, setup = self.strategy, self._setup
         given = {"server": at, "servers": strategy.servers}
         form = form_of(self.about, strategy.most_rows or 0)

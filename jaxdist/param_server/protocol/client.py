@@ -78,9 +78,9 @@ class Heard(NamedTuple):
 
     Attributes:
       takes: whether the reply's payload is the worker's new copy of the parameters.
-      settled: the sequence of the push whose payload is no longer needed, or None.
-      refused: the reason of a refusal, or None. A refused message stays pending, and is sent again
-        later.
+      settled: the sequence of the push whose payload is no longer needed, or None if there is none.
+      refused: the reason for a refusal, or None if nothing was refused. A refused message stays
+        pending, and is sent again later.
     """
 
     state: ClientState

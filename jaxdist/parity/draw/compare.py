@@ -52,7 +52,7 @@ def parity_draws(
       axes: names of mesh axes. Only draws in which any of these axes is larger than 1 are compared,
         or all draws if there are no names.
       jobs: the number of processes, each of which trains one draw at a time.
-      json_file: a file for the results as JSON, updated after each draw, or None.
+      json_file: a file for the results as JSON, updated after each draw, or None to write none.
       resume: whether to skip the draws that `json_file` already has.
       console: the console for the lines.
 

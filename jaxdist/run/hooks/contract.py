@@ -80,7 +80,7 @@ class Outcome:
       stopped_by: the reason why the run ended before the last step (a signal, a notice, or the
         reason that a hook gave), or None if the run took its last step or failed.
       complete: whether the run took its last step, or a hook ended it.
-      error: the error with which the run failed, or None.
+      error: the error with which the run failed, or None if it did not fail.
       metrics: the last logged metrics of training.
       heldout: the means of the last evaluation.
       goodput: the time that each activity took over all attempts of the run, as in

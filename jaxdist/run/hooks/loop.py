@@ -208,7 +208,7 @@ class Evaluate(LoopHook):
 
     Attributes:
       run: the function from a state to the held-out means by name.
-      best: the best held-out loss so far, or None.
+      best: the best held-out loss so far, or None before the first evaluation.
       heldout: the means of the last evaluation.
     """
 
@@ -238,7 +238,8 @@ class Save(LoopHook):
 
     Attributes:
       save: the function that saves a checkpoint. The arguments of the function are the state, the
-        best held-out loss so far or None, and the held-out loss after this step or None.
+        best held-out loss so far, and the held-out loss after this step. A loss that was not
+        computed is None.
       evaluate: the hook that records the best loss, or None without a held-out split.
     """
 

@@ -29,7 +29,8 @@ def tell_end(
     Args:
       heldout: the means of the last evaluation.
       seconds: the duration of the run, in seconds.
-      stopped_by: the reason why the run stopped before its last step, or None.
+      stopped_by: the reason why the run stopped before its last step, or None if all steps were
+        taken.
     """
     if stopped_by is not None:
         console.print(

@@ -71,7 +71,10 @@ class RecordedScaling(Config):
 
 
 class ReviewConfig(Config):
-    """The settings of the review: its programs and records, and the machines of its curves."""
+    """The settings of the review.
+
+    The settings name the compiled programs, the recorded study, and the machines of the curves.
+    """
 
     devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
     """The numbers of devices of the curves."""

@@ -202,7 +202,7 @@ def _check_counts(
     """Raise ConfigError unless each chunk gets a layer and `given`, if not None, fits the model.
 
     Args:
-      given: the number of layers of each chunk from the config, or None.
+      given: the number of layers of each chunk from the config, or None if the config gives none.
       layers: the number of layers of the model.
       what: the word for layers in messages.
       schedule: the schedule.
