@@ -37,7 +37,7 @@ class Strike:
     """An injected failure.
 
     Attributes:
-      step: the step after which the failure occurs, as soon as any process has finished it.
+      step: the step after which the failure occurs, once any process has finished the step.
       process: the number of the process that fails.
       stops: whether the process is stopped with SIGSTOP instead of killed.
     """

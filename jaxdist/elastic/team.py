@@ -37,7 +37,7 @@ class Failure:
     Attributes:
       process: the index of the failed process on this machine, or None if no process failed on this
         machine.
-      how: the kind of failure, as the rest of a sentence that begins with the process.
+      how: the kind of failure, as a phrase that follows the name of the process in a sentence.
       words: the last lines that the process printed.
       code: the exit code of the process, or None if the process is alive but stuck.
     """

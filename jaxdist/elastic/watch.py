@@ -27,8 +27,8 @@ class Stuck:
     """A stuck process, for which the other processes wait.
 
     Attributes:
-      why: a description of what the process does instead of steps, as the rest of a sentence that
-        begins with the process.
+      why: a description of what the process does instead of steps, as a phrase that follows the
+        name of the process in a sentence.
     """
 
     process: int

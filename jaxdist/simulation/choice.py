@@ -62,7 +62,7 @@ class ChoiceConfig(Config):
     servers: Annotated[int, Field(ge=1, le=64)] = 4
     """The number of servers: further hosts, which hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
-    """The factor on the step time of a single worker, in rows with a straggler."""
+    """The factor by which the step time of one worker is multiplied, in rows with a straggler."""
     noise: PositiveFloat = 0.3
     """The standard deviation of the logarithm of each step's time, in rows where all workers are
     slow at times."""

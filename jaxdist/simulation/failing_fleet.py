@@ -33,8 +33,8 @@ class FleetConfig(Config):
     """
 
     devices: Count = 16_384
-    """The number of devices, which all work together. The default is that of Llama 3 405B (arXiv
-    2407.21783, section 3.3.4)."""
+    """The number of devices, which all work together. The default is the number for Llama 3 405B
+    (arXiv 2407.21783, section 3.3.4)."""
     failures_per_1000_device_days: PositiveFloat = 0.5267
     """The number of interruptions per 1,000 devices and day. Llama 3 405B had 466 interruptions in
     54 days on 16,384 devices (arXiv 2407.21783)."""
@@ -103,8 +103,8 @@ class Saves:
 
     Attributes:
       every: the seconds of work between two saves.
-      disk: the number of saves from one checkpoint on disk to the next. The saves between them are
-        snapshots; 1 means that there are no snapshots.
+      disk: the number of saves from one checkpoint on disk to the next. The saves between two
+        checkpoints are snapshots. With 1 there are no snapshots.
     """
 
     every: float

@@ -73,7 +73,10 @@ def simulation_figure(rows: Sequence[SimulatedVariant], *, title: str, target: f
 
 
 def _draw_staleness(axes: Axes, row: SimulatedVariant, colour: np.ndarray) -> None:
-    """Draw a cumulative histogram, since several of them are distinguishable in one figure."""
+    """Draw the staleness of a variant as a cumulative histogram.
+
+    Several cumulative histograms remain distinguishable in one figure.
+    """
     counts = sum((report.staleness for report in row.reports), Counter[int]())
     ages = np.arange(max(counts, default=0) + 1)
     shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)

@@ -81,7 +81,7 @@ class ServerRule:
         """Return the updated array and the optimizer's next state.
 
         Args:
-          rate: the factor on the learning rate.
+          rate: the factor by which the learning rate is multiplied.
         """
         if is_statistic(name):
             return array - (gradient if rate == 1 else np.float32(rate) * gradient), state

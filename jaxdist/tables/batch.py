@@ -32,7 +32,7 @@ class Touched:
       rows: the unique rows, ascending, uint32 or keys (`jaxdist.tables.keys`), `[n]`.
       blocks: for each block on this process's devices, the index in `rows` of each unique row of
         the block. A key is the index of the block's first example in the batch.
-      looked_up: the number of ids, which counts a row again for each id.
+      looked_up: the number of ids. A row counts once for each of its ids.
     """
 
     rows: np.ndarray

@@ -1,10 +1,11 @@
-"""The store of a bounded number of rows: a new row takes the place of a row that is least recent.
+"""The store of a bounded number of rows, in which a new row replaces the row updated longest ago.
 
 Each key belongs to a set (`jaxdist.tables.keys`). A set keeps the `WAYS` rows that were updated
-last. Of rows with the same last update, it keeps those with the smallest keys. A row that its set
-does not keep begins again from its initial values. This rule depends neither on the number of
-servers nor on the order in which saved rows are loaded. Set-associative caches use it; see Hill and
-Smith, "Evaluating associativity in CPU caches" (IEEE Transactions on Computers 38, 1989).
+last. If several rows have the same last update, the set keeps the rows with the smallest keys. A
+row that its set does not keep returns to its initial values. This rule depends neither on the
+number of servers nor on the order in which saved rows are loaded. Set-associative caches use the
+same rule (Hill and Smith, "Evaluating associativity in CPU caches", IEEE Transactions on Computers
+38, 1989).
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _versions(values: np.ndarray) -> np.ndarray:
 
 
 def _ranks(groups: np.ndarray) -> np.ndarray:
-    """Return the number of earlier elements of the same group, for each element.
+    """Return, for each element, the number of earlier elements of the same group.
 
     >>> _ranks(np.array([4, 7, 4, 4, 7]))
     array([0, 0, 1, 2, 1])

@@ -94,7 +94,7 @@ class TableClient:
         return found
 
     def begin(self, rows: np.ndarray) -> None:
-        """Ask for the values of unique rows, which `take` returns; the call does not wait."""
+        """Ask for the values of unique rows without waiting; `take` returns the values."""
         assert self._rows is None, "an earlier pull is not taken"
         self._rows = rows
         self._ask(rows)
@@ -102,7 +102,7 @@ class TableClient:
     def take(self) -> np.ndarray:
         """Wait for the values of the rows that `begin` asked for, and return them.
 
-        The next push counts as computed from these values.
+        The gradients of the next push are taken to be computed from these values.
 
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.

@@ -56,7 +56,10 @@ def hashes(rows: np.ndarray) -> np.ndarray:
 
 
 def sets_of(rows: np.ndarray, most: int) -> np.ndarray:
-    """Return the number (int64) of the set of each key, on any number of servers."""
+    """Return the number (int64) of each key's set.
+
+    The set does not depend on the number of servers.
+    """
     count = np.uint64(max(1, most // WAYS))
     return ((hashes(rows) >> np.uint64(32)) % count).astype(np.int64)
 

@@ -177,8 +177,9 @@ class TableServer(Server):
         """Return copies of rows, and of their values with state.
 
         Args:
-          most: the number of rows up to which only the rows are returned that were updated since
-            the last call; otherwise all touched rows are, and the first value is true.
+          most: the largest number of rows for an incremental result. If at most this number of rows
+            were updated since the last call, only these rows are returned. Otherwise all touched
+            rows are returned, and the first value is true.
         """
         with self._changed:
             rows, values = self.store.kept()

@@ -164,7 +164,7 @@ def test_the_kernel_that_is_chosen(name, changes, kernel):
          "needs a sequence length that 128 divides, but here it is 1000; use auto (here plain)"),
         ("splash", {"platform": "tpu", "seq_parts": 2}, "a mesh axis splits them into 2 parts"),
         ("splash", {"platform": "tpu", "head_parts": 4},
-         "8 heads are in 4 parts, 2 kv_heads in 1; use auto (here blockwise)"),
+         "8 heads are in 4 parts, and 2 kv_heads are in 1; use auto (here blockwise)"),
         ("cudnn", {"platform": "tpu"}, "attention cudnn runs on GPUs, but the mesh has tpu "
          "devices; use auto (here splash) or plain or blockwise or splash"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"},

@@ -253,7 +253,11 @@ def test_a_kernel_is_refused_before_a_run(length, model, rules, message, devices
             {},
             "needs a sequence length that 128 divides, but here it is 200; use auto (here plain)",
         ),
-        (256, {"kv_heads": None}, "4 heads are in 2 parts, 2 kv_heads in 1; use auto (here plain)"),
+        (
+            256,
+            {"kv_heads": None},
+            "4 heads are in 2 parts, and 2 kv_heads are in 1; use auto (here plain)",
+        ),
     ],
 )
 def test_splash_is_refused_where_the_data_or_the_mesh_forbid_it(

@@ -154,7 +154,10 @@ class MultiHost:
         return None if ends is None else self._messages.why(assignment, ends)
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Return whether to save and stop; False if checkpoints lack parts of the state."""
+        """Return whether all processes must save and stop.
+
+        The result is always False if checkpoints lack parts of the state.
+        """
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
@@ -169,7 +172,7 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run has taken its last step, and not only stopped on request."""
+        """Return whether the run has taken its last step, as opposed to a stop on request."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -209,7 +212,7 @@ class MultiHost:
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Return why the processes stopped, with the name of the leaving host, if it is known."""
+        """Return why the processes stopped, and name the leaving host if it is known."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was asked to stop"
         )

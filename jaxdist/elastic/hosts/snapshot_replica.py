@@ -47,7 +47,7 @@ class SnapshotReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the copies; do not wait for a transfer, since the source host may be stuck."""
+        """Stop the copies at once, even during a transfer, since the source host may be stuck."""
         with self._keeping:
             self._closed.set()
 

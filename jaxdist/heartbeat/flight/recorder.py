@@ -92,7 +92,7 @@ class Recorder:
         Args:
           run_folder: the folder of the generation.
           process: the process that failed or was stuck.
-          how: the kind of failure, as the rest of a sentence that begins with the process.
+          how: the kind of failure, as a phrase that follows the name of the process in a sentence.
           processes: the processes of this machine.
         """
         self._run_folder = run_folder
@@ -176,7 +176,7 @@ def flight_record(run_folder: RunFolder, process: int, how: str, processes: rang
     Args:
       run_folder: the folder of the generation.
       process: the process that failed or is stuck.
-      how: the kind of failure, as the rest of a sentence that begins with the process.
+      how: the kind of failure, as a phrase that follows the name of the process in a sentence.
       processes: the processes of this machine.
     """
     now, told = time.monotonic_ns(), []

@@ -26,7 +26,7 @@ class Reads:
         self.count, self.largest_lead = 0, 0
 
     def check(self, server: int, clock: int, version: int) -> None:
-        """Assert that a version that a client is about to read is as new as the model requires."""
+        """Assert that the version that a client will read is as new as the model requires."""
         lead = clock - self._shards[server].book.floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)
@@ -37,7 +37,7 @@ class Reads:
 
 
 class Values:
-    """A record of the quantity that a value bound limits: the sum of all changes on their way.
+    """A record of the quantity that a value bound limits: the sum of a worker's unapplied changes.
 
     Attributes:
       largest: the largest change that plain SGD would make to a parameter with any of the sums so

@@ -1,4 +1,4 @@
-"""The encoding of pushes by a sender's codec with error feedback, as the server decodes them."""
+"""The codec of pushes with error feedback, which returns what a server decodes from a push."""
 
 from __future__ import annotations
 

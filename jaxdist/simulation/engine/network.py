@@ -48,7 +48,7 @@ class _Flow:
     """A message on its way from one network card to another.
 
     Attributes:
-      luck: the random factor on the message's window.
+      luck: the random factor by which the message's window is multiplied.
       ends: the time at which the last byte of the message leaves, if rates do not change.
     """
 

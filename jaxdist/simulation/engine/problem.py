@@ -1,4 +1,4 @@
-"""The interfaces of a simulation's problem and update rule, in numpy arrays; and plain SGD."""
+"""The interfaces of a simulation's problem and update rule, in numpy arrays, and plain SGD."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class UpdateRule(Protocol):
 
         Args:
           name: the name of the parameter.
-          rate: the factor on the learning rate.
+          rate: the factor by which the learning rate is multiplied.
         """
         ...
 

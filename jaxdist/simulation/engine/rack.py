@@ -38,7 +38,7 @@ class RackNode:
         return "rack", self.place
 
     def join(self, worker: int) -> None:
-        """Add a client to the rack; with the first client the rack joins the servers."""
+        """Add a client to the rack. The rack joins the servers when its first client joins."""
         if not self.states:
             self.client = self.run.begin_rack(self)
             servers = range(len(self.run.shards))
@@ -51,7 +51,10 @@ class RackNode:
             self._do(server, rack.join_rack(self.run.model, state, worker))
 
     def leave(self, worker: int) -> None:
-        """Remove a client from the rack; with the last client the rack leaves the servers."""
+        """Remove a client from the rack.
+
+        The rack leaves the servers when its last client leaves.
+        """
         for server, state in enumerate(self.states):
             self._do(server, rack.leave_rack(self.run.model, state, worker))
         if self.states and not self.states[0].inner.members:

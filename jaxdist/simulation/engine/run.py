@@ -205,7 +205,10 @@ class Simulation:
         payload: Shard | None,
         again: Callable[[int, Message], None],
     ) -> None:
-        """Send a client's message to a server; call `again` after the retry time if it is lost."""
+        """Send a client's message to a server.
+
+        If the message is lost, `again` is called after the retry time.
+        """
         lost = self._retry(lambda: again(server, message))
 
         def deliver() -> None:

@@ -85,7 +85,7 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from the servers whose copies are ready, or are not; return their number."""
+        """Pull from the servers whose copies are ready or not ready, and return their number."""
         found = [
             server
             for server, link in enumerate(self.links)

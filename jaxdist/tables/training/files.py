@@ -1,7 +1,8 @@
 """The checkpoints of tables: the touched rows of each server, for any number of servers.
 
 A checkpoint has only the rows that were updated since the previous checkpoint, unless the sum of
-such rows would exceed the number of all rows. Reading it costs at most twice the bytes of all rows.
+such rows would exceed the number of all rows. Reading a checkpoint takes at most twice the bytes of
+all rows.
 
 RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
     arrays/000000.bin                  row numbers, uint32, or keys (`jaxdist.tables.keys`)
@@ -220,7 +221,7 @@ def _metadata(path: Path) -> JsonObject:
 
 
 def prune_tables(run: Path, kept: Sequence[int]) -> None:
-    """Delete the tables of all steps except `kept`, the newest `KEPT`, and the steps they need."""
+    """Delete the tables of all steps except `kept`, the newest `KEPT`, and their base steps."""
     for directory in (run / FOLDER).glob("server_*"):
         steps = names.steps_present(directory)
         needed = {*kept, *sorted(steps)[-KEPT:]} & {*steps}

@@ -28,7 +28,7 @@ _Begun = tuple[Touched, Mapping[int, np.ndarray]]
 
 
 class LookAheadLoader:
-    """A loader whose batches tell which batch follows.
+    """A loader that also provides the batch after the current batch.
 
     Attributes:
       following: the batch after the newest yielded batch, or None after the last batch.
@@ -90,7 +90,7 @@ class TableProgram:
         self._begun.append((touched, places))
 
     def _filled(self, batch: TableBatch) -> tuple[TableBatch, Touched]:
-        """Return a batch with the values of its rows, and begin to pull those of the next."""
+        """Return a batch with the values of its rows, and begin to pull the next batch's rows."""
         if not self._begun:
             self._begin(batch)
         touched, places = self._begun.pop()
@@ -101,7 +101,7 @@ class TableProgram:
         return given, touched
 
     def train(self, state: TrainState, batch: TableBatch) -> tuple[TrainState, jax.Array]:
-        """Take a step, and return its state and metrics; its pushes may still be pending."""
+        """Take a step, and return its state and metrics while its pushes may still be pending."""
         client, counts = self.client, self.counts
         before = client.sent_bytes + client.received_bytes
         given, touched = self._filled(batch)

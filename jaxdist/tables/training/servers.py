@@ -49,7 +49,7 @@ def with_tables(
 
     Raises:
       RunError: a server did not start, or ended.
-      CheckpointError: the tables of the step to continue from are not whole.
+      CheckpointError: the tables of the step to continue from are incomplete or damaged.
     """
     rows, directory = prepared.rows, prepared.directory
     assert rows is not None
@@ -89,7 +89,9 @@ def with_tables(
 def start_team(
     strategy: Hybrid, setup: JsonObject, stack: ExitStack, module: str, note: Callable[[str], None]
 ) -> tuple[TableTeam, str]:
-    """Start the servers, which end with the stack; return the team and the token of its sessions.
+    """Start the servers, and return their team and the token of the team's sessions.
+
+    The servers end when the stack closes.
 
     Args:
       setup: the common setup of the servers: the run, the description of the rows (about), the step
@@ -156,7 +158,7 @@ class Wires:
 def _follow_moves(
     team: TableTeam | None, client: TableClient, wires: Wires, stack: ExitStack
 ) -> None:
-    """Move the sessions of every process to servers that take over, as process 0 hears of them."""
+    """Move the sessions of every process to the servers that take over."""
 
     def moved(server: int, port: int, epoch: int) -> None:
         client.move(server, wires.to(server, port), epoch)
