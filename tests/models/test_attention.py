@@ -169,8 +169,8 @@ def test_the_kernel_that_is_chosen(name, changes, kernel):
          "devices; use auto (here splash) or plain or blockwise or splash"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"},
          "needs compute_dtype: bfloat16, but here it is float32; use auto (here blockwise)"),
-        ("cudnn", {"platform": None, "head_dim": 20}, "a head size of 8, 16, ... to 128, here it "
-         "is 20; use auto or plain or blockwise"),
+        ("cudnn", {"platform": None, "head_dim": 20}, "a head size of 8, 16, ... to 128, but here "
+         "it is 20; use auto or plain or blockwise"),
         ("cudnn", {"platform": "gpu", "length": 77, "segments": True},
          "isolates documents only in sequences of even length, not of 77"),
     ],
