@@ -11,20 +11,19 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.audit.step import change
+from jaxdist.audit.step import Costs, changes, costs_of, facts_of
 from jaxdist.experiment import load
-from jaxdist.hlo import Ledger, compile_with_text, ledger
+from jaxdist.hlo import compile_with_text, ledger
 from jaxdist.hlo.parse import parse
 from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted_step_time
 from jaxdist.inspect.text import program_digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
-from jaxdist.run.directory import PACKAGES
-from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
 
 OptionVerdict = Literal["changes", "same program", "refused"]
 ALL = "all of them"
+NEITHER = "neither bytes nor memory nor FLOPs"
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,6 @@ class OptionEffect:
     value: OptionValue | None
     verdict: OptionVerdict
     effect: str
-
-
-@dataclass(frozen=True)
-class _Program:
-    ledger: Ledger
-    sha256: str
-    seconds: float
 
 
 def audit_options(
@@ -92,13 +84,8 @@ def audit_options(
             "sets none"
         )
     if json_file is not None:
-        report = {
-            "versions": environment.versions((*PACKAGES, "libtpu")),
-            "config": subject.name,
-            "devices": {"kind": subject.device_kind, "count": len(subject.devices)},
-            "options": [asdict(effect) for effect in found],
-        }
-        write_json(json_file, report, what="audit")
+        rows = [asdict(effect) for effect in found]
+        write_json(json_file, {**facts_of(subject), "options": rows}, what="audit")
     return tuple(found)
 
 
@@ -111,17 +98,14 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
         return
     lowered = program.train.lower(program.state_shapes, program.batch)
 
-    def compiled(options: Options) -> _Program:
+    def compiled(options: Options) -> tuple[str, Costs]:
         executable, text = compile_with_text(lowered, options)
         module = parse(text)
         time = predicted_step_time(subject, executable, module)
-        return _Program(
-            ledger(executable, mesh, module),
-            program_digest(text, lowered.as_text()),
-            time.seconds if time else 0.0,
-        )
+        sha256 = program_digest(text, lowered.as_text())
+        return sha256, costs_of(ledger(executable, mesh, module), time)
 
-    plain = compiled({})
+    sha256, plain = compiled({})
     for preset, options in groups.items():
         each: list[tuple[str, OptionValue | None, Options]]
         each = [(name, value, {name: value}) for name, value in options.items()]
@@ -129,36 +113,14 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
             each.append((ALL, None, options))
         for name, value, asked in each:
             try:
-                other = compiled(asked)
+                other_sha256, other = compiled(asked)
             # An option that this compiler does not know is a result, and must not end the audit.
             except jax.errors.JaxRuntimeError as error:
                 yield OptionEffect(preset, name, value, "refused", str(error).splitlines()[0])
                 continue
-            same = other.sha256 == plain.sha256
-            effect = "" if same else _effect(plain, other)
+            same = other_sha256 == sha256
+            effect = "" if same else changes(plain, other) or NEITHER
             yield OptionEffect(preset, name, value, "same program" if same else "changes", effect)
-
-
-def _effect(old: _Program, new: _Program) -> str:
-    before, after = old.ledger, new.ledger
-    changes = (
-        change("asynchronous bytes", _bytes(before, "is_async"), _bytes(after, "is_async"), "B"),
-        change("overlapped bytes", _bytes(before, "overlapped"), _bytes(after, "overlapped"), "B"),
-        change("bytes", before.sent_bytes(), after.sent_bytes(), "B"),
-        change("messages", _messages(before), _messages(after)),
-        change("memory", before.memory.peak_bytes, after.memory.peak_bytes, "B"),
-        change("FLOPs", before.flops_high, after.flops_high),
-        change("predicted time", old.seconds, new.seconds, "s"),
-    )
-    return ", ".join(filter(None, changes)) or "neither bytes nor memory nor FLOPs"
-
-
-def _bytes(found: Ledger, which: Literal["is_async", "overlapped"]) -> float:
-    return sum(c.times_high * c.sent_bytes for c in found.collectives if getattr(c, which))
-
-
-def _messages(found: Ledger) -> int:
-    return sum(c.times_high for c in found.collectives)
 
 
 def _print(effect: OptionEffect, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,13 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.audit.knobs import written_settings
-from jaxdist.audit.step import AuditedStep, KnobEffect, judge_knob
+from jaxdist.audit.step import AuditedStep, KnobEffect, facts_of, judge_knob
 from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
 from jaxdist.metrics.report import write_json
-from jaxdist.run.directory import PACKAGES
-from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
 
 _STYLES = {"ok": "green", "NO EFFECT": "bold red"}
@@ -66,7 +63,9 @@ def audit(
             _print(finding, console)
     _print_count(findings, console)
     if json_file is not None:
-        _write(json_file, step, findings, full=full)
+        own = {"full": full, "passed": not has_no_effect(findings)}
+        report = {**facts_of(step.subject), **own, "knobs": [asdict(one) for one in findings]}
+        write_json(json_file, report, what="audit")
     return tuple(findings)
 
 
@@ -96,15 +95,3 @@ def _print_count(findings: Sequence[KnobEffect], console: Console) -> None:
                 soft_wrap=True,
                 markup=False,
             )
-
-
-def _write(path: Path, step: AuditedStep, findings: Sequence[KnobEffect], *, full: bool) -> None:
-    report = {
-        "versions": environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()},
-        "config": step.subject.name,
-        "devices": {"kind": step.subject.device_kind, "count": len(step.subject.devices)},
-        "full": full,
-        "passed": not has_no_effect(findings),
-        "knobs": [asdict(finding) for finding in findings],
-    }
-    write_json(path, report, what="audit")

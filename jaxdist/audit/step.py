@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -20,18 +22,24 @@ from jaxdist.audit.knobs import (
 )
 from jaxdist.config import Document, KeyPath, dotted, validate
 from jaxdist.config.importing import load_object
+from jaxdist.cost.step_time import StepTime
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import Ledger
 from jaxdist.inspect.diff import difference
 from jaxdist.inspect.program import InspectedExperiment, Inspection, inspect_step
 from jaxdist.inspect.rows import show_number
 from jaxdist.inspect.text import program_digest
+from jaxdist.metrics.report import PACKAGES
 from jaxdist.models.build import default_loss
 from jaxdist.parallel.compiler import OptionValue
-from jaxdist.types import Json
+from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
+Costs = Mapping[tuple[str, str], float]
+"""The costs of a step, by name and unit."""
 LAYOUT = ("mesh", "parallel", "sharding")
 """The sections that request a layout. The StableHLO of a step repeats a request for a layout, and
 only the compiled program shows whether the request has an effect."""
@@ -55,6 +63,15 @@ class KnobEffect:
     origin: str
     verdict: KnobVerdict
     effect: str
+
+
+def facts_of(subject: InspectedExperiment) -> JsonObject:
+    """Return the versions, the config and the devices of an audit, for its report."""
+    return {
+        "versions": environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()},
+        "config": subject.name,
+        "devices": {"kind": subject.device_kind, "count": len(subject.devices)},
+    }
 
 
 class AuditedStep:
@@ -224,39 +241,34 @@ def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> s
         return "without the setting the step does not fit into memory"
     if not difference(old, new).changes and before.structure == after.structure:
         return ""
-    changes = (
-        change("bytes", _sent_bytes(old), _sent_bytes(new), "B"),
-        change("memory", old.ledger.memory.peak_bytes, new.ledger.memory.peak_bytes, "B"),
-        change("FLOPs", old.ledger.flops_high, new.ledger.flops_high),
-        change("messages", _messages(old), _messages(new)),
-        change("predicted time", _seconds(old), _seconds(new), "s"),
-    )
-    return ", ".join(filter(None, changes)) or "program"
+    costs = (costs_of(one.ledger, one.step_time) for one in (old, new))
+    return changes(*costs) or "program"
 
 
-def _sent_bytes(inspection: Inspection) -> float:
-    return math.fsum(c.times_high * c.sent_bytes for c in inspection.ledger.collectives)
+def costs_of(found: Ledger, time: StepTime | None) -> Costs:
+    """Return the costs of a compiled step on each device, with 0 for an unknown time."""
+    sent = [(one, one.times_high * one.sent_bytes) for one in found.collectives]
+    return {
+        ("asynchronous bytes", "B"): math.fsum(n for one, n in sent if one.is_async),
+        ("overlapped bytes", "B"): math.fsum(n for one, n in sent if one.overlapped),
+        ("bytes", "B"): found.sent_bytes(),
+        ("messages", ""): sum(one.times_high for one in found.collectives),
+        ("memory", "B"): found.memory.peak_bytes,
+        ("FLOPs", ""): found.flops_high,
+        ("predicted time", "s"): time.seconds if time else 0.0,
+    }
 
 
-def _seconds(inspection: Inspection) -> float:
-    """Return the predicted seconds of a step, or 0 if no time is predicted."""
-    return inspection.step_time.seconds if inspection.step_time else 0.0
+def changes(before: Costs, after: Costs) -> str:
+    """Return the changes of costs as text, in percent, or in units where the cost was 0.
 
-
-def _messages(inspection: Inspection) -> int:
-    return sum(c.times_high for c in inspection.ledger.collectives)
-
-
-def change(name: str, before: float, after: float, unit: str = "") -> str:
-    """Return a change as text in percent, such as `bytes -50%`, or in units if `before` is 0.
-
-    The text is empty if both values are equal.
-
-    >>> change("bytes", 200, 100), change("bytes", 0, 1500, "B"), change("bytes", 3, 3)
-    ('bytes -50%', 'bytes +1.5 kB', '')
+    >>> changes({("bytes", "B"): 200, ("FLOPs", ""): 3}, {("bytes", "B"): 100, ("FLOPs", ""): 3})
+    'bytes -50%'
+    >>> changes({("bytes", "B"): 0}, {("bytes", "B"): 1500})
+    'bytes +1.5 kB'
     """
-    if before == after:
-        return ""
-    if not before:
-        return f"{name} +{show_number(after, unit)}"
-    return f"{name} {100 * (after / before - 1):+.3g}%"
+    changed = [(*key, old, after[key]) for key, old in before.items() if old != after[key]]
+    return ", ".join(
+        f"{name} {100 * (new / old - 1):+.3g}%" if old else f"{name} +{show_number(new, unit)}"
+        for name, unit, old, new in changed
+    )

@@ -75,9 +75,8 @@ def parity(
     subject = open_reference(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
-    report = partial(
-        results_to_json, name, planned=len(cells), full=full, losses=subject.reference.losses
-    )
+    losses = [*map(float, subject.reference.values.values())]
+    report = partial(results_to_json, name, planned=len(cells), full=full, losses=losses)
     results = _earlier(json_file, report([])) if resume and json_file else []
     done = {result.cell for result in results}
     console.print(

@@ -107,7 +107,7 @@ def results_to_json(
       results: the results until now.
       planned: the number of combinations of the complete run.
       full: whether the run has the option `--full`.
-      losses: the loss of each step on a single device.
+      losses: the loss of each step on a single device, then the held-out loss if there is one.
     """
     return {
         "subject": subject,

@@ -24,12 +24,13 @@ from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Combination
 from jaxdist.parity.trace import (
     STEPS,
     Differences,
+    FirstSteps,
     Trace,
     limit_of,
     noted,
-    trace,
     trace_differences,
 )
+from jaxdist.train.state import TrainState
 from jaxdist.types import Json, JsonObject
 
 BUILT_IN: Mapping[str, Json] = {
@@ -79,11 +80,13 @@ class ParitySubject:
 
     Attributes:
       sections: the sections of the model's config, to which a combination adds its settings.
+      initial: the initial state on a single device, which is on the host.
       reference: the results of three steps on a single device.
       terms: the number of tokens in a batch, or of examples if the data have no tokens.
     """
 
     sections: Mapping[str, Json]
+    initial: TrainState
     reference: Trace
     terms: int
 
@@ -96,8 +99,9 @@ def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
     """
     plain = {"remat": "none"} if "remat" in sections["model"] else {}
     model, mesh = {**sections["model"], **plain}, {"data": 1, "fake_devices": 1}
-    experiment = _experiment({**sections, "model": model, "mesh": mesh})
-    return ParitySubject(sections, trace(experiment), experiment.units_per_step)
+    steps = FirstSteps(experiment_of({**sections, "model": model, "mesh": mesh}))
+    initial = steps.begin()
+    return ParitySubject(sections, initial, steps.run(initial)[0], steps.experiment.units_per_step)
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
@@ -144,19 +148,22 @@ def with_combination(sections: Mapping[str, Json], cell: Combination) -> JsonObj
     }
 
 
-def _experiment(sections: Mapping[str, Json]) -> Experiment:
-    train = {**sections["train"], "steps": STEPS}
-    config = validate(Document({**sections, "train": train, "optim": OPTIM}), ExperimentConfig)
+def built(sections: Mapping[str, Json]) -> Experiment:
+    """Build the experiment of a config on the config's fake devices.
+
+    The state of its optimizer also keeps the last gradients; see `noted`.
+    """
+    config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
-def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
-    """Build the experiment of a combination, without compiling it.
+def experiment_of(sections: Mapping[str, Json]) -> Experiment:
+    """Build the experiment of a combination's sections, with the optimizer of all combinations.
 
     Raises:
       JaxdistError: the model or the batch does not fit the combination.
     """
-    return _experiment(with_combination(sections, cell))
+    return built({**sections, "train": {**sections["train"], "steps": STEPS}, "optim": OPTIM})
 
 
 def is_random(model: Functional) -> bool:
@@ -201,18 +208,18 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
     as the reason.
     """
     try:
-        experiment = experiment_of(subject.sections, cell)
+        experiment = experiment_of(with_combination(subject.sections, cell))
     except JaxdistError as error:
         return ParityResult(cell, "skipped", reason=" ".join(str(error).split()))
     parts = {"reduce": cell.reduce is not None, "microbatches": cell.microbatches}
     reason = inexact(experiment.program.model, **parts)
     if reason:
         return ParityResult(cell, "skipped", reason=reason)
-    # The combination begins with the state that the single device initialized.
-    begun = subject.reference.initial
     try:
-        found = trace_differences(trace(experiment, begun), subject.reference)
+        # The combination begins with the state that the single device initialized.
+        trace, _ = FirstSteps(experiment).run(subject.initial)
     except jax.errors.JaxRuntimeError as error:
         return ParityResult(cell, "differs", reason=str(error).splitlines()[0])
+    found = trace_differences(trace, subject.reference)
     limit = limit_of(cell.cuts, subject.terms)
     return ParityResult(cell, "equal" if found.within(limit) else "differs", found, limit)

@@ -76,24 +76,15 @@ class Trace:
     """The results of a run that are compared with the results of another run, on the host.
 
     Attributes:
-      initial: the initial training state.
-      losses: the loss of each step, `[steps]`.
+      values: the loss of each step, by the step's number, and the held-out loss after the last
+        step, or other metrics by name.
       gradients: the gradient of each parameter in the first step, by the parameter's name.
       updates: the changes of parameters and buffers over all steps, by name.
-      evaluation: the held-out loss after the last step. The mapping is empty without held-out
-        examples.
     """
 
-    initial: TrainState
-    losses: np.ndarray
-    gradients: Mapping[str, np.ndarray]
-    updates: Mapping[str, np.ndarray]
-    evaluation: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def loss_of_step(self) -> dict[str, np.ndarray]:
-        """The losses of the steps, by the step's number, and the results of the evaluation."""
-        return {**{str(step): loss for step, loss in enumerate(self.losses)}, **self.evaluation}
+    values: Mapping[str, np.ndarray]
+    gradients: Mapping[str, np.ndarray] = field(default_factory=dict)
+    updates: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Noted(NamedTuple):
@@ -220,21 +211,23 @@ class FirstSteps:
         """
         program = self.experiment.program
         state = place_state(program, initial)
-        losses: list[float] = []
+        values: dict[str, np.ndarray] = {}
         gradients: dict[str, np.ndarray] = {}
-        outer = program.outer
         for count, (step, batch) in enumerate(itertools.islice(self._batches(), STEPS), start=1):
             state, metrics = step(state, batch)
-            losses.append(float(metrics[0]))
+            values[str(count - 1)] = np.asarray(metrics[0], np.float64)
             if not gradients:
                 gradients = leaves_by_name(program.home.used(state).opt_state.gradients)
-            if outer is not None and outer.due(count):
-                state = program.between(state)
+            state = self.between(state, count)
         # The evaluation precedes the reading of the state, whose memory a step may reuse.
-        evaluation = self._evaluation(state)
-        first, last = moving(initial), moving(program.home.used(state))
-        updates = {name: last[name] - first[name] for name in last}
-        return Trace(initial, np.array(losses), gradients, updates, evaluation), state
+        values |= self._evaluation(state)
+        return Trace(values, gradients, updates_of(initial, program.home.used(state))), state
+
+    def between(self, state: TrainState, count: int) -> TrainState:
+        """Return the state after what the strategy does between step `count` and the next step."""
+        program = self.experiment.program
+        due = program.outer is not None and program.outer.due(count)
+        return program.between(state) if due else state
 
 
 def own_initial_state(program: Program) -> TrainState:
@@ -256,17 +249,6 @@ def place_state(program: Program, initial: TrainState) -> TrainState:
     return replace(state, exchange=fresh_exchange(program))
 
 
-def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
-    """Train for three steps, and return the results to compare.
-
-    Args:
-      experiment: an experiment that `noted` returned.
-      initial: the initial state on the host, or None for the experiment's initial state.
-    """
-    steps = FirstSteps(experiment)
-    return steps.run(steps.begin() if initial is None else initial)[0]
-
-
 def moving(state: TrainState) -> dict[str, np.ndarray]:
     """Return the parameters and the floating-point buffers of a state, by name."""
     buffers = {
@@ -275,6 +257,12 @@ def moving(state: TrainState) -> dict[str, np.ndarray]:
         if np.issubdtype(leaf.dtype, np.floating)
     }
     return {**leaves_by_name(state.params), **buffers}
+
+
+def updates_of(before: TrainState, after: TrainState) -> dict[str, np.ndarray]:
+    """Return the changes of parameters and buffers between two states, by name."""
+    first, last = moving(before), moving(after)
+    return {name: last[name] - first[name] for name in last}
 
 
 def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
@@ -295,17 +283,17 @@ def trace_distances(
     """
 
     def measured(field: str) -> dict[str, float]:
-        """Return a field's differences, which are infinite if only the reference is 0."""
+        """Return a field's differences, which are infinite if only the reference is 0 or absent."""
         ours, theirs = getattr(found, field), getattr(reference, field)
         leasts = getattr(least, field, {})
-        return {
+        return dict.fromkeys(ours.keys() - theirs.keys(), math.inf) | {
             name: _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
             # The loss of a batch whose weights are all 0 is NaN, on a single device as well.
-            if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
+            if not (field == "values" and np.isnan(expected) and np.isnan(ours[name]))
         }
 
-    return {field: measured(field) for field in ("loss_of_step", "gradients", "updates")}
+    return {field: measured(field) for field in ("values", "gradients", "updates")}
 
 
 def trace_differences(
@@ -341,11 +329,11 @@ class NormFloors:
     """The least norms by which the differences of tensors are divided.
 
     Attributes:
-      loss_of_step, gradients, updates: the least norm of each tensor in the field of a `Trace` with
+      values, gradients, updates: the least norm of each tensor in the field of a `Trace` with
         the same name, by the tensor's name.
     """
 
-    loss_of_step: Mapping[str, float]
+    values: Mapping[str, float]
     gradients: Mapping[str, float]
     updates: Mapping[str, float]
 
@@ -397,7 +385,7 @@ def norms_at_least(
         }
 
     return NormFloors(
-        moves("loss_of_step", limit.loss, {}),
+        moves("values", limit.loss, {}),
         moves("gradients", limit.gradient, gradients),
         moves("updates", limit.update, updates),
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +72,7 @@ def prove(
     """
     closed, names = _traced(step, mesh, state, batch, one_device)
     jitted, alone = _jitted(step), _jitted(one_device)
-    found = _Runner(mesh, state, batch, weight, seed).compare(jitted, alone)
+    found = _compared(jitted, alone, mesh, (state, batch), weight, seed)
     again, _ = _program("the step", step, state, batch)
     unknown = {
         "the scale": UNKNOWN_SCALE if alone is None and not found.undecided else "",
@@ -99,16 +98,42 @@ def _require(condition: bool, otherwise: str) -> None:
         raise RunError(f"prove: {otherwise}")
 
 
-def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, Any]:
+class _Returned(NamedTuple):
+    """The values that a step returns."""
+
+    state: PyTree
+    outputs: PyTree
+
+
+def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, _Returned]:
+    """Return the program of a step, as `jax.make_jaxpr` traces it, and the shapes of its results.
+
+    Raises:
+      RunError: the step cannot be traced, or does not return two values.
+    """
     try:
         # A new function is traced each time, since jax caches the program of a function.
-        return jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(state, batch)
+        closed, out = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(state, batch)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise RunError(
             f"prove: {name} cannot be traced ({type(error).__name__}: {first}): first call the "
             f"step as step(state, batch) with these arguments, without prove; {INPUTS}"
         ) from error
+    pair = isinstance(out, tuple) and len(out) == 2
+    _require(pair, f"{name} returns {type(out).__name__}, not two values: {MUTABLE}")
+    return closed, _Returned(*out)
+
+
+def _require_alike(told: str, made: PyTree, wanted: PyTree) -> None:
+    """Raise an error with names and shapes if the arrays of two trees differ."""
+    ours, theirs = ({n: np.shape(x) for n, x in flatten_with_names(t)} for t in (made, wanted))
+    differ = [
+        f"{name} is {ours.get(name, 'absent')} instead of {theirs.get(name, 'absent')}"
+        for name in theirs | ours
+        if ours.get(name) != theirs.get(name)
+    ]
+    _require(not differ, f"{told}: {', '.join(differ[:3])}{', ...' * (len(differ) > 3)}")
 
 
 def _text(closed: Any) -> str:
@@ -133,24 +158,14 @@ def _traced(
         _require(not deleted, f"{name} was donated to an earlier step: pass a state of its own")
     _require(any(map(np.ndim, jax.tree.leaves(batch))), "the batch has no array with examples")
     closed, out = _program("the step", step, state, batch)
-    pair = isinstance(out, tuple) and len(out) == 2
-    _require(pair, f"the step returns {type(out).__name__}, not two values: {MUTABLE}")
-    same = jax.tree.structure(out[0]) == jax.tree.structure(state)
-    differs = "a tree whose structure differs from that of the state"
-    _require(same, f"the step returns {differs}: {MUTABLE}")
-    news = flatten_with_names(out[0])
-    for old, (name, new) in zip(jax.tree.leaves(state), news, strict=True):
-        same = np.shape(old) == new.shape
-        _require(same, f"{name} is {np.shape(old)}, but the step returns {new.shape}")
+    given = out._replace(state=state)
+    _require_alike(f"the step returns another state than it gets ({MUTABLE})", out, given)
     if one_device is not None:
         theirs = _program("one_device", one_device, *jax.tree.map(_host, (state, batch)))[1]
-        named = (dict(zip(("state", "outputs"), made, strict=False)) for made in (out, theirs))
-        ours, others = ({n: np.shape(x) for n, x in flatten_with_names(tree)} for tree in named)
-        other = [name for name in ours | others if ours.get(name) != others.get(name)]
-        _require(not other, f"one_device returns other arrays than the step: {', '.join(other)}")
+        _require_alike("one_device returns other arrays than the step", theirs, out)
     used = [dict(region.params["mesh"].shape) for region in regions_of(closed.jaxpr)]
-    given = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
-    on_mesh = any(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in given)
+    arrays = [leaf for leaf in jax.tree.leaves((state, batch)) if isinstance(leaf, jax.Array)]
+    on_mesh = any(leaf.sharding.device_set == {*mesh.devices.flat} for leaf in arrays)
     _require(
         bool(used) or mesh.size == 1 or on_mesh,
         f"neither state nor batch is on the {mesh.size} devices of the mesh, so the step would run "
@@ -163,103 +178,98 @@ def _traced(
             f"the step's shard_map is for the mesh {shape}, but the argument mesh is "
             f"{dict(mesh.shape)}: pass the mesh for which the step is written",
         )
-    names = [f"outputs/{name}" for name, _ in flatten_with_names(out[1])]
-    return closed, [*(f"state/{name}" for name, _ in news), *names]
+    return closed, [name for name, _ in flatten_with_names(out)]
 
 
-@dataclass(frozen=True)
-class _Runner:
-    """The execution of a step and of its reference, with the same initial state and batches.
+def _compared(
+    step: Step,
+    one_device: Step | None,
+    mesh: Mesh,
+    placed: tuple[PyTree, PyTree],
+    weight: str | None,
+    seed: int,
+) -> Compared:
+    """Compare a step with a step for a single device, and return the comparison.
 
-    The fields are arguments of `prove`.
+    Without `one_device` the step is compared with itself on rows in another order. The result is
+    undecided if the arrays of the batch differ in their leading dim, or if a step fails.
+
+    Args:
+      placed: the state and the batch with their shardings; for other arguments see `prove`.
     """
+    host = begun, batch = jax.tree.map(_host, placed)
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) > 1:
+        why = "the arrays of the batch differ in their leading dim"
+        return Compared("the given batch", undecided=why)
+    ((rows,),) = sizes
+    batches = _batches(batch, rows, mesh.size, weight, seed)
+    plan, reference, theirs, like = "one device", one_device, batches, host
+    if reference is None:
+        order = np.random.default_rng(seed).permutation(rows)
+        theirs = {name: _ordered(batch, order) for name, batch in batches.items()}
+        plan, reference, like = "rows in another order", step, placed
+    begins = begun, *(nudged_tree(begun, FULL, nudge) for nudge in NUDGES)
+    try:
+        found = _run(step, begun, batches, placed)
+        expected = [_run(reference, one, theirs, like) for one in begins]
+    except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+        return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
+    cuts = ["over devices", *(axis for axis, size in mesh.shape.items() if size > 1)]
+    worst = worst_of((*batches,), found, *expected, limit=limit_of(cuts, rows))
+    return Compared(plan, worst, steps=(*batches,))
 
-    mesh: Mesh
-    state: PyTree
-    batch: PyTree
-    weight: str | None
-    seed: int
 
-    def compare(self, step: Step, one_device: Step | None) -> Compared:
-        """Compare a step with a step for a single device, and return the comparison.
+def _batches(
+    batch: PyTree, rows: int, devices: int, weight: str | None, seed: int
+) -> dict[str, PyTree]:
+    """Return a batch for each step, by the step's name.
 
-        Without `one_device` the step is compared with itself on rows in another order. The result
-        is undecided if the arrays of the batch differ in their leading dim, or if a step fails.
-        """
-        batches = self._batches()
-        if isinstance(batches, str):
-            return Compared("the given batch", undecided=batches)
-        plan, theirs = "one device", batches
-        if one_device is None:
-            order = np.random.default_rng(self.seed).permutation(self._rows)
-            theirs = {name: _ordered(host, order) for name, host in batches.items()}
-            plan = "rows in another order"
-        host = jax.tree.map(_host, self.state)
-        begins = host, *(nudged_tree(host, FULL, seed) for seed in NUDGES)
-        reference, alone = one_device or step, one_device is not None
-        try:
-            found = self._run(step, host, batches, alone=False)
-            expected = [self._run(reference, begun, theirs, alone=alone) for begun in begins]
-        except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-            return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
-        cuts = ["over devices", *(axis for axis, size in self.mesh.shape.items() if size > 1)]
-        worst = worst_of((*batches,), found, *expected, limit=limit_of(cuts, self._rows))
-        return Compared(plan, worst, steps=(*batches,))
+    Args:
+      batch: the given batch on the host, with `rows` examples.
+      devices: the number of devices, which need not divide the number of rows.
+      weight, seed: see `prove`.
 
-    @property
-    def _rows(self) -> int:
-        return min(np.shape(leaf)[0] for leaf in jax.tree.leaves(self.batch) if np.ndim(leaf))
+    Raises:
+      RunError: the batch has no leaf with the name of the weights.
+    """
+    names = [name for name, _ in flatten_with_names(batch)]
+    known = weight is None or weight in names
+    _require(known, f"the batch has no {weight!r}; choose weight from {sorted(names)}")
+    shards = next(n for n in range(devices, 0, -1) if rows % n == 0)
+    scened = scenes(rows, shards, weighted=weight is not None, skips=False, seed=seed)
+    taken = {"first step": None, **scened}
+    taken["third step"] = taken.pop(RESUMED)  # No state is saved and loaded here.
+    random, found = np.random.default_rng(seed), {}
+    for index, (name, weights) in enumerate(taken.items()):
+        order = random.permutation(rows) if index else np.arange(rows)
+        leaves, tree = jax.tree.flatten(_ordered(batch, order))
+        if weights is not None:
+            at = names.index(str(weight))
+            wide = weights.reshape(-1, *(1,) * (leaves[at].ndim - 1))
+            leaves[at] = np.broadcast_to(wide, leaves[at].shape).astype(leaves[at].dtype)
+        found[name] = jax.tree.unflatten(tree, leaves)
+    return found
 
-    def _batches(self) -> dict[str, PyTree] | str:
-        """Return a batch for each step, by the step's name.
 
-        If the arrays of the batch differ in their leading dim, the result is the reason as text.
+def _run(step: Step, begun: PyTree, batches: Mapping[str, PyTree], like: PyTree) -> list[Trace]:
+    """Take a step with each batch, and return the results of each step.
 
-        Raises:
-          RunError: the batch has no leaf with the name of the weights.
-        """
-        host, rows, weight = jax.tree.map(_host, self.batch), self._rows, self.weight
-        names = [name for name, _ in flatten_with_names(host)]
-        if any(np.ndim(leaf) == 0 or len(leaf) != rows for leaf in jax.tree.leaves(host)):
-            return "the arrays of the batch differ in their leading dim"
-        known = weight is None or weight in names
-        _require(known, f"the batch has no {weight!r}; choose weight from {sorted(names)}")
-        # The devices of the mesh need not divide the number of rows.
-        shards = next(n for n in range(self.mesh.size, 0, -1) if rows % n == 0)
-        given = {"weighted": weight is not None, "skips": False, "seed": self.seed}
-        taken = {"first step": None, **scenes(rows, shards, **given)}
-        taken["third step"] = taken.pop(RESUMED)  # No state is saved and loaded here.
-        random, found = np.random.default_rng(self.seed), {}
-        for index, (name, weights) in enumerate(taken.items()):
-            order = random.permutation(rows) if index else np.arange(rows)
-            leaves, tree = jax.tree.flatten(_ordered(host, order))
-            if weights is not None:
-                at = names.index(str(weight))
-                wide = weights.reshape(-1, *(1,) * (leaves[at].ndim - 1))
-                leaves[at] = np.broadcast_to(wide, leaves[at].shape).astype(leaves[at].dtype)
-            found[name] = jax.tree.unflatten(tree, leaves)
-        return found
-
-    def _run(
-        self, step: Step, begun: PyTree, batches: Mapping[str, PyTree], *, alone: bool
-    ) -> list[Trace]:
-        """Take a step with each batch, and return the results of each step.
-
-        Args:
-          step: the step function.
-          begun: the initial state on the host.
-          batches: the batches by the names of the steps.
-          alone: whether the step is for a single device, so that its arguments get no shardings.
-        """
-        state, before, traces = _like(begun, self.state, alone=alone), _numbers(begun), []
-        for batch in batches.values():
-            state, outputs = step(state, _like(batch, self.batch, alone=alone))
-            after, values = _numbers(state), _numbers(outputs)
-            held = {n: x for n, x in flatten_with_names(state) if not (alone or _is_key(x))}
-            updates = {name: after[name] - before[name] for name in after}
-            traces.append(Trace(begun, np.zeros(0), {}, updates, values | apart(held)))
-            before = after
-        return traces
+    Args:
+      step: the step function.
+      begun: the initial state on the host.
+      batches: the batches by the names of the steps.
+      like: a state and a batch whose arrays have the shardings of the step's arguments.
+    """
+    state, before, traces = _placed(begun, like[0]), leaves_by_name(_without_keys(begun)), []
+    for batch in batches.values():
+        state, outputs = step(state, _placed(batch, like[1]))
+        held = _without_keys(state)
+        after, values = leaves_by_name(held), leaves_by_name(_without_keys(outputs))
+        updates = {name: after[name] - before[name] for name in after}
+        traces.append(Trace(values | apart(held), updates=updates))
+        before = after
+    return traces
 
 
 def _ordered(batch: PyTree, order: np.ndarray) -> PyTree:
@@ -270,31 +280,30 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
 
 
+def _without_keys(tree: PyTree) -> PyTree:
+    """Return a tree with the data of each random key instead of the key."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+
+
 def _host(leaf: Any) -> Any:
-    return leaf if _is_key(leaf) else np.array(leaf)  # Keys cannot become numpy arrays.
+    if not _is_key(leaf):
+        return np.array(leaf)
+    # Keys cannot become numpy arrays.
+    data = np.array(jax.random.key_data(leaf))
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
 
 
-def _like(tree: PyTree, given: PyTree, *, alone: bool) -> PyTree:
-    """Return copies of a tree's arrays, with the shardings of the arrays in `given`.
+def _placed(tree: PyTree, like: PyTree) -> PyTree:
+    """Return copies of a tree's arrays, with the shardings of the arrays in `like`.
 
-    Jit chooses the shardings if `alone` is True, and for arrays that `given` has on a single
-    device.
+    Jit chooses the shardings for arrays that `like` has on a single device.
     """
 
-    def placed(leaf: Any, like: Any) -> Any:
-        whole = jnp.copy(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(np.array(leaf))
+    def placed(leaf: Any, given: Any) -> Any:
+        whole = jnp.array(leaf)
         # Jit may place an uncommitted array wherever the step needs it.
-        if alone or not isinstance(like, jax.Array) or len(like.sharding.device_set) == 1:
+        if not isinstance(given, jax.Array) or len(given.sharding.device_set) == 1:
             return whole
-        return jax.device_put(whole, like.sharding)
+        return jax.device_put(whole, given.sharding)
 
-    return jax.tree.map(placed, tree, given)
-
-
-def _numbers(tree: PyTree) -> dict[str, np.ndarray]:
-    """Return the leaves of a tree by name, as float64 arrays on the host.
-
-    For a random key the result has the key's data.
-    """
-    plain = jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
-    return leaves_by_name(plain)
+    return jax.tree.map(placed, tree, like)

@@ -16,9 +16,9 @@ from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
 from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
-from jaxdist.parity.draw.run import built, plan_cuts, reloaded, replicas_apart
+from jaxdist.parity.draw.run import plan_cuts, reloaded, replicas_apart
 from jaxdist.parity.draw.settings import data_size
-from jaxdist.parity.run import inexact, is_random
+from jaxdist.parity.run import built, inexact, is_random
 from jaxdist.parity.trace import NUDGES, Differences, FirstSteps, Trace
 from jaxdist.proofs.draws import Batch, repeated
 from jaxdist.train.state import TrainState
@@ -152,25 +152,24 @@ class Steps(FirstSteps):
                 state = reloaded(program, state, program)
             given = host if weights is None else {**host, "weight": weights}
             state, metrics = self._take(state, given)
-            if program.outer is not None and program.outer.due(count):
-                state = program.between(state)
+            state = self.between(state, count)
             used = jax.device_get(program.home.used(state))
             # Gradients of NaN cannot be compared. The parameters show whether the step was skipped.
             numbers = weights is None or np.isfinite(weights).all()
             gradients = trace.leaves_by_name(used.opt_state.gradients) if numbers else {}
-            first, last = trace.moving(before), trace.moving(used)
-            updates = {name: last[name] - first[name] for name in last}
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
-            traces.append(Trace(before, np.zeros(0), gradients, updates, values | apart(state)))
+            updates = trace.updates_of(before, used)
+            traces.append(Trace(values | apart(state), gradients, updates))
             before = used
         means = {f"evaluation {name}": np.asarray(x) for name, x in self.means(state).items()}
-        return [*traces, Trace(initial, np.zeros(0), {}, {}, means)]
+        return [*traces, Trace(means)]
 
 
 def apart(state: PyTree) -> dict[str, np.ndarray]:
     """Return the largest difference between replicas, with its name as a value of a `Trace`.
 
-    The result is empty if all replicas are equal, as on a single device.
+    The result is empty if all replicas have equal bits, as on a single device. A plan with the
+    value therefore differs from a single device.
     """
     off, leaf = replicas_apart(state)
     return {f"replicas of {leaf}": np.asarray(off)} if off else {}
@@ -285,8 +284,6 @@ def worst_of(
     for step, ours, theirs, *moved in zip(names, found, *expected, strict=True):
         least = trace.norms_at_least(theirs, limit, *moved)
         distances = trace.trace_distances(ours, theirs, least)
-        for name in ours.evaluation.keys() - theirs.evaluation.keys():
-            distances["loss_of_step"][name] = math.inf  # Replicas must have equal bits.
         for kind, offs, bound in zip(KINDS, distances.values(), astuple(limit), strict=True):
             for name, off in offs.items():
                 # NaN is not larger than any number.

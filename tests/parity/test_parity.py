@@ -37,7 +37,13 @@ from jaxdist.parity.cells import (
     valid_cells,
 )
 from jaxdist.parity.report import combination_line, from_json, parity_page, results_to_json
-from jaxdist.parity.run import BUILT_IN, ParityResult, compare_combination, open_reference
+from jaxdist.parity.run import (
+    BUILT_IN,
+    ParityResult,
+    compare_combination,
+    open_reference,
+    with_combination,
+)
 from jaxdist.parity.trace import Differences, limit_of, trace_differences
 from jaxdist.validity.table import violations
 
@@ -251,7 +257,7 @@ def test_layers_fill_the_chunks_of_every_schedule_with_its_microbatches():
 @pytest.mark.every(2)
 def test_a_combination_is_what_is_built(cell, devices):
     section = {"sharding": {"rules": {"mlp": None}}}
-    built = parity_run.experiment_of({**BUILT_IN, **section}, cell).config
+    built = parity_run.experiment_of(with_combination({**BUILT_IN, **section}, cell)).config
     assert built.sharding.rules["mlp"] is None
     assert built.sharding.rules.get("residual_seq") == ("tensor" if cell.schedule is None else None)
     assert built.model.remat == REMATS[cell.remat]
@@ -263,10 +269,10 @@ def test_a_combination_is_what_is_built(cell, devices):
 
 
 def test_what_xla_refuses_is_told_and_differs(subject, monkeypatch):
-    def refuse(experiment, initial):
+    def refuse(steps, initial):
         raise jax.errors.JaxRuntimeError("INTERNAL: inconsistent sharding\nmore")
 
-    monkeypatch.setattr(parity_run, "trace", refuse)
+    monkeypatch.setattr(parity_trace.FirstSteps, "run", refuse)
     result = compare_combination(subject, Combination("data 8", 0, "all", None, 1, "none"))
     assert (result.verdict, result.reason) == ("differs", "INTERNAL: inconsistent sharding")
     assert combination_line(result).splitlines()[0].endswith("none  differs")
@@ -422,7 +428,8 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
 
 
 def report_of(subject, results, **changes):
-    settings = {"planned": 0, "full": False, "losses": subject.reference.losses, **changes}
+    losses = subject.reference.values.values()
+    settings = {"planned": 0, "full": False, "losses": losses, **changes}
     return results_to_json(command.BUILT_IN_NAME, results, **settings)
 
 

@@ -255,19 +255,17 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
 @pytest.mark.parametrize(
     ("field", "ours", "theirs", "equal"),
     [
-        ("losses", math.nan, math.nan, True),  # of a batch in which nothing has weight
-        ("losses", math.nan, 1.0, False),
-        ("losses", 1.0, math.nan, False),
+        ("values", math.nan, math.nan, True),  # of a batch in which nothing has weight
+        ("values", math.nan, 1.0, False),
+        ("values", 1.0, math.nan, False),
         ("gradients", math.nan, math.nan, False),
         ("updates", math.nan, math.nan, False),
     ],
 )
-def test_a_number_that_is_none_is_equal_in_losses_of_both_alone(field, ours, theirs, equal):
+def test_a_number_that_is_none_is_equal_in_values_of_both_alone(field, ours, theirs, equal):
     def trace(value: float) -> Trace:
-        given = {"losses": [1.0], "gradients": {"w": 1.0}, "updates": {"w": 1.0}}
-        given[field] = [value] if field == "losses" else {"w": value}
-        named = {name: {"w": np.array(given[name]["w"])} for name in ("gradients", "updates")}
-        return Trace(None, np.array(given["losses"]), **named, evaluation={})
+        given = dict.fromkeys(("values", "gradients", "updates"), 1.0) | {field: value}
+        return Trace(**{name: {"w": np.array(number)} for name, number in given.items()})
 
     found = trace_differences(trace(ours), trace(theirs))
     assert found.within(Differences(1e-6, 1e-6, 1e-6)) is equal

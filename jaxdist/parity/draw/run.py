@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
-from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.experiment import Experiment
 from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import Draw, draw, single_device
 from jaxdist.parity.draw.model import Sections
 from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
+from jaxdist.parity.run import built
 from jaxdist.parity.trace import (
     FULL,
     HALF,
@@ -32,7 +32,6 @@ from jaxdist.parity.trace import (
     half_limit_of,
     limit_of,
     norms_at_least,
-    noted,
     nudged,
     trace_differences,
 )
@@ -159,15 +158,6 @@ def _reason(error: JaxdistError) -> str:
             raise cause
         cause = cause.__cause__
     return " ".join(str(error).split())
-
-
-def built(sections: Mapping[str, Json]) -> Experiment:
-    """Build the experiment of a config on the config's fake devices.
-
-    The state of its optimizer also keeps the last gradients; see `noted`.
-    """
-    config = validate(Document(dict(sections)), ExperimentConfig)
-    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
 def plan_cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
