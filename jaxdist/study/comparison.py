@@ -13,8 +13,8 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 MARGIN = 0.01
-"""The largest acceptable mean increase of the held-out loss, as a fraction of the baseline's
-loss."""
+"""The largest mean change of the held-out loss, up or down, of a variant that counts as equal, as a
+fraction of the baseline's loss."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ class VariantResult:
         changes = self.changes
         if math.isnan(changes[0]):
             return "no baseline"
-        holds = statistics.fmean(changes) <= MARGIN
-        agreed = all((change <= MARGIN) == holds for change in changes)
-        return ("within 1%" if holds else "worse") + ("" if agreed else " ?")
+        found = _judged(statistics.fmean(changes))
+        return found + ("" if all(_judged(change) == found for change in changes) else " ?")
 
     def as_json(self) -> JsonObject:
         """Return the results as JSON values, in which None replaces numbers that are not finite."""
@@ -95,6 +94,12 @@ class VariantResult:
             "diverged": self.diverged,
             "verdict": self.verdict,
         }
+
+
+def _judged(change: float) -> str:
+    if abs(change) <= MARGIN:
+        return "within 1%"
+    return "worse" if change > 0 else "better"
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -36,17 +36,21 @@ ROWS = [
     row("near, mostly", 13.0, 1.95, 4.06),
     row("far", 13.0, 2.2, 4.8),
     row("far, mostly", 13.0, 2.2, 4.02),
+    row("better", 100.0, 1.95, 3.88),
+    row("better, mostly", 100.0, 1.9, 4.0),
     row("broken", 13.0, 2.2, math.nan),
 ]
 TABLE = """\
-| variant      | held-out loss | change, %   | bytes | verdict      |
-| ------------ | ------------- | ----------- | ----- | ------------ |
-| plain        | 3.000 ± 1.414 |             | 1.000 |              |
-| near         | 3.015 ± 1.421 | +0.5 ± 0.0  | 0.250 | within 1%    |
-| near, mostly | 3.005 ± 1.492 | -0.5 ± 2.8  | 0.033 | within 1% ?  |
-| far          | 3.500 ± 1.838 | +15.0 ± 7.1 | 0.033 | worse        |
-| far, mostly  | 3.110 ± 1.287 | +5.2 ± 6.7  | 0.033 | worse ?      |
-| broken       | -             |             | 0.033 | diverged 1/2 |"""
+| variant        | held-out loss | change, %   | bytes | verdict      |
+| -------------- | ------------- | ----------- | ----- | ------------ |
+| plain          | 3.000 ± 1.414 |             | 1.000 |              |
+| near           | 3.015 ± 1.421 | +0.5 ± 0.0  | 0.250 | within 1%    |
+| near, mostly   | 3.005 ± 1.492 | -0.5 ± 2.8  | 0.033 | within 1% ?  |
+| far            | 3.500 ± 1.838 | +15.0 ± 7.1 | 0.033 | worse        |
+| far, mostly    | 3.110 ± 1.287 | +5.2 ± 6.7  | 0.033 | worse ?      |
+| better         | 2.915 ± 1.365 | -2.8 ± 0.4  | 0.250 | better       |
+| better, mostly | 2.950 ± 1.485 | -2.5 ± 3.5  | 0.250 | better ?     |
+| broken         | -             |             | 0.033 | diverged 1/2 |"""
 
 
 def test_the_table() -> None:
@@ -82,7 +86,7 @@ def test_the_picture_shows_every_change(tmp_path: Path) -> None:
     for line, compared in zip(dots, ROWS[1:-1], strict=True):
         assert list(line.get_xdata()) == pytest.approx([100 * c for c in compared.changes])
     (cross,) = [line for line in axes.lines if line.get_marker() == "x"]
-    assert list(cross.get_ydata()) == [4], "the row that diverged"
+    assert list(cross.get_ydata()) == [6], "the row that diverged"
     low, high = axes.get_xlim()
     assert low < -2
     assert high > 20
