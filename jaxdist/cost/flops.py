@@ -29,11 +29,15 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
     return sum(_flops(equation, elementwise) for equation in equations)
 
 
-def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
+def product_bytes(jaxpr: Jaxpr | ClosedJaxpr, *, scans: bool = True) -> float:
     """Return the bytes of the factors and results of all products and convolutions.
 
     An array counts once, even if several products use it. The body of a scan is multiplied by the
     scan's length, and a `cond` counts as its most expensive branch.
+
+    Args:
+      jaxpr: the program.
+      scans: whether the bodies of scans count.
 
     >>> import jax
     >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4), np.float32)] * 2))
@@ -47,12 +51,36 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
                 aval: Any = var.aval
                 arrays[id(var)] = math.prod(aval.shape) * aval.dtype.itemsize
             continue
-        inner = [product_bytes(part) for part in inner_jaxprs(equation)]
+        inner = [product_bytes(part, scans=scans) for part in inner_jaxprs(equation)]
         if equation.primitive.name == "scan":
-            inside += equation.params["length"] * sum(inner)
+            inside += equation.params["length"] * sum(inner) if scans else 0.0
         else:
             inside += max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner)
     return inside + sum(arrays.values())
+
+
+def scanned_results(jaxpr: Jaxpr | ClosedJaxpr) -> list[bool]:
+    """Return, for each result of a jaxpr, whether a scan makes it.
+
+    Calls are searched.
+
+    >>> import jax
+    >>> def both(x): return jax.lax.scan(lambda x, _: (x, x), x, length=3)[1], x + 1
+    >>> scanned_results(jax.make_jaxpr(jax.jit(both))(1.0))
+    [True, False]
+    """
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    made: set[int] = set()
+    for equation in inner.eqns:
+        results = equation.outvars
+        if equation.primitive.name == "scan":
+            made.update(map(id, results))
+            continue
+        for part in inner_jaxprs(equation):
+            if len(part.outvars) == len(results):
+                found = zip(results, scanned_results(part), strict=True)
+                made.update(id(var) for var, scanned in found if scanned)
+    return [id(var) in made for var in inner.outvars]
 
 
 def _flops(equation: JaxprEqn, elementwise: bool) -> float:

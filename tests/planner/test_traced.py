@@ -18,11 +18,12 @@ from jaxdist.experiment import build, load
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.traced import OTHER_AXES, Traced
 from jaxdist.planner.plan import ALL_NAMED, Plan
-from jaxdist.planner.search import MEMORY, formulas_of, model_of, search
-from jaxdist.planner.target import parse_target
+from jaxdist.planner.search import MEMORY, formulas_of, judge_plan, model_of, search
+from jaxdist.planner.target import Places, parse_target
 from jaxdist.planner.write import planned
 from jaxdist.run.memory import bytes_per_device
 
+ROOT = Path(__file__).parents[2]
 MLP: dict[str, Any] = {
     "model": {"type": "mlp", "hidden": [64, 48]},
     "data": {
@@ -150,7 +151,57 @@ def test_bytes_of_products_count_each_array_once() -> None:
     shapes = jnp.ones((4, 8)), jnp.ones((3, 8, 8))
     scanned = 3 * 4 * (4 * 8 + 8 * 8 + 4 * 8)
     # x and its transpose, of which each product has one of its own, and two results.
-    assert product_bytes(jax.make_jaxpr(layers)(*shapes)) == scanned + 4 * (3 * 4 * 8 + 2 * 4 * 4)
+    ends, program = 4 * (3 * 4 * 8 + 2 * 4 * 4), jax.make_jaxpr(layers)(*shapes)
+    assert product_bytes(program) == scanned + ends
+    assert product_bytes(program, scans=False) == ends
+
+
+@pytest.mark.full
+def test_what_crosses_the_border_of_a_scan_is_kept_as_it_is(tmp_path: Path) -> None:
+    model = {"type": "bert", "embed": 16, "heads": 2, "compute_dtype": "bfloat16"}
+    bert = EXPERTS | {"data": EXPERTS["data"] | {"masking": {}}}
+    two, four = (traced(bert | {"model": model | {"layers": n}}, tmp_path) for n in (2, 4))
+    assert two.ends_bytes == four.ends_bytes
+    # For each token, the program of BERT-large on v5p keeps 8 arrays of the model's width in
+    # bfloat16 and 6 in float32, 4 of the MLP's width, and the scores in both dtypes.
+    token = 8 * 2 * 16 + 6 * 4 * 16 + 4 * 2 * 64 + 6 * 2 * 32
+    assert (four.kept_bytes - two.kept_bytes) / 2 == pytest.approx(32 * token, rel=0.05)
+    assert four.kept_bytes > 1.2 * four.factor_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("config", "compiled"),
+    [
+        (
+            "configs/bert/large.yaml",
+            {("v5p:8x8x16", Plan(data=1024, zero=1, remat=None)): 2.042},
+        ),
+        (
+            "benchmarks/tpu/mixtral_8x7b.yaml",
+            {
+                ("v5p:4x4x8", Plan(data=128, remat=None)): 8.424,
+                ("v5p:4x4x8", Plan(data=32, expert=4, remat=None)): 18.408,
+            },
+        ),
+        pytest.param(
+            "benchmarks/tpu/deepseek_v3.yaml",
+            {("v5p:8x8x8", Plan(data=512, remat=None)): 36.318},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["bert", "mixtral", "deepseek"],
+)
+def test_memory_is_near_that_of_the_compiler(
+    config: str, compiled: dict[tuple[str, Plan], float]
+) -> None:
+    """Two layers; `jaxdist.planner.laid_out.laid_out_bytes` gave the compiler's figures."""
+    every = ["model.experts.every=2"] if "deepseek" in config else []
+    document, loaded = load(ROOT / config, ["model.layers=2", *every])
+    model = model_of(loaded, document)
+    for (on, plan), gb in compiled.items():
+        judged = judge_plan(model, plan, Places((1, plan.data, 1), ((), (), ())), parse_target(on))
+        assert judged.memory.total / 1e9 == pytest.approx(gb, rel=0.05), plan.words()
 
 
 @pytest.mark.full

@@ -87,6 +87,29 @@ class PlannedExperts:
         room = devices * self.most(rows, devices) * here
         return max(0, room - rows * self.length * self.top_k)
 
+    def block_elements(self, rows: int, devices: int) -> int:
+        """Return the number of temporary elements in the backward pass of a block with experts.
+
+        The result is 0 without remat, since most of the arrays are kept anyway. The numbers of
+        arrays are read from the buffer assignments of programs with the shapes of Mixtral (with and
+        without axis expert) and DeepSeek-V3 on v5p. Three arrays have the hidden values of all rows
+        (gate, up and their product, or gradients of them), of which one is gone when the gradient
+        of the first kernel is computed. Four arrays have the width of the model for all rows (input
+        and output, and their gradients), and six for all tokens (attention and the residual
+        stream).
+
+        Args:
+          rows: the number of sequences on a device.
+          devices: the size of axis expert.
+        """
+        if not self.recomputes:
+            return 0
+        tokens = rows * self.length
+        room = tokens * self.top_k + self.spare_rows(rows, devices)
+        kernel = self.count // devices * self.embed * self.mlp
+        last = max(room * self.mlp, kernel)
+        return room * (2 * self.mlp + 4 * self.embed) + last + tokens * 6 * self.embed
+
     def row_elements(self) -> int:
         """Return the number of activation elements for a row.
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import Document
-from jaxdist.cost.flops import jaxpr_flops, product_bytes
+from jaxdist.cost.flops import jaxpr_flops, product_bytes, scanned_results
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.experiment.flops import on_one_device, step_flops
 from jaxdist.models.gpt import GptConfig
@@ -55,6 +55,9 @@ class Traced:
       buffer_bytes: the bytes of the model's state that is not trained, such as running statistics.
       example_bytes: the bytes of an example of the data.
       kept_bytes: the bytes that an example's forward pass keeps for the backward pass.
+      ends_bytes: the part of `kept_bytes` that is kept outside scans, such as logits.
+      factor_bytes: the bytes of the factors and results of an example's products that the backward
+        pass reads, from which the memory traffic of activations is estimated.
       flops: the FLOPs of an example's matrix products and convolutions, without recomputation.
       step_flops: the FLOPs of an example in the actual step, with recomputation.
       narrow: whether activations and the factors of products have two bytes per number.
@@ -73,6 +76,8 @@ class Traced:
     buffer_bytes: int
     example_bytes: float
     kept_bytes: float
+    ends_bytes: float
+    factor_bytes: float
     flops: float
     step_flops: float
     narrow: bool = False
@@ -128,6 +133,15 @@ class Traced:
           expert: the number of devices with different experts.
         """
         return _elements(self.tensors, parts, expert)
+
+    def stacked_elements(self, parts: int = 1, expert: int = 1) -> int:
+        """Return the part of `elements` in stacked layers."""
+        stacked = tuple(pair for pair in self.tensors if pair[0].stacked)
+        return _elements(stacked, parts, expert)
+
+    def layer_elements(self, expert: int = 1) -> int:
+        """Return the number of parameter elements of a stacked layer, before ZeRO splits them."""
+        return sum(elements_of(t, expert, 1, 1)[0] for t, _ in self.tensors if t.stacked)
 
     @property
     def shared_elements(self) -> int:
@@ -188,26 +202,41 @@ class TracedFormulas:
         shard = model.elements(plan.state_parts, plan.expert)
         stored = shard if plan.zero == 3 else whole
         # Gradients have the dtype of the computation. A sum over microbatches has the dtype of the
-        # parameters.
+        # parameters, and so have the gradients that a scan over layers stacks.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
+        stacked = model.stacked_elements(plan.state_parts if plan.zero == 3 else 1, plan.expert)
+        gradients = (stored - stacked) * alone + stacked * model.param_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         # Activations are of one microbatch, but the device has the data of all microbatches.
         rows = model.batch // (plan.replicas * count)
+        # What is kept outside scans, such as logits, is gone before the blocks' backward passes.
+        block = max(0.0, self._block_bytes(plan, rows) - rows * model.ends_bytes)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,
             optimizer=(shard if plan.zero else whole) * model.state_bytes,
-            gradients=stored * alone + summed,
+            gradients=gradients + summed,
             activations=rows * model.kept_bytes + self._spare_bytes(plan, rows),
-            working=rows * count * model.example_bytes + stored * model.cast_bytes,
+            working=rows * count * model.example_bytes + stored * model.cast_bytes + block,
         )
 
     def _spare_bytes(self, plan: Plan, rows: int) -> float:
-        """Return the bytes of the empty rows in the experts' buffers; see `spare_rows`."""
+        """Return the kept bytes of the empty rows in the experts' buffers; see `spare_rows`."""
         experts = self.model.experts
-        if experts is None:
+        if experts is None or experts.recomputes:
             return 0.0
         each = experts.spare_rows(rows, plan.expert) * experts.row_elements() * self.model.width
-        return each if experts.recomputes else each * experts.layers
+        return each * experts.layers
+
+    def _block_bytes(self, plan: Plan, rows: int) -> float:
+        """Return the temporary bytes of a block's backward pass, for `rows` examples.
+
+        These are the parameters that ZeRO 3 gathers, and the activations of experts.
+        """
+        model, experts = self.model, self.model.experts
+        gathered = model.layer_elements(plan.expert) * model.sent_bytes if plan.zero == 3 else 0.0
+        if experts is None:
+            return gathered
+        return gathered + experts.block_elements(rows, plan.expert) * model.width
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
         model, rows, count = self.model, self.model.batch // plan.replicas, plan.microbatches
@@ -226,7 +255,7 @@ class TracedFormulas:
             products=rows * model.flops / peak,
             attention=0.0,
             recomputed=rows * max(0.0, model.step_flops - model.flops) / peak,
-            elements=3 * (RATES.passes * rows * model.kept_bytes + spare) / element_rate,
+            elements=3 * (RATES.passes * rows * model.factor_bytes + spare) / element_rate,
             update=self._update_bytes(plan) / memory_rate
             + model.update_flops / (plan.state_parts if plan.zero else 1) / peak,
             data=data,
@@ -289,8 +318,15 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
     state = program.own_shapes
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     low, high = (_of_rows(alone, rows) for rows in ROWS)
-    added = ROWS[1] - ROWS[0]
     examples, flops = config.train.batch_size, step_flops(config, device)
+
+    def added(name: str) -> float:
+        return max(0.0, high[name] - low[name]) / (ROWS[1] - ROWS[0])
+
+    # XLA keeps the factors and results of products, and recomputes the values between them. The
+    # model's remat may keep less (`left`), so that the smaller number counts. XLA recomputes
+    # nothing across the border of a scan: what crosses it is kept as it is.
+    ends, scanned = min(added("left"), added("products outside scans")), added("scanned")
     return Traced(
         unit=alone.unit,
         batch=examples,
@@ -303,12 +339,12 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         state_bytes=_bytes(state.opt_state) / count,
         buffer_bytes=_bytes(state.buffers),
         example_bytes=_bytes(program.batch) / examples,
-        # XLA keeps the factors and results of products, and recomputes the values between them. The
-        # model's remat may keep less (`left`), so that the smaller number counts.
-        kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
+        kept_bytes=ends + scanned,
+        ends_bytes=ends,
+        factor_bytes=min(added("left") + scanned, added("products")),
         flops=flops.model / examples,
         update_flops=flops.update,
-        step_flops=(high["flops"] - low["flops"]) / added,
+        step_flops=added("flops"),
         narrow=bool(high["narrow"]),
         steps=config.train.steps,
         experts=_experts(config, alone.units_per_example),
@@ -341,9 +377,10 @@ def _tensor(
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
     """Return the traced figures of a forward and backward pass over `rows` examples.
 
-    "left" has the bytes that the forward pass leaves for the backward pass, and "products" has the
-    bytes of the factors and results of products. "narrow" is whether any of the arrays that are
-    left has two-byte floats. "flops" has the FLOPs of both passes.
+    "scanned" has the bytes that scans leave for the backward pass, and "left" has the bytes that
+    the forward pass leaves besides. "products" has the bytes of the factors and results of
+    products, and "products outside scans" has a part of them. "narrow" is whether any of the arrays
+    that are left has two-byte floats. "flops" has the FLOPs of both passes.
     """
     program = alone.program
     compute = program.compute
@@ -362,12 +399,14 @@ def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
         return jax.vjp(lambda own: total(own, *others), params)[1]
 
     given = (state.params, state.buffers, batch, key)
-    left = jax.tree.leaves(jax.eval_shape(backward, *given))
-    products = product_bytes(jax.make_jaxpr(total)(*given))
+    forward, traced = jax.make_jaxpr(total)(*given), jax.make_jaxpr(backward)(*given)
+    left = list(zip(traced.out_avals, scanned_results(traced), strict=True))
     return {
-        "left": _bytes(left),
-        "products": products,
-        "narrow": any(leaf.dtype in ("bfloat16", "float16") for leaf in left),
+        "left": _bytes([leaf for leaf, scanned in left if not scanned]),
+        "scanned": _bytes([leaf for leaf, scanned in left if scanned]),
+        "products": product_bytes(forward),
+        "products outside scans": product_bytes(forward, scans=False),
+        "narrow": any(leaf.dtype in ("bfloat16", "float16") for leaf, _ in left),
         "flops": jaxpr_flops(jax.make_jaxpr(jax.grad(total))(*given)),
     }
 
