@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.core.report import Figure, Report
@@ -47,13 +47,22 @@ def bench(config: Path = CONFIG) -> Report:
     )
 
 
-def train(config: Path, run: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> float:
+def train(
+    config: Path,
+    run: Path,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    arguments: Sequence[str] = (),
+) -> float:
     """Return the wall seconds of `jaxdist train` in a process without caches, in the directory run.
+
+    Args:
+      arguments: further arguments of the command.
 
     Raises:
       RunError: the process fails or takes too long.
     """
-    command = python_module("jaxdist.cli", "train", str(config), f"run.directory={run}")
+    given = [str(config), *arguments, f"run.directory={run}"]
+    command = python_module("jaxdist.cli", "train", *given)
     environ = plain_environment(os.environ, cache=run.parent / "cache")
     start = time.perf_counter()
     try:

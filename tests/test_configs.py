@@ -79,6 +79,8 @@ def test_builds_and_plans_the_step(path):
     document, config = load(path)
     if getattr(config.data, "source", "") == "fashion-mnist":
         document, config = load(path, ["data.source=digits"])
+    if getattr(config.data, "source", "") == "cifar10":  # images that the user installs
+        document, config = load(path, ["data={type: synthetic, kind: images}"])
     if getattr(config.data, "files", None) == ["kjv.txt"]:  # a text that the user installs
         document, config = load(path, [f'data.files=["{ROOT}/docs/**/*.md"]'])
     if config.data.type == "movielens":  # this would fetch the files

@@ -8,7 +8,6 @@ The parts that train read their targets from the heads of the configs.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -22,14 +21,14 @@ import jax
 import numpy as np
 
 from benchmarks.core.report import Figure, Report
-from benchmarks.quickstart import plain_environment, train
+from benchmarks.jobs.targets import TIMEOUT_SECONDS, reached, targets
+from benchmarks.quickstart import plain_environment
 from jaxdist.data.source import take
 from jaxdist.data.text.dataset import TextConfig
 from jaxdist.data.text.masking import MaskingConfig
 from jaxdist.errors import JaxdistError, RunError, did_you_mean
 from jaxdist.experiment import build, load
 from jaxdist.inspect.program import inspect_step, open_subject
-from jaxdist.metrics.writer import read_metrics
 from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.rendezvous import free_port
 
@@ -42,11 +41,6 @@ PROGRAMS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "BERT-small": (Path("configs/bert/small.yaml"), [ONE]),
     "ViT-small": (RESNET, [ONE, VIT]),
 }
-TRAINED = tuple(
-    Path(f"configs/{name}.yaml")
-    for name in ("mlp/digits", "cnn/digits", "mlp/fashion", "cnn/fashion")
-)
-TIMEOUT_SECONDS = 1800.0
 
 
 def bench(torch: str | None = None, part: Sequence[str] = ()) -> Report:
@@ -137,19 +131,7 @@ def two_processes(seed: int) -> float:
         for child, err in zip(children, said, strict=True):
             if child.returncode:
                 raise RunError(f"a process of {CNN} failed: {err.strip()[-500:]}")
-        return accuracy(run)
-
-
-def accuracy(run: Path) -> float:
-    """Return the last held-out accuracy of a run.
-
-    Raises:
-      RunError: the run evaluated nothing.
-    """
-    found = [one["accuracy"] for one in read_metrics(run) if one["split"] == "heldout"]
-    if not found:
-        raise RunError(f"{run} has no held-out accuracy: its config needs a held-out split")
-    return found[-1]
+        return reached(run, "accuracy")
 
 
 def flops(_: str | None) -> Iterator[Figure]:
@@ -196,18 +178,6 @@ def packing(_: str | None) -> Iterator[Figure]:
     padding: float = packed.source.padding
     note = "inputs of windows of 512 bytes of Python's standard library, over those without padding"
     yield Figure("packing", 1.0, 1 - padding, "<= 1.02", "", note)
-
-
-def targets(_: str | None) -> Iterator[Figure]:
-    """Train configs as their heads say, and compare accuracies with the targets there."""
-    for path in TRAINED:
-        found = re.search(r"# target: +held-out accuracy (\d\.\d+)", path.read_text())
-        assert found is not None, path
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = train(path, Path(folder) / "run", TIMEOUT_SECONDS)
-            reached = accuracy(Path(folder) / "run")
-        note = f"{seconds:.0f} s from start to end"
-        yield Figure(f"{path}: accuracy", reached, float(found[1]), ">= 1", "", note)
 
 
 PARTS: Mapping[str, Callable[[str | None], Iterator[Figure]]] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.jobs import report
-from benchmarks.jobs.report import CNN, PROGRAMS, TRAINED, accuracy, bench
+from benchmarks.jobs.report import CNN, PROGRAMS, bench
+from benchmarks.jobs.targets import TRAINED, Target, reached, target_of, targets
 from jaxdist.errors import JaxdistError, RunError
 from jaxdist.experiment import load
 
@@ -22,19 +22,37 @@ def test_an_unknown_part_is_refused() -> None:
 def test_the_configs_of_the_parts_exist_and_have_targets() -> None:
     for path, overrides in PROGRAMS.values():
         load(path, overrides)
-    for path in TRAINED:
-        assert re.search(r"# target: +held-out accuracy 0\.\d+", path.read_text()), path
+    assert {target_of(path).metric for path in TRAINED} == {"accuracy", "loss", "rmse", "auc"}
     _, config = load(CNN)
     assert (config.train.steps, config.train.batch_size) == (report.STEPS, report.BATCH)
 
 
-def test_the_last_held_out_accuracy_counts(tmp_path: Path) -> None:
+def test_the_last_held_out_value_counts(tmp_path: Path) -> None:
     rows = [{"step": n, "split": "heldout", "accuracy": n / 10} for n in (1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert accuracy(tmp_path) == 0.5
+    assert reached(tmp_path, "accuracy") == 0.5
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1.0}')
     with pytest.raises(RunError, match="has no held-out accuracy"):
-        accuracy(tmp_path)
+        reached(tmp_path, "accuracy")
+
+
+def test_a_head_says_how_a_run_reaches_which_target(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    head = f"# command: jaxdist train {path} --devices 8 'mesh={{data: 4}}'\n# target: held-out "
+    path.write_text(f"{head}AUC of clicks 0.75 after 3 steps")
+    assert target_of(path) == Target(["--devices", "8", "mesh={data: 4}"], "auc", 0.75)
+    assert [Target((), metric, 1.0).goal for metric in ("auc", "rmse")] == [">= 1", "<= 1"]
+    path.write_text(f"{head}accuracy as high as you can")
+    with pytest.raises(RunError, match=r"mine.yaml needs a line .* '# target: held-out METRIC"):
+        target_of(path)
+
+
+def test_a_command_that_fails_reaches_no_target(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"# command: jaxdist train {path}\n# target: held-out loss 1.0\nmodle: 1")
+    found, total = targets(None, [path])
+    assert (found.holds, total.holds) == (False, False)
+    assert "failed: exit code 2" in found.note
 
 
 @pytest.mark.slow

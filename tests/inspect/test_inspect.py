@@ -114,6 +114,19 @@ def test_the_program_for_tpus_has_the_optimizers_state_in_the_hosts_memory(
     assert "The host's memory holds" in looked.out
 
 
+@pytest.mark.slow
+@pytest.mark.needs_libtpu
+def test_a_narrow_and_shallow_program_of_the_job_on_cifar_for_tpus(tmp_path: Path) -> None:
+    data = "data={type: synthetic, kind: images}"
+    # All 16 blocks of ResNet-50 take libtpu more than three minutes.
+    shape = ["depth=null", "blocks=[1, 1]", "bottleneck=true", "width=16"]
+    path = QUICKSTART.parents[1] / "resnet/cifar.yaml"
+    looked = Looked(tmp_path, path, data, *(f"model.{one}" for one in shape), topology="v5e:2x4")
+    assert looked.json["flops"]["ratio"] == pytest.approx(1, abs=0.03)
+    # The statistics of batch norms are a fifth of what so small a network sends.
+    assert 1 <= axis(looked, "data")["ratio"] < 1.25
+
+
 def test_a_ring_sends_its_bound(tmp_path: Path, digits: Path) -> None:
     looked = Looked(tmp_path, digits, "parallel.reduce={type: ring}")
     (ring,) = (r for r in looked.json["collectives"] if r["kind"] == "collective-permute")

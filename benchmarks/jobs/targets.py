@@ -1,0 +1,100 @@
+"""The shipped commands that train on two cores, and the targets in the heads of their configs."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.core.report import Figure
+from benchmarks.quickstart import train
+from jaxdist.errors import RunError
+from jaxdist.metrics.writer import read_metrics
+
+TRAINED = tuple(
+    Path(f"configs/{name}.yaml")
+    for name in (
+        "mlp/digits", "mlp/digits_ring", "cnn/digits", "mlp/fashion", "cnn/fashion",
+        "recommend/movielens", "recommend/movielens_clicks", "resnet/fashion",
+        "gpt/quickstart", "gpt/lamb", "bert/small",
+    )
+)  # fmt: skip
+"""The configs whose commands reach a target by themselves: without another run before, and without
+a text that the user installs."""
+BUDGET_SECONDS = 2400.0
+TIMEOUT_SECONDS = 1800.0
+_COMMAND = re.compile(r"# command: +jaxdist train (\S+)(.*)")
+_TARGET = re.compile(r"# target: +held-out (accuracy|AUC|loss|RMSE)\b\D*(\d+\.\d+)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the head of a config says about its run.
+
+    Attributes:
+      arguments: the arguments of `jaxdist train` after the config.
+      metric: the name of the metric in the records of a run.
+      value: the value to reach, as the last held-out one of the run.
+    """
+
+    arguments: Sequence[str]
+    metric: str
+    value: float
+
+    @property
+    def goal(self) -> str:
+        """The condition on the ratio of the reached value to the target."""
+        return "<= 1" if self.metric in ("loss", "rmse") else ">= 1"
+
+
+def target_of(path: Path) -> Target:
+    """Read the command and the target from the head of a config.
+
+    Raises:
+      RunError: the head has no command that trains this config, or no target with a number.
+    """
+    text = path.read_text()
+    command, target = _COMMAND.search(text), _TARGET.search(text)
+    if command is None or command[1] != str(path) or target is None:
+        raise RunError(
+            f"the head of {path} needs a line '# command: jaxdist train {path}' and a line "
+            "'# target: held-out METRIC VALUE', where METRIC is accuracy, AUC, loss or RMSE"
+        )
+    return Target(shlex.split(command[2]), target[1].lower(), float(target[2]))
+
+
+def reached(run: Path, metric: str) -> float:
+    """Return the last held-out value of a metric of a run.
+
+    Raises:
+      RunError: the run evaluated nothing.
+    """
+    found = [one[metric] for one in read_metrics(run) if one["split"] == "heldout"]
+    if not found:
+        raise RunError(f"{run} has no held-out {metric}: its config needs a held-out split")
+    return found[-1]
+
+
+def targets(_: str | None, paths: Sequence[Path] = TRAINED) -> Iterator[Figure]:
+    """Run the commands in the heads of configs, and compare the results with the targets there.
+
+    A command that fails reaches no target; the others run nevertheless.
+    """
+    total = 0.0
+    for path in paths:
+        target = target_of(path)
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            try:
+                seconds = train(path, run, TIMEOUT_SECONDS, target.arguments)
+                value, note = reached(run, target.metric), f"{seconds:.0f} s from start to end"
+            except RunError as error:
+                seconds, value, note = math.nan, math.nan, str(error)
+        total += seconds
+        given = value, target.value, target.goal, "", note
+        yield Figure(f"{path}: {target.metric}", *given)
+    yield Figure("all commands", total, BUDGET_SECONDS, "<= 1", note="the reference is 40 minutes")
