@@ -110,6 +110,7 @@ class Orthogonalized:
         self, updates: Updates, state: OptState, params: Params = None
     ) -> tuple[Updates, MuonState]:
         b, count = self.momentum, optax.safe_increment(state.count)
+        # The momentum is float32 or wider, because a sum in bfloat16 would lose small gradients.
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
         mu = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.mu, grads)
         ahead = mu
@@ -130,6 +131,7 @@ class Orthogonalized:
         rule = partial(newton_schulz, steps=self.steps, eps=self.eps)
         if len(matrices) <= at_once:
             return rule(matrices)
+        # `lax.map` passes a single matrix, but `newton_schulz` expects a stack of matrices.
         return jax.lax.map(lambda x: rule(x[None])[0], matrices, batch_size=at_once)
 
     def _factor(self, name: str) -> float:

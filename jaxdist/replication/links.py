@@ -71,6 +71,7 @@ class CopyService:
                 assert envelope.payload is not None
                 self._arrays.setdefault(peer, []).append(envelope.payload)
                 return
+            # The arrays of an entry arrive before the entry, in envelopes of their own.
             arrays = self._arrays.pop(peer, [])
             self._entry(envelope, arrays)
             answer = codec.of_copied(self.follower.copied, self._spec.tensor)
@@ -108,4 +109,6 @@ class CopyService:
 
     def left(self, peer: Peer) -> None:
         with self._lock:
+            # The entry of these arrays will not arrive: the next session sends it again from the
+            # start.
             self._arrays.pop(peer, None)

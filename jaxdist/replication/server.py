@@ -107,6 +107,9 @@ class ReplicatedServer(Server):
         self._done(protocol.resume(self.model, self.state, client, sequence, self.seconds))
 
     def _done(self, found: protocol.Step) -> None:
+        # The leader's state changes first: `super()._done` calls `_apply`, which collects the
+        # updates of the new entry, and `_reply`, which holds replies back until followers have this
+        # entry.
         before = self.leader.index
         self.leader, self._updates = self.leader.stepped(found), []
         super()._done(found)
@@ -125,6 +128,8 @@ class ReplicatedServer(Server):
         self._updates.append((effect.merge.rate, change))
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
+        # Every reply waits, even a reply to a pull: the version that it reports must survive a
+        # takeover.
         self._held.append((self.leader.index, reply, payload))
 
     def _advance(self) -> None:

@@ -139,6 +139,7 @@ def _frame(
         MAGIC, FORMAT, one.op, dtype, one.flag, ndim, slot, one.tensor, elements, offset, length,
         one.epoch, one.client, one.sequence, one.clock, one.version, one.floor, one.tokens,
     )  # fmt: skip
+    # Bytes in a slot of shared memory are not part of the sum, since no network carries them.
     crc = google_crc32c.extend(google_crc32c.value(head), part)
     return b"".join((head, CRC.pack(crc), part.data))
 
@@ -230,6 +231,8 @@ class Assembler:
             )
         self._take(header, frame)
         if self._filled < self._buffer.size:
+            # Frames without bytes could follow one another for ever without completing the
+            # envelope.
             if not header.length:
                 raise FrameError("a frame without bytes", envelope)
             return None

@@ -44,6 +44,7 @@ class KeptSession:
 
     def _keep(self) -> None:
         while not self._closed.is_set():
+            # The event is cleared before `open`, since a session may end before `open` returns.
             self._lost.clear()
             try:
                 session = self._wire.open(self._hear, lambda reason: self._lost.set())

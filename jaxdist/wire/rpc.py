@@ -36,6 +36,7 @@ COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_metadata_size", 4096),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # 0 means no limit: the keepalive must also detect a lost peer of an idle session.
     ("grpc.http2.max_pings_without_data", 0),
 )
 OF_SERVER: Sequence[tuple[str, int]] = (
@@ -50,6 +51,7 @@ OF_CLIENT: Sequence[tuple[str, int]] = (
     *COMMON,
     ("grpc.use_local_subchannel_pool", 1),  # Each session gets a connection of its own.
     ("grpc.enable_retries", 0),  # The protocol's own retries settle each message once.
+    # A proxy in the environment is for the internet, not for the processes of a run.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -150,6 +152,7 @@ class RpcServer:
         self, given: Iterator[bytes], context: grpc.ServicerContext, memory: shared.Shared | None
     ) -> Iterator[bytes]:
         peer = _Peer()
+        # `take` below waits for an envelope, and this callback ends the wait when the call ends.
         if not context.add_callback(peer.close):
             return  # The call has ended already.
         to_server, to_worker = (memory.to_server, memory.to_worker) if memory else (None, None)
@@ -253,6 +256,8 @@ class _RpcSession:
         self._closed = True
         self._outbox.close()
         self._channel.close()
+        # `hear` and `ended` may call this method in the reader's thread, which cannot wait for
+        # itself.
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
@@ -286,6 +291,7 @@ class _RpcSession:
             details = getattr(error, "details", lambda: "")()
             reason = f"{code.name if code else 'error'}: {details}"
         finally:
+            # This ends `_frames`, in which a thread of gRPC may wait for the next envelope.
             self._outbox.close()
         if not self._closed:
             self._closed = True

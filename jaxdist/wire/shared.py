@@ -69,6 +69,7 @@ class Direction:
             return None
         slot = int(free[0])
         self.slots[slot, : raw.size] = raw
+        # The flag is set last, since the reader reads the slot as soon as the flag is 1.
         self.flags[slot] = 1
         return slot
 
@@ -77,6 +78,7 @@ class Direction:
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]
+        # The flag is reset last, since the writer may overwrite the slot as soon as the flag is 0.
         self.flags[slot] = 0
         return True
 

@@ -484,7 +484,7 @@ REFUSED = {
     "an older epoch": (Pull(Stamp(2, 0, 0)), r"epoch 2 differs from the epoch 3"),
     "a newer epoch": (Pull(Stamp(4, 0, 0)), r"epoch 4 differs from the epoch 3"),
     "a stranger": (Pull(Stamp(3, 9, 0)), r"client 9 is not a member: join first"),
-    "far ahead": (Pull(Stamp(3, 0, WINDOW)), r"message 64 is not within 64 of message 0"),
+    "far ahead": (Pull(Stamp(3, 0, WINDOW)), r"message 64 is not within 64 of the next message, 0"),
     "negative": (Pull(Stamp(3, 0, -1)), r"message -1 is not within"),
 }
 

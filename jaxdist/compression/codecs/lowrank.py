@@ -122,6 +122,7 @@ def orthogonal(columns: jax.Array) -> jax.Array:
         for other in done * 2:
             rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
         left = jnp.sum(rest * rest, axis=-1, keepdims=True)
+        # `left` is the square of a norm, so it is compared with the square of the limit.
         done.append(jnp.where(left > DEPENDENT**2, _of_length_one(rest), 0.0))
     return jnp.stack(done, axis=-1)
 

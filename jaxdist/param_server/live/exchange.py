@@ -237,8 +237,12 @@ class Sessions:
                     link.again(before)
                 away = [link for link in self.links if link.session is None and not link.idle]
                 if not away and not self._left:
+                    # With this interval, a message is repeated at most a quarter of the time too
+                    # late.
                     self._lost.wait(self._retry_seconds / 4)
                 left, self._left = self._left, []
+            # This thread does not hold the lock here: `close` waits for the session's reader, which
+            # may wait for the lock in `_hear`.
             for session in left:
                 session.close()
             for link in away:

@@ -267,6 +267,7 @@ def _decided(model: Consistency, state: RangeState, now: float) -> Step:
     effects += [_answer(model, state, read) for read in answered]
     state = replace(state, reads=tuple(read for read in state.reads if read not in answered))
     if model.publishes and decision.clocks.floor > before.floor:
+        # A member that was just answered has the published parameters already.
         told = {read.client for read in answered}
         effects += [
             Publish(member, decision.clocks.version, decision.clocks.floor)
