@@ -182,7 +182,8 @@ def write_adapters(
       base: the name or path of the base model.
 
     Raises:
-      ConfigError: PEFT has no such adapters, as of an embedding or of a part of a module.
+      ConfigError: PEFT cannot hold adapters of this kind, for example of an embedding or of a part
+        of a module.
       OSError: the folder cannot be written.
     """
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]

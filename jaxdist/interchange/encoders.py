@@ -37,7 +37,7 @@ def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[
 
 
 def _heads(own: str, tensor: str) -> dict[str, Row]:
-    """Return the rows of the kernel and the bias of a projection to heads."""
+    """Return the entries of the table of names for the kernel and bias of a projection to heads."""
     return {
         f"blocks/attention/{own}": Row(f"{tensor}.weight", "(H d) D -> D H d"),
         f"blocks/attention/{own}_bias": Row(f"{tensor}.bias", "(H d) -> H d"),
@@ -49,7 +49,7 @@ def _norm(own: str, tensor: str) -> dict[str, Row]:
 
 
 def _encoder(prefix: str, norms: tuple[str, str]) -> dict[str, Row]:
-    """Return the rows of a block of bert or vit.
+    """Return the entries of the table of names for a block of bert or vit.
 
     Args:
       prefix: the start of the names of the block's tensors.
@@ -197,7 +197,7 @@ def _resnet_rows(config: Mapping[str, Any]) -> Mapping[str, Row]:
 
 
 def _convolved(convolution: str, norm: str, tensor: str) -> dict[str, Row]:
-    """Return the rows of a convolution and of the batch norm after it."""
+    """Return the entries of the table of names for a convolution and the batch norm after it."""
     norms = {"scale": "weight", "bias": "bias"}
     kept = {"mean": "running_mean", "var": "running_var"}
     return {

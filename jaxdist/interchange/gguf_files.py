@@ -173,7 +173,7 @@ class Gguf:
         return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 
     def _llama3(self, theta: float, factors: Tensor) -> JsonObject:
-        """Return the rotary scaling that has the factors in a tensor.
+        """Return the settings of a rotary scaling, derived from its factors in a tensor.
 
         The file has the factors, but not the settings of the scaling.
 

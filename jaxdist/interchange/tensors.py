@@ -1,4 +1,4 @@
-"""A tensor in a file, known from the header; its elements are read later."""
+"""A tensor in a file, of which only the header has been read."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class Secure(Config):
     """Secure aggregation: servers learn the sum of a round's pushes, and no single push.
 
     Workers push fixed-point integers with masks that cancel in the sum (`jaxdist.secure`), which
-    takes twice the bytes of float32. The rounds are those of bsp, whose mean is weighted by tokens.
+    takes twice the bytes of float32. The rounds work like the rounds of bsp, whose mean is weighted
+    by tokens.
     """
 
     type: Literal["secure"] = "secure"

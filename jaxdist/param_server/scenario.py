@@ -140,7 +140,7 @@ class SimulationConfig(Config):
                 )
 
     def paused_until(self, server: int, now: float) -> float | None:
-        """Return the time at which a stopped server continues, or None if it runs."""
+        """Return the time at which a stopped server continues, or None if the server runs."""
         ends = (
             one.back_seconds
             for one in self.pauses
@@ -149,7 +149,7 @@ class SimulationConfig(Config):
         return max(ends, default=None)
 
     def factor(self, worker: int, now: float) -> float:
-        """Return the factor on the time of a worker's step that begins at the time `now`."""
+        """Return the factor by which the time of a worker's step that begins now is multiplied."""
         found = 1.0
         for one in self.stragglers:
             stop = float("inf") if one.stop_seconds is None else one.stop_seconds

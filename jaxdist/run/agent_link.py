@@ -22,7 +22,8 @@ class NoAgent:
     """The link of a process that no agent has started. All methods of this link do nothing.
 
     Attributes:
-      fence: the check that no later generation of a run on several hosts has started, or None if
+      fence: the check that no later generation of a run on several hosts has started, or None for a
+        run on a single host.
       memory: the directory of the snapshots in this machine's memory, or None if the run has no
         snapshots there.
       phase: the function that is called with each kind of work that the process begins, or None to

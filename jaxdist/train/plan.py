@@ -40,8 +40,8 @@ class TrainConfig(Config):
     microbatches."""
     rescaled_from: Count | None = None
     """The batch size of the full mesh, to which the learning rate and the length refer, if an agent
-    has changed batch_size (elastic.batch: rescale). null means batch_size. Agents set it; a config
-    leaves it out."""
+    has changed batch_size (elastic.batch: rescale). null means batch_size. Agents set this value,
+    and a config leaves it out."""
     microbatches: Count = 1
     """The number of parts of a batch that are computed one after another. More parts need less
     memory for activations."""
@@ -94,7 +94,7 @@ class TrainConfig(Config):
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """The train stages of a run, at least one; a stage has a single batch size.
+    """The train stages of a run, of which there is at least one. A stage has a single batch size.
 
     Attributes:
       stages: the stages, in order.

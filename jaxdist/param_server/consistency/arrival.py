@@ -52,7 +52,7 @@ class OnArrival(Consistency):
     """The correction of gradients for the movement of the parameters since the worker read them;
     null corrects nothing."""
     value_bound: PositiveFloat | None = None
-    """The bound at which a worker pauses: it pauses while any element of its unapplied changes
+    """The bound on unapplied changes. A worker pauses while any element of its unapplied changes
     exceeds this number divided by the number of workers. null sets no bound."""
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class OnArrival(Consistency):
 
     @abstractmethod
     def how(self) -> Reads:
-        """Return the setting `reads`: how a worker obtains newer parameters."""
+        """Return the setting `reads`, which selects how a worker obtains newer parameters."""
         ...
 
     @property

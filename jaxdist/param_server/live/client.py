@@ -128,7 +128,7 @@ class Client:
         return [copy for copy in copies if copy is not None]
 
     def _catch_up(self) -> None:
-        """Push nothing to a server that is a round behind another server.
+        """Push zeros to each server that is a round behind another server.
 
         The servers are not in the same round at the moment when this worker joins. The worker must
         be in the same round at all servers, or its last push would wait for ever.

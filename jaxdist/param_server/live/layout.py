@@ -27,7 +27,8 @@ class ShardPiece:
       shape: the number of rows of the range, then the sizes of the parameter's other dims; a scalar
         has one row.
       offset: the number of elements before the range.
-      dtype: the dtype of the parameter, all of whose values the dtype of the flat array has.
+      dtype: the dtype of the parameter. The dtype of the flat array can represent all of its
+        values.
     """
 
     range: Range
@@ -83,7 +84,7 @@ def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
       params: the parameters, or their shapes.
 
     Raises:
-      ConfigError: the parameters have several dtypes, some of which are not of floats.
+      ConfigError: the parameters have several dtypes, some of which are not float dtypes.
     """
     named = dict(flatten_with_names(params))
     dtypes = {np.dtype(leaf.dtype) for leaf in named.values()}

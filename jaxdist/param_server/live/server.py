@@ -152,7 +152,7 @@ class Server(Reception):
             self._reply(effect, read)
 
     def _save(self) -> None:
-        """Report the shard at each due clock that it has reached."""
+        """Report the shard at each due clock that the shard has reached."""
         while self._due and self.state.clocks.floor >= self._due[0]:
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)

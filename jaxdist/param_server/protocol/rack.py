@@ -42,7 +42,7 @@ class RackState:
       outer: the state towards the servers.
       read: the oldest version that workers received for the open round, or None before the first
         answer.
-      answers: the answers to workers, held back until the rack's own copy may be computed from.
+      answers: the answers to workers, held back until workers may compute from the rack's own copy.
       owed: the acknowledgements held back until the rack's push is acknowledged, by the push's
         sequence.
     """

@@ -43,7 +43,7 @@ class Run:
 
 
 class StepMetrics(Mapping[str, float]):
-    """The metrics of a step by name, which are copied from the device when the first is read.
+    """The metrics of a step by name, which are copied from the device when the first value is read.
 
     The copy does not wait for a computation, since the loop passes the metrics of a step to hooks
     only after the step has finished.

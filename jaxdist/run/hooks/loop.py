@@ -267,7 +267,8 @@ class Snapshot(LoopHook):
 
     Attributes:
       lasts: whether the snapshots are on a disk. If true, only a checkpoint after the same step
-        makes a snapshot unnecessary. Otherwise another snapshot after this step does too.
+        makes a snapshot unnecessary. Otherwise another snapshot after the same step also makes it
+        unnecessary.
     """
 
     cadence: Cadence

@@ -72,8 +72,8 @@ class Hybrid(Config):
     pushes of all processes."""
     most_rows: Annotated[int, Field(ge=32, le=LARGEST)] | None = None
     """The largest number of rows that all servers together keep; null keeps all rows. A bound is
-    needed for ids of 64 bits. The first update of a row creates the row; if its set of 32 rows is
-    full, it replaces the row whose last update is oldest.
+    needed for ids of 64 bits. The first update of a row creates the row. If the set of 32 rows to
+    which the row belongs is full, the row replaces the row of this set whose last update is oldest.
     """
     processes: ProcessesConfig = ProcessesConfig()
     """The settings of the server processes, which process 0 starts on its machine."""
