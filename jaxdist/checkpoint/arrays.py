@@ -33,7 +33,7 @@ writes.
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use, since its import takes longer than that of jax, and mute its log.
+    """Import orbax on first use, since this takes longer than to import jax, and mute orbax's log.
 
     Orbax logs each error that it raises with a traceback; the store instead reports each error in
     one line.

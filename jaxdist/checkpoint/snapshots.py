@@ -286,7 +286,7 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
 
 
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
-    """Return the part of an array that a device holds, from all pieces that overlap it."""
+    """Return the part of an array that a device holds, from all pieces that overlap this part."""
     for piece in pieces:
         # A resume on the same mesh, which is the usual case, needs no copy.
         if piece.span == span:

@@ -54,7 +54,7 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes passed the last barrier of the save. If they did, all of them can take
+    """Whether all processes passed the last barrier of the save. Only then can all processes take
     part in a broadcast of the outcome.
     """
 
@@ -74,7 +74,7 @@ class FencedBy(Protocol):
 
 
 class CheckpointStore:
-    """The store of a run's checkpoints; every process creates one and calls the same methods.
+    """The store of a run's checkpoints; every process creates a store and calls the same methods.
 
     The directory must be on a file system that all processes share. Only process 0 writes
     manifests, commits and deletes. In a run with several processes the arrays must be global

@@ -147,8 +147,8 @@ def _source(run: Path) -> Path:
 def _rows(model: Any, run: Path) -> Mapping[str, Row]:
     """Return the names of a model's tensors in the files of Hugging Face.
 
-    If the run was imported, the names are those of the imported model. Otherwise the names are
-    those of a family that fits the model.
+    If the run was imported, the imported model determines the names. Otherwise a family that fits
+    the model determines the names.
 
     Raises:
       ConfigError: no family of Hugging Face fits the model.

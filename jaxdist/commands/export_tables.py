@@ -36,7 +36,8 @@ def export_recommender(
     """Write the parameters of a recommender as safetensors, wherever its tables are.
 
     The tensor `tables.FIELD.weight` has the rows of a field in the order of its ids. If the ids
-    have 64 bits, it has the rows that exist, and `tables.FIELD.ids` their ids, ascending.
+    have 64 bits, this tensor has the rows that exist, and the tensor `tables.FIELD.ids` has the ids
+    of these rows, ascending.
 
     Args:
       dtype: the dtype of the tensors besides ids, or None for float32.

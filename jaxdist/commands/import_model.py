@@ -258,7 +258,7 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
-    """Return the content of config.json, in which the dtype is that of the largest tensor.
+    """Return the content of config.json, with the dtype of the largest tensor as the dtype.
 
     `export` reads this dtype.
     """

@@ -19,7 +19,7 @@ FIRST = FOLDER / "gpt/quickstart.yaml"
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     """Write shipped configurations, and the files that they include, to a folder.
 
-    An existing file is never replaced. If it has the same content, it is kept without an error.
+    An existing file is never replaced. An existing file with the same content is not an error.
 
     Args:
       name: the name of a configuration, or a kind such as `gpt` for all configurations of the kind,

@@ -80,7 +80,7 @@ def is_sequence(bare: Annotation) -> bool:
 
 
 def arms(annotation: Annotation) -> list[Annotation]:
-    """Return the alternatives of a union, including those of nested unions.
+    """Return the alternatives of a union, including the alternatives of nested unions.
 
     For an annotation that is not a union, return only the annotation.
     """
@@ -121,7 +121,7 @@ def child_type(annotation: Annotation, key: Any) -> Annotation | None:
 
 
 def choices(annotation: Annotation) -> list[Annotation]:
-    """Return the literal values of an annotation, including those of its unions and enums."""
+    """Return the literal values of an annotation, including the values in its unions and enums."""
     found: list[Json] = []
     for arm in arms(annotation):
         bare, _ = split_annotation(arm)

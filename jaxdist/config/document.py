@@ -121,7 +121,7 @@ class Document:
     def origin(self, path: KeyPath) -> Origin:
         """Return the origin of a path, or of its nearest ancestor with an origin.
 
-        Without any origin, return one that names the file or Python.
+        If no origin is found, return an origin that names the file or Python.
 
         >>> document = Document({"a": {"b": 1}}, {("a",): Origin("x.yaml", 3)}, Path("x.yaml"))
         >>> str(document.origin(("a", "b"))), str(document.origin(("c",)))

@@ -46,8 +46,8 @@ class AugmentConfig(Scaled):
     1708.04552). 0 replaces nothing."""
     mixup: NonNegativeFloat = 0.0
     """The parameter of the distribution Beta(mixup, mixup), from which the share of a second
-    example is drawn. The image and label of that example are mixed with those of the first (arXiv
-    1710.09412). 0 mixes nothing."""
+    example is drawn. The image and label of the second example are mixed into the first example
+    (arXiv 1710.09412). 0 mixes nothing."""
 
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.

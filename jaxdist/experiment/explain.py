@@ -18,7 +18,7 @@ from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate,
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
     """Return a line for each value that a run derives from the config.
 
-    If it is fast, the function reads the data for their size.
+    If reading the data takes little time, the function reads the data to learn their size.
 
     Raises:
       ConfigError: values do not fit together.

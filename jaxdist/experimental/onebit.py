@@ -51,8 +51,8 @@ def scale_by_frozen_adam(
 ) -> optax.GradientTransformation:
     """Scale gradients like Adam, with a second moment that is frozen after `freeze_step` steps.
 
-    The direction is that of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no
-    bias correction). In addition, an element whose gradient was zero in all of the first
+    The direction is the direction of 1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which
+    has no bias correction). In addition, an element whose gradient was zero in all of the first
     `freeze_step` steps never moves: see `frozen_direction`.
 
     Args:

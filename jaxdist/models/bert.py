@@ -115,7 +115,7 @@ class BertConfig(PartConfig):
     ) -> AttentionRequest:
         """Return this model's request to an attention kernel.
 
-        The arguments are those of `build`.
+        The arguments are the arguments of `build`.
         """
         return replace(self.block().ask(platform, hint, length, family), causal=False)
 

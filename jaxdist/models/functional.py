@@ -167,7 +167,7 @@ class Functional:
 
     @property
     def _names(self) -> list[str]:
-        """The names of the parameters without those of adapters."""
+        """The names of the parameters, except the parameters of adapters."""
         return [_name(path) for path in self._param_paths]
 
     @property
@@ -299,7 +299,7 @@ def _values(state: PyTree, paths: Sequence[KeyPath]) -> NestedDict:
 
 
 def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """Return a module as pure functions; of its parameters, only the shapes are computed.
+    """Return a module as pure functions, and compute only the shapes of its parameters.
 
     Args:
       make: a function that builds the module from `nnx.Rngs`. The function is traced here, and

@@ -238,7 +238,7 @@ class GptConfig(PartConfig):
     ) -> AttentionRequest:
         """Return this model's request to an attention kernel.
 
-        The arguments are those of `build`.
+        The arguments are the arguments of `build`.
         """
         return AttentionRequest(
             platform,
@@ -368,7 +368,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Map the residual stream x `[B, L, D]` to the same shape.
 
-        The other arguments are those of `Attention`.
+        The other arguments are the arguments of `Attention`.
         """
         x_BLD = self._attended(x_BLD, segments_BL, positions_BL)
         with jax.named_scope("mlp"):

@@ -273,7 +273,7 @@ def _run(graph: nnx.GraphDef, layer: Params, x: PyTree, operands: tuple[PyTree, 
 
 
 def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
-    """Return the arrays of a block's state by name, without those of random streams."""
+    """Return the arrays of a block's state by name, except the arrays of random streams."""
     flat = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
     return {"/".join(map(str, path)): jax.tree.leaves(variable) for path, variable in flat}
 

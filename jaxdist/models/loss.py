@@ -41,7 +41,7 @@ the batch is not computed in parts; see `check_adds_up`.
 
 
 def weighted(batch: Batch) -> Batch:
-    """Return a batch with a field `weight`: 1 for each example (float32 `[B]`) if it has none.
+    """Return a batch with the field `weight`, which is 1 for each example if it was missing.
 
     Since the compiler then knows the weights, their sum is a constant, and the gradient of the mean
     does not wait for the weights of other devices.
@@ -93,7 +93,7 @@ def as_sums(result: PyTree, batch: Batch, *, training: bool = False) -> Sums:
 
 
 def training_sums(sums: Sums) -> Sums:
-    """Return the sums without those that only an evaluation measures."""
+    """Return the sums, except the sums that only an evaluation measures."""
     return {name: mean for name, mean in sums.items() if isinstance(mean, Mean)}
 
 

@@ -123,8 +123,8 @@ class ImportedOptimizerConfig(OptimizerConfig):
     args: Kwargs = Field(default_factory=dict)
     """The keyword arguments for the function, by name."""
     eval_params: str | None = None
-    """The import path of a function of the optimizer's state and the trained parameters that
-    returns the parameters to evaluate. null evaluates the trained parameters, or the average of
+    """The import path of a function that returns the parameters to evaluate, given the optimizer's
+    state and the trained parameters. null evaluates the trained parameters, or the average of
     `optax.contrib.schedule_free`."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:

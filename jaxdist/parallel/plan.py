@@ -51,7 +51,7 @@ class ParallelConfig(Config):
     """The rows over which a BatchNorm computes statistics with `reduce`: the rows of all devices
     (global), or the rows of one device (local)."""
     compression: CompressionConfig | None = None
-    """The codec that compresses gradients for sending; null sends them uncompressed."""
+    """The codec that compresses gradients for sending; null sends gradients uncompressed."""
     deterministic: StrictConfig | None = None
     """The guarantee of the same bits on any number of devices. With null, results have the same
     bits only on the same number of devices."""

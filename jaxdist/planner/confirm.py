@@ -33,8 +33,8 @@ class Confirmed:
     """The figures of a compiled program, for a single device.
 
     Attributes:
-      seconds: the time of a step, predicted from the compiler's estimates. With several slices, it
-        includes the time of the slow network by formula.
+      seconds: the time of a step, predicted from the compiler's estimates. With several slices, the
+        time includes the time of the slow network by formula.
       peak_bytes: the peak memory.
       mfu: the model FLOPs utilization of a single slice. All of attention's products are counted.
       sent_bytes: the bytes that the device sends, by mesh axes.

@@ -77,8 +77,8 @@ def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
 def first_numbers(results: Sequence[Result]) -> list[int]:
     """Return the number of each target's first plan.
 
-    The numbers of a target's plans follow those of the previous target. The number of a target
-    without plans is meaningless.
+    The numbers of a target's plans follow the numbers of the previous target's plans. The number of
+    a target without plans is meaningless.
     """
     numbers = [1]
     for one in results[:-1]:

@@ -27,7 +27,7 @@ class Target:
       text: the text of a single slice, or of all hosts with GPUs, as on the command line.
       device: the speed and memory of a device.
       shape: the shape of a slice's torus, with a last dim for the devices of a chip if a chip has
-        two devices. For GPUs, it is the number of GPUs in a host.
+        two devices. For GPUs, the shape is the number of GPUs in a host.
       slices: the number of slices, or of hosts with GPUs.
       ends_joined: for each dim of `shape`, whether the devices along the dim form a ring.
       per_chip: the number of devices of a chip, which share the chip's links.

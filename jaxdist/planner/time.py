@@ -401,7 +401,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
     """Return the seconds of a step's further waits for the fast and for the slow network.
 
-    Further waits are those that are not part of `_layer_waits`.
+    Further waits are waits that are not part of `_layer_waits`.
     """
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes

@@ -78,8 +78,8 @@ class TrialOutcome(Generic[TrialT]):
     def score(self) -> tuple[float, ...]:
         """The score of the run; a larger score is better.
 
-        The score is the accuracy if there is one, and then the negated loss. The score is minus
-        infinity if the run diverged.
+        Scores are compared first by the accuracy, if there is one, and then by the negated loss.
+        All numbers of the score are minus infinity if the run diverged.
         """
         if self.diverged:
             return (-math.inf, -math.inf)

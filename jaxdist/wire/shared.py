@@ -74,7 +74,7 @@ class Direction:
         return slot
 
     def read(self, slot: int, into: np.ndarray) -> bool:
-        """Copy a payload from a slot and free it; return False if it has no such payload."""
+        """Copy a payload from a slot and free the slot; return False without such a payload."""
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]

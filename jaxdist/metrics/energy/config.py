@@ -28,7 +28,8 @@ class EnergyConfig(Config):
     machines."""
     grid: Annotated[float, Field(ge=0)] = 475.0
     """The carbon intensity of the electricity, in grams of CO2 equivalent per kWh; 475 is the mean
-    of the world in 2019 (IEA), 26 that of hydropower, and 995 that of coal (codecarbon)."""
+    of the world in 2019 (IEA), 26 is the value for hydropower, and 995 is the value for coal
+    (codecarbon)."""
 
     @model_validator(mode="after")
     def _check_watts(self) -> EnergyConfig:

@@ -106,8 +106,8 @@ class Attend:
       ask: the request without the values that differ between calls: each call sets the length of
         its sequences, and whether it has segments.
       hint: the layout of activations on the mesh.
-      ordered: whether the positions of a call are 0 to L - 1 in this order; otherwise they are in
-        the order of the hint's split.
+      ordered: whether the positions of a call are 0 to L - 1 in this order; otherwise the positions
+        are in the order of `Hint.split`.
     """
 
     name: KernelName

@@ -26,7 +26,7 @@ class Auxiliary(NamedTuple):
 
     Attributes:
       penalty: the sum of the auxiliary losses, each times its coefficient. Like the total of a
-        loss, it is summed over tokens and not divided by their weight.
+        loss, the penalty is summed over tokens and not divided by the weight of the tokens.
       sums: the metrics, each as a total with its weight: the names in `SUMS`, and the load.
     """
 

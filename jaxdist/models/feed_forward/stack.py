@@ -24,7 +24,7 @@ class RoutedStack(Stacked):
     """A `Stacked` whose blocks may have experts; blocks with experts map `Routed` to `Routed`.
 
     Attributes:
-      experts: the settings of the experts, or None if the blocks are those of a plain `Stacked`.
+      experts: the settings of the experts, or None if the blocks are blocks of a plain `Stacked`.
       routers: the number of blocks with experts in the whole model, which a pipeline's chunk has
         only some of.
       deterministic: whether the model evaluates; the loss then excludes auxiliary losses.

@@ -38,7 +38,7 @@ class RecommenderConfig(PartConfig):
     number."""
     penalty: NonNegativeFloat = 0.0
     """The factor of the sum of squares of the rows that an example looks up. The product is added
-    to the loss of the example. Unlike optim.weight_decay, it affects only these rows."""
+    to the loss of the example. Unlike optim.weight_decay, the penalty affects only these rows."""
     start: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
     """The initial value of the bias of all scores, such as the mean rating."""
 

@@ -94,7 +94,7 @@ class Adapter:
 def adapter_of(
     config: LoraConfig, name: str, shape: tuple[int, ...], dims: Dims, *, stacked: bool
 ) -> Adapter | None:
-    """Return the adapter of a parameter, or None if it is not a kernel but a bias or a scale.
+    """Return the adapter of a kernel, or None for a parameter that is a bias or a scale.
 
     Args:
       name: the name of the parameter.

@@ -56,7 +56,8 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 
     Raises:
       ConfigError: the number of devices along `batch_axes` does not divide the number of shards, or
-        a further axis is not in `OTHER_AXES`, or the devices along it are in several processes.
+        a further axis is not in `OTHER_AXES`, or the devices along a further axis are in several
+        processes.
     """
     sizes = dict(mesh.shape)
     count = 1

@@ -81,8 +81,9 @@ def experts(random: Random, config: Sections) -> Sections | None:
 def expert_axis(random: Random, config: Sections) -> Sections | None:
     """Draw axis expert, at a random position of the mesh.
 
-    The devices of axis expert are taken from axis data. In a pipeline they are added, with a larger
-    batch. The result is None if the config does not combine with the drawn axis.
+    The devices of axis expert are taken from axis data. In a pipeline, the axis gets further
+    devices instead, with a larger batch. The result is None if the config does not combine with the
+    drawn axis.
     """
     mesh, size = config["mesh"], random.choice((2, 4, 8))
     data = mesh.get("data", 1)

@@ -325,7 +325,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
 
     # XLA keeps the factors and results of products, and recomputes the values between them. The
     # model's remat may keep less (`left`), so that the smaller number counts. XLA recomputes
-    # nothing across the border of a scan: what crosses it is kept as it is.
+    # nothing across the border of a scan: what crosses it is kept unchanged.
     ends, scanned = min(added("left"), added("products outside scans")), added("scanned")
     return Traced(
         unit=alone.unit,
