@@ -49,8 +49,8 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
 
     Args:
       specs: the leaves' partition specs inside `jax.shard_map`, or None outside of it. With specs
-        the function needs an all-reduce of 4 bytes. A leaf counts once, even if several devices hold
-        replicas.
+        the function needs an all-reduce of 4 bytes. A leaf counts once, even if several devices
+        hold replicas.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
