@@ -35,6 +35,7 @@ import typer.main  # noqa: E402  (the same)
 from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402  (the same)
     reset_cache,
 )
+from lowering import share_contexts  # noqa: E402  (the same)
 from run_fixtures import compiled, finished, jaxdist, trained  # noqa: E402, F401  (fixtures)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
@@ -44,6 +45,8 @@ from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)
 collect_ignore_glob = ["*/conftest.py"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+share_contexts()
 
 # What jax traces lives long: collected as often as Python does by itself, a tenth of the time goes.
 gc.freeze()

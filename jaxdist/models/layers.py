@@ -190,10 +190,16 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
         config can name them in sharding.params.
       count: the number of layers.
     """
-    keys = jax.random.split(rngs.params(), count)
-    stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
-    # `vmap` can return only arrays, so the structure is taken from a module that is only traced.
-    module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
+    graphs: list[nnx.GraphDef] = []
+
+    def arrays(key: jax.Array) -> nnx.State:
+        # `vmap` can return only arrays, so the structure leaves the traced function like this.
+        graph, state = nnx.split(make(nnx.Rngs(key)))
+        graphs.append(graph)
+        return state
+
+    stacked = jax.vmap(arrays)(jax.random.split(rngs.params(), count))
+    module = nnx.merge(graphs[0], stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
             dims = dims_of(node)

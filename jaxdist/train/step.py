@@ -104,7 +104,7 @@ class Program:
     @cached_property
     def own_shapes(self) -> TrainState:
         """The shapes of the training state in the model's form, without shardings or padding."""
-        return jax.eval_shape(self._init)
+        return jax.eval_shape(self._begun, self.model.params, self.model.buffers)
 
     @property
     def offloads(self) -> bool:
@@ -139,7 +139,9 @@ class Program:
         return init, step
 
     def _init(self) -> TrainState:
-        params, buffers = self.model.init(self._keys()[0])
+        return self._begun(*self.model.init(self._keys()[0]))
+
+    def _begun(self, params: Params, buffers: Buffers) -> TrainState:
         optimizer, trained = self.optimizer, self.model.divided(params)[0]
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -104,6 +104,8 @@ def main() -> None:
     from jaxdist.runtime import environment
 
     runs.import_all()
+    from lowering import share_contexts
+
     if not await_fork():
         return
     with socket.socket(fileno=os.dup(0)) as channel:
@@ -131,6 +133,7 @@ def main() -> None:
         )
 
     environment.prepare = prepare
+    share_contexts()
     command()
 
 
