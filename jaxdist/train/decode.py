@@ -9,6 +9,8 @@ positions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.models.attention.choose import Attend
 from jaxdist.models.attention.contract import AttentionRequest
@@ -23,7 +26,11 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.gpt import Gpt
 from jaxdist.models.hints import RESIDUAL, Hint
 from jaxdist.models.layers import whole
+from jaxdist.types import Params
 
+SEPARATE_BYTES = 1 << 23
+"""The least size of a layer for which `separate` returns separate layers. A smaller layer stays in
+a CPU's cache between its copy and its use."""
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see: finite, so that its weight is 0 and not NaN."""
 
@@ -62,7 +69,13 @@ def empty_cache(model: Gpt, rows: int, length: int) -> Cache:
 
 
 def decode(
-    model: Gpt, tokens_BL: jax.Array, at_BL: jax.Array, cache: Cache, *, window: int
+    model: Gpt,
+    tokens_BL: jax.Array,
+    at_BL: jax.Array,
+    cache: Cache,
+    *,
+    window: int,
+    layers: Sequence[Params] = (),
 ) -> tuple[jax.Array, Cache]:
     """Run the model on tokens; return hidden states `[B, L, D]`, and the cache with these tokens.
 
@@ -72,6 +85,8 @@ def decode(
       at_BL: the positions of the tokens; if L is more than 1, they must be 0..L-1.
       cache: the cache of the earlier positions.
       window: the number of positions of a sequence in training, which exceeds all of `at_BL`.
+      layers: the parameters of the blocks as `separate` returns them, which replace those of the
+        model unless they are empty.
     """
     x_BLD = model.embed(tokens_BL, at_BL=at_BL)
     graph, state = nnx.split(model.blocks)
@@ -88,9 +103,50 @@ def decode(
         x_BLD = block(x_BLD, None)
         return (x_BLD, _laid_out(reads.cache, model.hint)), None
 
-    numbers = jnp.arange(jax.tree.leaves(state)[0].shape[0])
-    (x_BLD, cache), _ = jax.lax.scan(body, (x_BLD, cache), (numbers, state))
-    return model.hint(x_BLD, *RESIDUAL), cache
+    carry, traced_once = (x_BLD, cache), jax.jit(body)
+    for i, layer in enumerate(layers):
+        own = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(layer))
+        carry, _ = traced_once(carry, (jnp.int32(i), own))
+    if not layers:
+        numbers = jnp.arange(jax.tree.leaves(state)[0].shape[0])
+        carry, _ = jax.lax.scan(body, carry, (numbers, state))
+    return model.hint(carry[0], *RESIDUAL), carry[1]
+
+
+def separate(params: Params, *, least: int = SEPARATE_BYTES) -> tuple[Params, ...]:
+    """Return the parameters of each block of a `Gpt` as arrays that share memory with the stacks.
+
+    On CPUs, XLA copies the parameters of a layer out of the stacks for each token, which takes
+    longer than products with few rows. But a program with separate layers takes longer to compile.
+
+    The result is empty if the parameters are not on CPUs, if the dim of layers is split, or if a
+    device holds fewer than `least` bytes of a layer.
+    """
+    stacks, structure = jax.tree.flatten(params["blocks"])
+    shards = [stack.sharding.shard_shape(stack.shape) for stack in stacks]
+    layers = len(stacks[0])
+    held = sum(
+        math.prod(shape[1:]) * stack.dtype.itemsize
+        for stack, shape in zip(stacks, shards, strict=True)
+    )
+    platforms = {device.platform for stack in stacks for device in stack.sharding.device_set}
+    if platforms != {"cpu"} or {shape[0] for shape in shards} != {layers} or held < least:
+        return ()
+    views = [_views(stack) for stack in stacks]
+    return tuple(structure.unflatten(own) for own in zip(*views, strict=True))
+
+
+def _views(stack: jax.Array) -> list[jax.Array]:
+    """Return each slice of an array on CPUs along the first dim, without copying aligned slices."""
+    held = [(np.asarray(shard.data), shard.device) for shard in stack.addressable_shards]
+    assert isinstance(stack.sharding, NamedSharding), stack.sharding
+    sharding = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
+    found = []
+    for i in range(len(stack)):
+        pieces = [jax.device_put(data[i], device, may_alias=True) for data, device in held]
+        shape = stack.shape[1:]
+        found.append(jax.make_array_from_single_device_arrays(shape, sharding, pieces))
+    return found
 
 
 @dataclass

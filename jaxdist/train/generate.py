@@ -93,12 +93,15 @@ class Generator:
       window: the length of the sequences that the model was trained on.
       vocab_size: the number of tokens in the vocabulary, without the padding of the head.
       cached: whether a decoder may cache its keys and values.
+      separate_bytes: the least size of a layer on CPUs whose parameters a compiled loop reads as
+        separate arrays.
     """
 
     program: Program
     window: int
     vocab_size: int
     cached: bool = True
+    separate_bytes: int = decode.SEPARATE_BYTES
 
     def __call__(
         self,
@@ -143,11 +146,12 @@ class Generator:
             ahead = min(self.window, _padded(longest))
             size = max(ahead, min(self.window, tokens.shape[1]))
             loop = self._begin(merged, buffers, *placed, ahead, size)
-            loop = self._loop(merged, buffers, loop, limits, sampling)._replace(cache=None)
+            given = merged, buffers, decode.separate(merged, least=self.separate_bytes)
+            loop = self._loop(*given, loop, limits, sampling)._replace(cache=None)
         if loop is None:
             loop = self._begin_whole(merged, buffers, *placed)
         if int(loop.number) < count and not bool(loop.done.all()):
-            loop = self._loop(merged, buffers, loop, limits, sampling)
+            loop = self._loop(merged, buffers, (), loop, limits, sampling)
         nats = self._scored(merged, buffers, loop) if log_probs else loop.nats
         arrays = map(np.asarray, (loop.tokens, loop.length, nats, loop.done))
         texts = []
@@ -216,13 +220,15 @@ class Generator:
         nats_BN, done_B = jnp.zeros(tokens_BN.shape, jnp.float32), jnp.zeros(len(length_B), bool)
         return _Loop(tokens_BN, length_B, logits_BV, nats_BN, done_B, jnp.int32(0), cache)
 
-    def _step(self, params: Params, buffers: Buffers, loop: _Loop) -> tuple[jax.Array, PyTree]:
+    def _step(
+        self, params: Params, buffers: Buffers, loop: _Loop, layers: Sequence[Params] = ()
+    ) -> tuple[jax.Array, PyTree]:
         """Return the logits of the next token, and the next cache."""
         if loop.cache is not None:
             module, at_B1 = self._bound(params, buffers), loop.length[:, None] - 1
             token_B1 = jnp.take_along_axis(loop.tokens, at_B1, 1)
             given = token_B1, at_B1, loop.cache
-            x_B1D, cache = decode.decode(module, *given, window=self.window)
+            x_B1D, cache = decode.decode(module, *given, window=self.window, layers=layers)
             return self._cut(module.head(x_B1D)[:, 0]), cache
         missing = max(0, self.window - loop.tokens.shape[1])
         tokens_BN = jnp.pad(loop.tokens, ((0, 0), (0, missing)))
@@ -241,8 +247,9 @@ class Generator:
         """
 
         def run(
-            params: Params, buffers: Buffers, loop: _Loop, limits: _Limits, sampling: Sampling
-        ) -> _Loop:
+            params: Params, buffers: Buffers, layers: Sequence[Params],
+            loop: _Loop, limits: _Limits, sampling: Sampling,
+        ) -> _Loop:  # fmt: skip
             def goes_on(loop: _Loop) -> jax.Array:
                 longest = jnp.where(loop.done, 0, loop.length).max()
                 fits = True if loop.cache is None else longest < self.window
@@ -261,12 +268,12 @@ class Generator:
                     done=loop.done | (token_B[:, None] == limits.stops[None]).any(-1),
                     number=loop.number + 1,
                 )
-                logits_BV, cache = self._step(params, buffers, added)
+                logits_BV, cache = self._step(params, buffers, added, layers)
                 return added._replace(logits=logits_BV, cache=cache)
 
             return jax.lax.while_loop(goes_on, add, loop)
 
-        return jax.jit(run, donate_argnums=2, static_argnums=4)
+        return jax.jit(run, donate_argnums=3, static_argnums=5)
 
     def _scored(self, params: Params, buffers: Buffers, loop: _Loop) -> jax.Array:
         """Return the log-probabilities `[B, N]` of texts, from the forward pass of training."""

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from pipeline_configs import TOKENS, experiment
 
+from jaxdist.train import decode
 from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
+from jaxdist.trees import flatten_with_names
 
 GPT = {"type": "gpt", "layers": 2, "embed": 16, "heads": 4, "kv_heads": 2}
 FAMILIES = {
@@ -134,3 +137,29 @@ def test_tokens_to_choose_among(settings, kept):
     sampling = Sampling(temperature=1.0, seed=1, **settings)
     draw, key = jax.jit(sampling.draw), jax.random.key(sampling.seed)
     assert {int(draw(logits_BV, jnp.int32(i), key)[0]) for i in range(200)} == kept
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, pytest.param({"tensor": 2}, marks=pytest.mark.full)])
+def test_separate_layers_change_no_token_and_share_memory(mesh):
+    run, made, state = of(mesh)
+    layers = decode.separate(state.params, least=0)
+    assert len(layers) == GPT["layers"]
+    for name, stack in flatten_with_names(state.params["blocks"]):
+        for i, layer in enumerate(layers):
+            own = dict(flatten_with_names(layer))[name]
+            assert own.sharding.spec == PartitionSpec(*stack.sharding.spec[1:])
+            np.testing.assert_array_equal(own, stack[i])
+    apart = Generator(made.program, 16, 32, separate_bytes=0)
+    texts = apart(*run.args, prompts=PROMPTS, **run.keywords)
+    assert [t.tokens for t in texts] == [t.tokens for t in run(prompts=PROMPTS)]
+    whole = state.params["blocks"]["mlp"]["up"].addressable_shards[0].data
+    first = layers[0]["mlp"]["up"].addressable_shards[0].data
+    assert first.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer()
+
+
+def test_small_layers_and_split_stacks_stay_together():
+    params = of()[2].params
+    assert decode.separate(params) == ()
+    split = NamedSharding(jax.make_mesh((2,), ("stage",)), PartitionSpec("stage"))
+    moved = {**params, "blocks": jax.device_put(params["blocks"], split)}
+    assert decode.separate(moved, least=0) == ()
