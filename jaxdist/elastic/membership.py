@@ -255,8 +255,8 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # In the order of joining, hosts that joined earlier remain, since they have the newest
-        # snapshots.
+        # The hosts are in the order of joining. So the hosts that joined earlier remain: they have
+        # the newest snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 

@@ -68,7 +68,7 @@ LAMB_RULES: dict[LambVariant, LambRule] = {
     "paper": LambRule(),
     "optax": LambRule(decay_vectors=True, adapt_vectors=True),
     "apex": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
-    # The bounds are those of DeepSpeed's recipe for BERT.
+    # DeepSpeed's recipe for BERT has these bounds.
     "deepspeed": LambRule(adapt_vectors=True, ratio_bounds=(0.01, 0.3)),
     "timm": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
 }

@@ -167,6 +167,8 @@ class Held:
         count, block = pieces.shape[1], self.block
         apart = pieces.reshape(*(self.parts[i] for i in inner), count, *block)
         more = len(inner)
+        # The dim that counts parts comes directly before the dim of the parts' elements, so that
+        # the reshape joins both to one dim.
         order = [more, *(at for i in range(more) for at in (i, more + 1 + i))]
         whole = apart.transpose(*order).reshape(count, *(self.filled[i] for i in inner))
         cut = whole[(slice(None), *(slice(self.of.shape[i]) for i in inner))]
@@ -357,6 +359,8 @@ def plan_matrices(
     for i, one in enumerate(held):
         alike.setdefault(one.alike, []).append(i)
     groups = [Group(tuple(at), tuple(held[i] for i in at)) for at in alike.values()]
+    # Only groups that are split along the same axes number their devices alike, so only their loads
+    # are compared.
     loads: dict[tuple[str, ...], list[float]] = {}
     done: list[Group] = []
     for group in sorted(groups, key=lambda group: -cost(group.held[0].of.size)):
@@ -364,6 +368,7 @@ def plan_matrices(
         load = loads.setdefault(first.axes, [0.0] * group.devices)
         last: list[int | None] = [None] * group.devices
         for number in range(group.devices * group.full, group.count):
+            # A device has a single last slot in each group.
             free = [at for at in range(group.devices) if last[at] is None]
             owner = min(free, key=lambda at: load[at])
             load[owner] += cost(first.of.size)

@@ -65,6 +65,7 @@ def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
     number for all leaves that are split into equal parts.
     """
     leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
+    # `jax.shard_map` accepts only leaves whose dims are split into equal parts.
     split = [i for i, s in enumerate(placed) if _axes(s.spec) and _divides(leaves[i], s)]
     rest = [x for i, x in enumerate(leaves) if i not in split]
     total = total_square(rest, [])
@@ -159,6 +160,7 @@ def clip_to_norm(
     ) -> tuple[Updates, OptState]:
         if limit is not None:
             norm = global_norm(updates) if grad_norm is None else grad_norm
+            # The small term keeps the quotient finite if all gradients are zero.
             scale = jnp.minimum(1.0, limit / (norm + 1e-12))
             updates = jax.tree.map(lambda g: g * scale, updates)
         return inner.update(updates, state, params, **extra)

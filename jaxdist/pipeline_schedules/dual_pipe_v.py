@@ -55,6 +55,8 @@ class _Writer:
         self.count = {(way, chunk): 0 for way in (False, True) for chunk in (self.down, self.up)}
 
     def row(self, microbatches: int) -> tuple[Task, ...]:
+        # The loops here and in `_drain` are the eight steps of DeepSeek's `DualPipeV`, with equal
+        # numbers of passes.
         after = self.stages - 1 - self.stage
         for _ in range(2 * after):
             self._forward(self.down)

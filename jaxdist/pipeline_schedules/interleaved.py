@@ -56,6 +56,9 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     for stage in range(stages):
         forward = _rounds(TaskKind.FORWARD, stage, stages, microbatches, chunks)
         backward = _rounds(TaskKind.FULL, stage, stages, microbatches, chunks)
+        # Before its first backward task, a stage runs a round of every chunk except the last, and
+        # two more tasks for each stage after it: the last chunk's input takes a hop to each later
+        # stage, and the gradient takes a hop back.
         ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
         row = forward[:ahead]
         # `zip` is not strict: the backward tasks that have no forward task to alternate with follow

@@ -102,7 +102,7 @@ def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
     config, tiers = files.config.checkpoint, []
     store = stack.enter_context(files.store(lambda text: say(f"[bold red]checkpoint:[/] {text}")))
     memory = files.agent.memory
-    # A snapshot has no tables, so a run with tables on servers could not continue from one.
+    # A snapshot has no tables, so a run with tables on servers could not continue from it.
     tables = isinstance(files.config.strategy, Hybrid)
     if memory is not None and config.memory_every is not None and not tables:
         tiers.append(Tier("in memory", _snapshots(memory, say, stack), config.memory_every))

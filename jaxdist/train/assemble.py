@@ -97,6 +97,6 @@ def views_of(
     if zero is not None and zero.padded:
         views.append(FilledShards(zero))
     if zero is not None and zero.offload:
-        # The order of stages is another than the order of files, so that files need a conversion.
+        # Stages have another order in memory than in files, so files need a conversion.
         views.append(HostMemory(zero, in_files=stack is None))
     return tuple(views)

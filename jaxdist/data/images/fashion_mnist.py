@@ -17,7 +17,7 @@ from jaxdist.errors import DataError
 HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 TIMEOUT_SECONDS = 30
 
-# The digests are those of the unpacked contents, so that they do not depend on the compression.
+# These are digests of the unpacked contents, so they do not depend on the compression.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",

@@ -179,7 +179,8 @@ class Splash:
         )
         if groups == 1:
             return kernel
-        # All devices have the whole mask, which is an operand of the contract of `attend_shared`.
+        # The mask is an operand of `attend_shared`, and no axis splits it: all devices have the
+        # whole mask.
         whole = dict.fromkeys(axes)
         return jax.tree.map(lambda x: _part(takes(x, whole), group, groups), kernel)
 

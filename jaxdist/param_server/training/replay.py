@@ -72,7 +72,7 @@ class Replay:
         self._left: Counter[Key] = Counter()
         for pushes in self._pushes:
             for key, push in pushes.items():
-                # A worker that joins pushes nothing to a server that is a round behind the others.
+                # A worker that joins pushes zeros to a server that is a round behind the others.
                 if push.tokens or all(key in one for one in self._pushes):
                     self._left[key] += 1
         self._clocks: dict[int, deque[int]] = {}
