@@ -119,7 +119,7 @@ def _pair(line: bytes, where: str) -> Pair:
         keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
             f"{where} is not a pair of answers (found: {keys}): give {' and '.join(KINDS)}, "
-            "texts or lists of {role, content}, and prompt"
+            "each as a text or as a list of {role, content}, and a prompt"
         )
     before = _messages(row.get("prompt", []), "user", f"{where}: prompt")
     pair = Pair(*([*before, *_messages(row[k], ANSWERS, f"{where}: {k}")] for k in KINDS))

@@ -11,7 +11,7 @@ REMEDIES: dict[type[k.Kind], str] = {
     **dict.fromkeys((k.Owed, k.Part), "a psum over AXIS is missing"),
     k.Shard: "an all-gather over AXIS is missing, or AXIS in out_specs",
     k.Extreme: "a pmax or pmin over AXIS is missing",
-    k.Rank: "each device keeps another value",
+    k.Rank: "each device keeps a different value",
 }
 """The advice for a value that must leave whole, by the kind that it has instead."""
 
