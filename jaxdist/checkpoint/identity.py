@@ -146,7 +146,7 @@ def check_identity(run: Path, wanted: str) -> None:
 
 
 def base_of(directory: Path | None, config: Path) -> Path:
-    """Return the directory that a command requests, as a path with a name that can get a number.
+    """Return the path of the directory that a command requests; its name can get a number.
 
     Args:
       directory: the directory in the config, or None if the name of the config's file decides.

@@ -81,7 +81,7 @@ def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[
 
 
 def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str) -> None:
-    """Check that a checkpoint has the arrays of a target, since it may be of another model.
+    """Check that a checkpoint has the arrays of a target, and is not of another model.
 
     Raises:
       CheckpointError: arrays differ; the message lists the first differences, with both shapes and

@@ -78,7 +78,8 @@ def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None
 def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
     """Set the environment for a run, and return the overrides, to which `devices` is added.
 
-    The arguments are those of `prepare_devices`, with the run directory instead of the config file.
+    The arguments are the same as for `prepare_devices`, except for the run directory instead of the
+    config file.
 
     Raises:
       RunError: there is no run in the directory. The message names the runs in this directory or

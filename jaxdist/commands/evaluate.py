@@ -44,8 +44,9 @@ def open_run(
       run: the run directory.
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
-      whole: whether to restore the complete state. Otherwise only what evaluation needs is
-        restored: parameters and buffers, unless the optimizer or the strategy evaluates others.
+      whole: whether to restore the complete state. Otherwise only the arrays that evaluation needs
+        are restored. These are the parameters and buffers, unless the optimizer or the strategy
+        evaluates other arrays.
       console: the console for messages about checkpoints.
 
     Raises:

@@ -99,7 +99,7 @@ def _write(out: Path, config: JsonObject, tensors: Mapping[str, Tensor], dtype: 
 
 
 def table_tensors(form: RowForm, known: np.ndarray, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each tensor of tables, with its shape and a function to its value.
+    """Yield each tensor of tables by name, with its shape and a function that reads the value.
 
     Args:
       known: the keys of all rows that exist, for fields whose ids have 64 bits.

@@ -151,7 +151,7 @@ def _loss_facts(
     layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Facts:
-    """Return the facts with two more: the loss's scalars, and why evaluation needs several batches.
+    """Return the facts, with the loss's scalars and why evaluation needs several batches.
 
     Args:
       scalars: the names of the values that the loss returns as scalars.

@@ -57,7 +57,8 @@ class Interval:
       work: the time that the steps between two saves take, in seconds.
       cost: the time for which a save blocks training, in seconds.
       failures: the failures on which the interval is based.
-      predicted: the predicted share of time that is kept work, with failures at random times.
+      predicted: the predicted share of the time whose work is kept, if failures occur at random
+        times.
     """
 
     steps: int

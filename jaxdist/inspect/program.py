@@ -70,8 +70,8 @@ class Inspection:
       worker: the worker whose step was compiled, or None without parameter servers.
       update_flops: the FLOPs of the optimizer's update in a step. The FLOPs are 0 unless the
         optimizer multiplies matrices, as Muon does.
-      host_state_bytes: the bytes of the optimizer's state in the host's memory. A step copies them
-        to the device and back.
+      host_state_bytes: the bytes of the optimizer's state in the host's memory. A step copies this
+        state to the device and back.
     """
 
     config: str

@@ -67,7 +67,7 @@ class Life:
       first_step: the number of steps that were taken before the attempt.
       last_step: the step of the attempt's last record.
       kept_step: the last step of the attempt that no later attempt repeated. If later attempts
-        repeated all steps of the attempt, this is a step before `first_step`.
+        repeated all steps of the attempt, the value is below `first_step`.
       seconds: the seconds of the attempt by activity; their sum is the wall time.
     """
 

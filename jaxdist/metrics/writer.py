@@ -219,7 +219,7 @@ class MetricsWriter(Records):
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step`, by a rename, so that a kill loses no others."""
+        """Drop the records after `resume_step`; a kill in the meantime loses no other records."""
         if not self.path.exists():
             return
         kept = [

@@ -4,7 +4,7 @@ The optimizer is AdamW with weight decay and clipping, so that the result depend
 and on the global norm across shards. AdamW's `eps` is large, because Adam divides by the size of a
 gradient. With a small `eps`, an element whose gradient is only rounding noise would move by a full
 step in a random direction. With `eps` far above the noise, the update is a smooth function of the
-gradient, so that a similar limit applies to both.
+gradient, so that similar limits apply to the gradient and to the update.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class PlanMemory:
     def offloaded(self) -> PlanMemory:
         """Return the memory with the optimizer's state on the host.
 
-        While the state passes through the device, the activations are no longer needed, so that
-        only the bytes by which the groups on the device exceed the activations count.
+        While the state passes through the device, the activations are no longer needed. Therefore
+        the groups of the state count only as far as they exceed the activations.
         """
         passing = max(0.0, STREAMED * self.optimizer - self.activations - self.working)
         return replace(self, optimizer=passing, host=self.optimizer)
@@ -213,7 +213,7 @@ def elements_of(
       tensor: the size of axis tensor.
       parts: the number of devices over which ZeRO splits.
       layers: the number of layers of a stacked parameter.
-      context: the number of devices over which the sharding rule of dim embed splits.
+      context: the number of devices over which a sharding rule splits dim embed.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
     held = mine // context

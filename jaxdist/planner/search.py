@@ -28,8 +28,8 @@ Model = Decoder | Traced
 def model_of(config: ExperimentConfig, document: Document) -> Model:
     """Return the model of a config, from which formulas compute.
 
-    For a gpt without experts these are the sizes of a decoder, and for other models the figures of
-    a traced step.
+    A gpt without experts is described by the sizes of a decoder, and any other model by the figures
+    of a traced step.
 
     Raises:
       ConfigError: the planner does not take a setting into account, or the config cannot be built.
@@ -201,7 +201,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
-    """Return the `top` fastest plans that fit, without plans that are worse in both respects.
+    """Return the `top` fastest plans that fit, but no plan that is worse in both time and memory.
 
     A plan is left out if a faster plan with the same mesh takes no more memory.
     """

@@ -199,8 +199,8 @@ class Layout:
     def split(self) -> SequenceSplit | None:
         """The method by which the devices of axis `context` share a sequence.
 
-        The value of `split` is `shared` if that is not None. Otherwise the value is a default
-        method, or None if the axis does not split sequences.
+        The value is `shared`, unless `shared` is None. In that case the value is a default method,
+        or None if the axis does not split sequences.
         """
         if self.shared is not None or self.axis_of("seq") != CONTEXT or self.parts("seq") == 1:
             return self.shared

@@ -81,7 +81,7 @@ class BoundedStore(RowStore):
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Store the saved rows that belong to this server, with their values, state and versions.
 
-        A row replaces an equal row that was loaded before.
+        A row replaces an earlier loaded row with the same key.
         """
         mine = servers_of(rows, self._servers, self.form.most) == self.server
         rows, values = rows[mine], values[mine]

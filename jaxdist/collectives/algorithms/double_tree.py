@@ -21,9 +21,9 @@ class DoubleTree(circulant.Circulant):
     """All-reduce, broadcast and reduce along two binomial trees at the same time.
 
     The inner nodes of each tree are leaves of the other tree. An all-reduce takes 2 L steps of S/2
-    bytes in each tree, where L = ceil(log2 N). The algorithm sends half of the bytes of `Tree` in
-    the same number of steps. No device sends more than (L+2)/2 S bytes. The trees are not
-    pipelined. The other operations run as in `Halving`.
+    bytes in each tree, where L = ceil(log2 N). There are as many steps as in `Tree`, and each step
+    sends half of the bytes. No device sends more than (L+2)/2 S bytes. The trees are not pipelined.
+    The other operations run as in `Halving`.
 
     The order of summation is the order of `Tree`. The tree of the first half of the elements starts
     from device 0, and the tree of the second half from device N-1 (N-1, 0, 1, ...).

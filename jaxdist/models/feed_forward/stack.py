@@ -25,8 +25,8 @@ class RoutedStack(Stacked):
 
     Attributes:
       experts: the settings of the experts, or None if the blocks are blocks of a plain `Stacked`.
-      routers: the number of blocks with experts in the whole model, which a pipeline's chunk has
-        only some of.
+      routers: the number of blocks with experts in the whole model. A chunk of a pipeline has only
+        some of these blocks.
       deterministic: whether the model evaluates; the loss then excludes auxiliary losses.
     """
 

@@ -19,7 +19,7 @@ HEADROOM = 2
 
 
 def capacity(ids: int, devices: int) -> int:
-    """Return the number of ids up to which a device may request ids from another device.
+    """Return the largest number of ids that a device requests from another on the fast path.
 
     A larger request takes the slow path of `look_up`.
 

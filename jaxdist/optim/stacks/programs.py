@@ -171,7 +171,7 @@ class _Comparison:
         return True
 
     def mapped(self, *given: PyTree) -> PyTree:
-        """Map the function, called on lists of a single layer, over the layers by `jax.vmap`."""
+        """Call the function on each layer, as a list of one layer, by a `jax.vmap` over layers."""
         form = self.wanted.form
 
         def one(leaves: list[jax.Array]) -> list[jax.Array]:

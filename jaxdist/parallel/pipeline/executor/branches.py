@@ -49,7 +49,7 @@ def backward_kinds(ticks: Ticks) -> tuple[TaskKind, ...]:
 def backward_branches(ticks: Ticks) -> np.ndarray:
     """Return the branch of each kind in `KINDS`, then the branch of no task, int32 `[kinds + 1]`.
 
-    No task has branch 0, and so does a kind that the schedule does not have.
+    Branch 0 is for a stage without a task, and for kinds that the schedule does not have.
     """
     # `NONE` is -1, so a lookup of no task finds the last entry.
     kinds = backward_kinds(ticks)
