@@ -147,6 +147,18 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, str]] = {
         ROWS,
         "equal random keys",
     ),
+    "rows times a column that differs between rows": (
+        lambda x: x * jnp.arange(2.0)[:, None],
+        (ROWS,),
+        ROWS,
+        "positions that count from 0",
+    ),
+    "an error whose result a loop carries on": (
+        lambda x: lax.fori_loop(0, 3, lambda _, total: jnp.sin(total), x.sum(0)),
+        (ROWS,),
+        WHOLE,
+        "takes sin of a partial sum",
+    ),
     "copies instead of shards": (
         lambda x: lax.psum(x.sum(0), "d"),
         (ROWS,),
@@ -249,6 +261,33 @@ def test_values_that_are_stacked_are_named():
 
     found = check_types(jax.make_jaxpr(step)(jnp.ones((8, 4))), ["x", "metrics"])
     assert {leaf for finding in found.findings for leaf in finding.leaves} == {"metrics"}
+
+
+def test_a_gradient_is_divided_among_the_devices_that_have_the_whole_result():
+    """jax divides and sums it when it transposes a `shard_map` whose devices all do the same."""
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+    specs = {"in_specs": WHOLE, "out_specs": WHOLE, "check_vma": False}
+    squares = jax.shard_map(lambda w: jnp.tanh(w * w), mesh=mesh, **specs)
+    gradient = jax.make_jaxpr(jax.grad(lambda w: squares(w).sum()))(jnp.ones((8, 4)))
+    found = check_types(gradient, ["w"])
+    assert (found.findings, dict(found.undecided), found.proved) == ((), {}, ("w",))
+    total = jax.shard_map(lambda g: lax.psum(g, "d") * 2, mesh=mesh, **specs)
+    (finding,) = check_types(jax.make_jaxpr(lambda g: total(g / DEVICES))(1.0), ["g"]).findings
+    assert "4 times too large" in finding.message
+
+
+def test_an_error_in_a_value_that_no_output_needs_is_not_reported():
+    def turn(carry: tuple[jax.Array, jax.Array], _: None) -> Any:
+        rows, equal = carry
+        return (rows, equal * jnp.arange(2.0)[:, None]), None
+
+    def step(x: jax.Array, used: int) -> jax.Array:
+        return lax.scan(turn, (x, x), None, 2)[0][used]
+
+    specs = {"into": (ROWS,), "out": ROWS}
+    assert typed(partial(step, used=1), (8, 4), **specs).findings
+    found = typed(partial(step, used=0), (8, 4), **specs)
+    assert (found.findings, found.proved) == ((), ("y",))
 
 
 def test_outside_of_shard_map_there_is_nothing_to_decide():

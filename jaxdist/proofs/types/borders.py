@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxdist.mesh import entry_names
@@ -22,6 +23,25 @@ def dim_of_spec(spec: Any, axis: str) -> int | None:
     The result is None if the axis splits no dim.
     """
     return next((dim for dim, entry in enumerate(spec or ()) if axis in entry_names(entry)), None)
+
+
+def is_share(eqn: Any, spec: Any, made: Any) -> bool:
+    """Return whether jax made an operand of a `shard_map` as a term of a sum over its devices.
+
+    When jax transposes a `shard_map`, it divides the gradient of a whole result by the number of
+    devices that have the result. Inside, it sums the gradients of whole operands over the devices.
+
+    Args:
+      eqn: the equation of the `shard_map`.
+      spec: the entry of `in_specs` for the operand.
+      made: the division outside of the `shard_map` that computed the operand, or None.
+    """
+    if made is None or made.source_info.traceback != eqn.source_info.traceback:
+        return False
+    held = {axis for entry in spec for axis in entry_names(entry)}
+    sizes = eqn.params["mesh"].shape
+    copies = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"] - held)
+    return getattr(made.invars[1], "val", None) == copies
 
 
 def leaving(at: Any, value: k.Value, dim: int | None, eqn: Any) -> k.Kind:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.interpreters.partial_eval import dce_jaxpr
+
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.jaxprs import regions_of
 from jaxdist.proofs.types.walk import Pass
@@ -68,20 +70,23 @@ def check_types(
 ) -> Typed:
     """Return the types of a program's outputs along every manual axis.
 
+    Operations on which no output depends are ignored.
+
     Args:
       closed: the program as `jax.make_jaxpr` returns it.
       out_names: a name for each output of the program.
       scheduled: the axes along which pipeline stages exchange activations by a schedule that was
         checked before.
     """
-    regions = [one.params for one in regions_of(closed.jaxpr)]
+    program, _ = dce_jaxpr(closed.jaxpr, [True] * len(out_names), instantiate=True)
+    regions = [one.params for one in regions_of(program)]
     sizes = {axis: p["mesh"].shape[axis] for p in regions for axis in p["newly_manual_axes"]}
     found: dict[tuple[str, str, str], dict[str, None]] = {}
     undecided: dict[str, dict[str, None]] = {}
     outputs: dict[str, None] = {}
     for axis, size in sorted(sizes.items()):
         at = Pass(axis, size, scheduled)
-        values = at.run(closed.jaxpr, [k.Value(k.PLACED)] * len(closed.jaxpr.invars))
+        values = at.run(program, [k.Value(k.PLACED)] * len(program.invars))
         kinds = {name: at.used(v.kind) for name, v in zip(out_names, values, strict=True)}
         outputs |= {leaf: None for leaf, kind in kinds.items() if kind != k.PLACED}
         if size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxdist.proofs.types import kinds as k
 from jaxdist.proofs.types.op import Found, Op
@@ -34,8 +35,15 @@ KEEPING = ELEMENTWISE | MOVING
 def elementwise(op: Op) -> Found:
     """Return the kinds of the results of an elementwise operation."""
     pairs = zip(op.ins, op.values, strict=True)
-    full = (value.constant if aval.shape == op.out.shape else op.every for aval, value in pairs)
-    return k.Value(kind_of_elementwise(op), op.every.intersection(*full))
+    constant = (value.constant | _broadcast(op, aval) for aval, value in pairs)
+    kind = kind_of_elementwise(op)
+    return k.Value(kind, op.every.intersection(*constant if kind != k.ZERO else ()))
+
+
+def _broadcast(op: Op, aval: Any) -> frozenset[int]:
+    """Return the dims of the result along which an elementwise operation repeats an operand."""
+    same = aval.shape if aval.ndim == op.out.ndim else ()
+    return op.every - {dim for dim, size in enumerate(same) if size == op.out.shape[dim]}
 
 
 def kind_of_elementwise(op: Op) -> k.Kind:
@@ -189,8 +197,9 @@ def _of_shards(op: Op) -> k.Kind:
         said = f"along dims {set(first.dims)} and {set(other.dims)}"
         return op.wrong(f"combines shards over AXIS {said}")
     for aval, value in zip(op.ins, op.values, strict=True):
-        wide = aval.shape == op.out.shape and any(aval.shape[dim] != 1 for dim in dims)
-        dims &= value.constant if wide and isinstance(value.kind, k.Whole | k.Count) else dims
+        equal = isinstance(value.kind, k.Whole | k.Count)
+        if equal and any(op.out.shape[dim] != 1 for dim in dims):
+            dims &= value.constant | _broadcast(op, aval)
     if not dims:
         return op.wrong(
             "combines rows that are split over AXIS with values that are the same on every device "

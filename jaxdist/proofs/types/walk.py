@@ -12,7 +12,7 @@ from jax.extend import core
 from jaxdist.jaxprs import equations, scan_counts
 from jaxdist.proofs.types import jaxprs
 from jaxdist.proofs.types import kinds as k
-from jaxdist.proofs.types.borders import dim_of_spec, leaving
+from jaxdist.proofs.types.borders import dim_of_spec, is_share, leaving
 from jaxdist.proofs.types.collectives import COLLECTIVES, OWN_COLLECTIVES, parted
 from jaxdist.proofs.types.elementwise import KEEPING
 from jaxdist.proofs.types.op import Found, Op, op_of
@@ -59,6 +59,7 @@ class Pass:
         self._errors = 0
         self._calls: list[str] = []
         self._doubts = False
+        self._divisions: dict[Any, Any] = {}
         self._seen: dict[Any, tuple[list[k.Value], bool]] = {}
 
     def wrong(self, eqn: Any, message: str) -> k.Kind:
@@ -199,6 +200,8 @@ class Pass:
         name, found = eqn.primitive.name, []
         if name in KEPT:
             return list(values)
+        if name == "div":
+            self._divisions[eqn.outvars[0]] = eqn
         for var in eqn.outvars:
             sizes = {getattr(var.aval, "size", 0), 1 if name in ("stack", "concatenate") else None}
             pairs = zip(values, eqn.invars, strict=True)
@@ -223,9 +226,11 @@ class Pass:
     def _region(self, eqn: Any, body: Any, values: Sequence[k.Value]) -> list[k.Value]:
         """Return the kinds that the results of a `shard_map` have outside of the `shard_map`."""
         within = []
-        for value, spec in zip(values, eqn.params["in_specs"], strict=True):
+        for value, spec, var in zip(values, eqn.params["in_specs"], eqn.invars, strict=True):
             dim, kind = dim_of_spec(spec, self.axis), value.kind
-            entered = k.WHOLE if dim is None else k.shard(dim)
+            made = None if isinstance(var, core.Literal) else self._divisions.get(var)
+            whole = k.OWED if is_share(eqn, spec, made) else k.WHOLE
+            entered = whole if dim is None else k.shard(dim)
             if isinstance(kind, k.Stacked) and kind.dim == dim:
                 within.append(kind.inner)
             else:
@@ -290,10 +295,11 @@ class Pass:
           turn: a function from the carried values to all results of the loop's body.
         """
         changes = self.undecided(eqn, "the kind of a value changes in each iteration of a loop")
-        recording, self._recording = self._recording, False
+        recording = self._recording
         # The first iterations ignore errors, which may be due to buffers that are zero at first and
         # so have no kind yet. The second iterations begin with the kinds that the first have found.
         for judges in (False, True):
+            self._recording = recording and judges
             for _ in range(PASSES):
                 out = turn(carry)
                 after = [
@@ -305,10 +311,7 @@ class Pass:
                 carry = after
             else:
                 carry = [k.Value(changes)] * len(carry)
-        self._recording = recording
-        out = turn(carry)
-        # The kinds are settled, and this last run records the errors.
-        carry = [k.joined(a, b, changes) for a, b in zip(carry, out, strict=False)]
+                out = turn(carry)
         return carry, out
 
     def _while(self, eqn: Any, values: Sequence[k.Value]) -> list[k.Value]:
