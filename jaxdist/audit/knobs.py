@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 
-from jaxdist.config import Document, KeyPath, dotted
+from jaxdist.config import Document, KeyPath, dotted, value_at
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
@@ -59,18 +59,6 @@ def written_settings(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator
         yield (*path, key)
         if isinstance(value, dict):
             yield from written_settings(value, (*path, key))
-
-
-def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
-    """Return the value at a path, or None for a path that is not set.
-
-    >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
-    (1, None)
-    """
-    found: Json = values
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def without(document: Document, path: KeyPath) -> Document:

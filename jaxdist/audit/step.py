@@ -16,11 +16,10 @@ from jaxdist.audit.knobs import (
     config_refusal,
     knob_neighbours,
     reason_not_in_the_step,
-    value_at,
     with_value,
     without,
 )
-from jaxdist.config import Document, KeyPath, dotted, validate
+from jaxdist.config import Document, KeyPath, dotted, validate, value_at
 from jaxdist.config.importing import load_object
 from jaxdist.cost.step_time import StepTime
 from jaxdist.errors import ConfigError, RunError

@@ -1,6 +1,6 @@
 """Configuration: YAML with includes and overrides becomes a validated, frozen, typed tree."""
 
-from jaxdist.config.document import Document, KeyPath, Origin, dotted
+from jaxdist.config.document import Document, KeyPath, Origin, dotted, value_at
 from jaxdist.config.explain import Problem
 from jaxdist.config.load import read
 from jaxdist.config.schema import Config, Count, problems_error, validate
@@ -30,4 +30,5 @@ __all__ = [
     "render_rows",
     "resolved_yaml",
     "validate",
+    "value_at",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,18 @@ def dotted(path: KeyPath) -> str:
     """
     parts = (str(key) if _PLAIN_KEY.fullmatch(str(key)) else repr(key) for key in path)
     return ".".join(parts) or "(top level)"
+
+
+def value_at(values: Mapping[str, Json], path: Sequence[Key]) -> Json:
+    """Return the value at a path, or None for a path that is not set.
+
+    >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
+    (1, None)
+    """
+    found: Json = values
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def flat(value: Json, path: str = "") -> JsonObject:

@@ -22,12 +22,18 @@ redefined.
 
 
 def write_json(
-    path: str | os.PathLike[str], report: JsonObject, *, what: str, **dumps: object
+    path: str | os.PathLike[str],
+    report: JsonObject,
+    *,
+    what: str,
+    remedy: str = "choose another file",
+    **dumps: object,
 ) -> None:
     """Write plain data as JSON, together with the version of its keys.
 
     Args:
       what: the name of the report in the error message.
+      remedy: the advice in the error message.
       dumps: the further arguments of `json.dumps`.
 
     Raises:
@@ -38,9 +44,7 @@ def write_json(
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise RunError(
-            f"cannot write the {what} to {path}: {error.strerror}; choose another file"
-        ) from error
+        raise RunError(f"cannot write the {what} to {path}: {error.strerror}; {remedy}") from error
 
 
 def plain(values: Mapping[str, float]) -> JsonObject:

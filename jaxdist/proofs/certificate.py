@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -184,14 +185,10 @@ def write_certificate(path: Path, certificate: JsonObject) -> None:
     Raises:
       RunError: the file cannot be written.
     """
-    try:
+    with suppress(OSError):  # A file in a directory that does not exist cannot be written below.
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"cannot write the certificate to {path}: {error.strerror}; choose another directory "
-            "with run.directory=PATH"
-        ) from error
-    write_json(path, certificate, what="certificate")
+    remedy = "choose another directory with run.directory=PATH"
+    write_json(path, certificate, what="certificate", remedy=remedy)
 
 
 class Kept(Hook):

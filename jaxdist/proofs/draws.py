@@ -42,22 +42,16 @@ def repeated(
         if equal(loss(batch, 0, 1)):
             return  # No random number changes the loss.
         yield STEPS
-    rows = len(next(iter(batch.values())))
-    for name, shape, axis, parts in (
-        (MICROBATCHES, (-1, microbatches), 1, microbatches),
-        (DEVICES, (devices, -1), 0, devices),
-    ):
+    rows = np.arange(len(next(iter(batch.values()))))
+    own_rows = {MICROBATCHES: rows.reshape(-1, microbatches).T, DEVICES: rows.reshape(devices, -1)}
+    for name, (first_part, *parts) in own_rows.items():
         # Keys of `index // 2` or `index % 2` repeat on some parts only. Such repetitions show only
         # if a single part exchanges its rows with part 0: the loss then stays equal, although it
         # changes if all parts exchange their rows.
-        for part in range(1, parts):
-            order = np.arange(parts)
-            order[[0, part]] = part, 0
-            moved = {
-                key: x.reshape(*shape, *x.shape[1:]).take(order, axis).reshape(x.shape)
-                for key, x in batch.items()
-                if len(x) == rows
-            }
+        for part in parts:
+            order = rows.copy()
+            order[first_part], order[part] = part, first_part
+            moved = {key: x[order] for key, x in batch.items() if len(x) == len(rows)}
             differs = any(np.any(batch[key] != x) for key, x in moved.items())
             if differs and equal(loss({**batch, **moved}, 0, 0)):
                 yield name

@@ -150,13 +150,13 @@ def _traced(
         mesh; `one_device` returns other arrays; or an argument is not an array, was deleted, or is
         not on the devices of the mesh.
     """
-    _require(isinstance(mesh, Mesh), f"mesh is {type(mesh).__name__}, not a jax.sharding.Mesh")
+    _require(isinstance(mesh, Mesh), f"mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}")
     for name, leaf in [*flatten_with_names(state), *flatten_with_names(batch)]:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float)
         _require(is_array, f"{name} is {type(leaf).__name__}, not an array: {MUTABLE}")
         deleted = isinstance(leaf, jax.Array) and leaf.is_deleted()
-        _require(not deleted, f"{name} was donated to an earlier step: pass a state of its own")
-    _require(any(map(np.ndim, jax.tree.leaves(batch))), "the batch has no array with examples")
+        _require(not deleted, f"{name} was donated to an earlier step: pass a copy of it")
+    _require(any(map(np.ndim, jax.tree.leaves(batch))), "the batch has no array of examples")
     closed, out = _program("the step", step, state, batch)
     given = out._replace(state=state)
     _require_alike(f"the step returns another state than it gets ({MUTABLE})", out, given)
@@ -200,7 +200,7 @@ def _compared(
     host = begun, batch = jax.tree.map(_host, placed)
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) > 1:
-        why = "the arrays of the batch differ in their leading dim"
+        why = "the arrays of the batch differ in their leading dim: pass arrays [B, ...]"
         return Compared("the given batch", undecided=why)
     ((rows,),) = sizes
     batches = _batches(batch, rows, mesh.size, weight, seed)

@@ -5,12 +5,13 @@ A proof also compares some of the neighbours with a single device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from random import Random
 
+from jaxdist.config import value_at
 from jaxdist.parity.cells import possible_cells
 from jaxdist.parity.run import remats_of, with_combination
-from jaxdist.types import Json, JsonObject
+from jaxdist.types import JsonObject
 
 CHANGED = 3
 """The number of settings in which a neighbour differs."""
@@ -19,8 +20,8 @@ _PATHS = (
     "model.remat sharding.rules.residual_seq parallel.pipeline.schedule.type "
     "parallel.pipeline.activations"
 )
-PATHS = _PATHS.split()
-"""The settings of a config that a `Combination` determines, in the order of its fields."""
+PATHS = [path.split(".") for path in _PATHS.split()]
+"""The paths of the settings that a `Combination` determines, in the order of its fields."""
 
 
 def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObject]]:
@@ -41,15 +42,7 @@ def neighbours(sections: JsonObject, seed: int) -> Iterator[tuple[str, JsonObjec
         changed = [
             f"{name} {value}"
             for (name, value), path in zip(vars(cell).items(), PATHS, strict=True)
-            if setting(sections, path) != setting(other, path)
+            if value_at(sections, path) != value_at(other, path)
         ]
         if len(changed) == CHANGED:
             yield ", ".join(changed), other
-
-
-def setting(sections: Mapping[str, Json], path: str) -> Json:
-    """Return the setting of a config at a dotted path, or None for a path that is not set."""
-    found: Json = sections
-    for name in path.split("."):
-        found = (found or {}).get(name)
-    return found

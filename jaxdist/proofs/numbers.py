@@ -17,7 +17,6 @@ from jaxdist.parity import trace
 from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
 from jaxdist.parity.draw.run import plan_cuts, reloaded, replicas_apart
-from jaxdist.parity.draw.settings import data_size
 from jaxdist.parity.run import built, inexact, is_random
 from jaxdist.parity.trace import NUDGES, Differences, FirstSteps, Trace
 from jaxdist.proofs.draws import Batch, repeated
@@ -226,7 +225,7 @@ class Reference:
         draws = self._draws(steps, sections, limit.loss)
         if reason:
             return Compared(plan, draws, reason), None
-        rows, shards = sections["train"]["batch_size"], data_size(sections)
+        rows, shards = sections["train"]["batch_size"], steps.experiment.layout.data_size
         skips = any(sections["optim"].get(name) for name in ("skip_nonfinite", "loss_scale"))
         taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
         if (rows, shards) not in self._known:
@@ -250,8 +249,8 @@ class Reference:
             state = replace(self.initial, step=self.initial.step + later)
             return taken.loss(state, batch)
 
-        parts = {"microbatches": sections["train"]["microbatches"], "devices": data_size(sections)}
-        found = repeated(loss, batch, **parts, limit=limit)
+        microbatches, devices = sections["train"]["microbatches"], steps.experiment.layout.data_size
+        found = repeated(loss, batch, microbatches=microbatches, devices=devices, limit=limit)
         return tuple(Quantity("values", name, "first step", math.inf, limit) for name in found)
 
 
@@ -261,9 +260,9 @@ def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) ->
     The result is empty if the numbers must be equal.
     """
     if sections["strategy"]["type"] == "parameter_server":
-        return "strategy parameter_server: workers exchange parameters between processes"
+        return "the workers of strategy parameter_server exchange parameters between processes"
     if weighted and scalars_in(program.measured):
-        return "the loss returns a scalar, which does not say its weight"
+        return "the loss returns a scalar, which does not say its weight: return a jaxdist.Mean"
     reduce, microbatches = sections["parallel"]["reduce"], sections["train"]["microbatches"]
     return inexact(program.model, reduce=reduce is not None, microbatches=microbatches)
 

@@ -130,27 +130,24 @@ def compare(
         elif axes and (one.kind in SUMS or gathers):
             summed[_key(axes, mesh)] += sent_bytes
         elif sent_bytes:
-            name = " ".join(sorted(names)) or "an operation without a name"
+            name = " ".join(sorted(names))
             unasked[Unasked(where(one.name), name, one.kind, one.axes, sent_bytes)] = None
-    missing: list[str] = []
     sums = {key: placed[key] + summed[key] for key in {**asked, **placed, **summed}}
-    seen = {where(one.name) for one in found}
-    for key, least in asked.items():
-        if sums[key] < ALIKE * least * (1 - 1e-6):
-            # The error is in a line whose collectives the compiled program lacks. If the compiled
-            # program has the collectives of all lines, the error may be in any line.
-            left = [line for line in lines[key] if line not in seen] or [*lines[key]]
-            missing.append(
-                f"{', '.join(left)}: {least:,.0f} B over {key} are asked for, and the compiled "
-                f"program sends {f'{sums[key]:,.0f} B' if sums[key] else 'none'}"
-            )
+    seen, needs = {where(one.name) for one in found}, []
+    for key, own in lines.items():
+        # The error is in a line whose collectives the compiled program lacks. If the compiled
+        # program has the collectives of all lines, the error may be in any line.
+        left = ", ".join([line for line in own if line not in seen] or own)
+        needs.append((left, key, ALIKE * asked[key], sums[key]))
     for axis, least in (owed or {}).items():
         total = sum(sums[key] for key in sums if axis in key.split(", "))
-        if total < least * (1 - 1e-6):
-            missing.append(
-                f"gradients: a device owes sums of {least:,.0f} B at least over {axis}, and the "
-                f"compiled program sends {total:,.0f} B"
-            )
+        needs.append(("sums of gradients", axis, least, total))
+    missing = (
+        f"{what}: each device must send at least {least:,.0f} B over {over}, but the compiled "
+        f"program sends {total:,.0f} B"
+        for what, over, least, total in needs
+        if total < least * (1 - 1e-6)
+    )
     return Sent(dict(asked), dict(placed), dict(summed), tuple(unasked), tuple(missing))
 
 

@@ -126,11 +126,11 @@ def test_a_reference_that_does_not_fit_is_refused(name, rows):
 def test_arguments_that_cannot_be_used_are_refused(rows):
     used = {"w": jnp.ones(3)}
     used["w"].delete()
-    with pytest.raises(RunError, match="w was donated to an earlier step: pass a state"):
+    with pytest.raises(RunError, match="w was donated to an earlier step: pass a copy"):
         jaxdist.prove(simple, MESH, used, rows)
-    with pytest.raises(RunError, match="mesh is NoneType, not a"):
+    with pytest.raises(RunError, match=r"mesh must be a jax.sharding.Mesh, not NoneType"):
         jaxdist.prove(simple, None, STATE, rows)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RunError, match="the batch has no array with examples"):
+    with pytest.raises(RunError, match="the batch has no array of examples"):
         jaxdist.prove(simple, MESH, STATE, {})
 
 

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 from runs import DIGITS
 
-from jaxdist.config import Document, validate
+from jaxdist.config import Document, validate, value_at
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.parity.cells import possible_cells
 from jaxdist.parity.run import with_combination
 from jaxdist.proofs.certificate import Kept, Proof, current, identity_of, path_of, write_certificate
-from jaxdist.proofs.neighbours import PATHS, neighbours, setting
+from jaxdist.proofs.neighbours import PATHS, neighbours
 from jaxdist.proofs.numbers import RESUMED, Compared, scenes
 from jaxdist.proofs.reduce import reduced
 from jaxdist.proofs.report import prove
@@ -150,6 +150,12 @@ def test_training_is_refused_without_a_current_certificate(name, tmp_path):
         current(path, [], devices=4)
 
 
+def test_a_certificate_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"the certificate to .*prove\.json.*run\.directory=PATH"):
+        write_certificate(tmp_path / "file" / "prove.json", {})
+
+
 def test_a_bucket_of_automatic_size_and_two_networks_stay_so():
     mesh = {"data": {"dcn": 2, "ici": 2}, "fake_devices": 4}
     given = {**RING, "mesh": mesh, "parallel": {"reduce": {"type": "xla"}}}
@@ -205,10 +211,10 @@ def test_neighbours_change_three_settings():
     sections, _ = reduced(build(config, document, devices=jax.devices()))
     found = list(itertools.islice(neighbours(sections, seed=1), 5))
     for changed, other in found:
-        differ = [path for path in PATHS if setting(sections, path) != setting(other, path)]
+        differ = [path for path in PATHS if value_at(sections, path) != value_at(other, path)]
         assert len(differ) == 3, changed
     plans = [with_combination(sections, cell) for cell in list(possible_cells())[::97]]
-    values = {path: {str(setting(plan, path)) for plan in plans} for path in PATHS}
+    values = {str(path): {str(value_at(plan, path)) for plan in plans} for path in PATHS}
     assert all(len(found) > 1 for found in values.values()), values
     assert found == list(itertools.islice(neighbours(sections, seed=1), 5))
     assert found != list(itertools.islice(neighbours(sections, seed=2), 5))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from jaxdist.config import value_at
 from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, stage_count, with_values
 from jaxdist.parity.draw.model import has_batch_norm
 from jaxdist.parity.trace import STEPS
@@ -378,10 +379,7 @@ def _offload(random: Random, config: Sections) -> Sections | None:
 
 def _value(section: str, name: str) -> Callable[[Sections], str]:
     def shown(config: Sections) -> str:
-        found: Mapping[str, Json] = config
-        for part in section.split("."):
-            found = found.get(part, {})
-        value = found.get(name)
+        value = value_at(config, (*section.split("."), name))
         if isinstance(value, bool | dict | list):
             return "yes" if value else "no"
         return "no" if value is None else str(value)
