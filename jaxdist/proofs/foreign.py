@@ -127,13 +127,10 @@ def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, 
 
 def _require_alike(told: str, made: PyTree, wanted: PyTree) -> None:
     """Raise an error with names and shapes if the arrays of two trees differ."""
-    ours, theirs = ({n: np.shape(x) for n, x in flatten_with_names(t)} for t in (made, wanted))
-    differ = [
-        f"{name} is {ours.get(name, 'absent')} instead of {theirs.get(name, 'absent')}"
-        for name in theirs | ours
-        if ours.get(name) != theirs.get(name)
-    ]
-    _require(not differ, f"{told}: {', '.join(differ[:3])}{', ...' * (len(differ) > 3)}")
+    trees = (flatten_with_names(tree) for tree in (made, wanted))
+    ours, theirs = ({f"{name} {np.shape(x)}" for name, x in tree} for tree in trees)
+    added, lost = (", ".join(sorted(n)[:3]) or "nothing" for n in (ours - theirs, theirs - ours))
+    _require(ours == theirs, f"{told}: {added} instead of {lost}")
 
 
 def _text(closed: Any) -> str:

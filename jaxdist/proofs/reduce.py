@@ -15,7 +15,6 @@ from typing import Any
 from jaxdist.experiment import Experiment
 from jaxdist.mesh import describe_mesh
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
-from jaxdist.parity.draw.axes import with_values
 from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
 from jaxdist.types import Json, JsonObject
 
@@ -74,9 +73,7 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
     full = dict(experiment.layout.mesh.shape)
     sizes = shrunk(full)
     parts = math.prod(sizes.values())
-    notes = []
-    if full != sizes:
-        notes.append(f"mesh {describe_mesh(full)} as {describe_mesh(sizes)}")
+    compressed = whole["parallel"]["compression"] is not None
     model = _model(experiment, whole["model"], parts)
     sections: JsonObject = {
         **{name: whole[name] for name in ("loss", "sharding", "strategy", "seed")},
@@ -85,20 +82,16 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
         "model": model,
         "data": _data(experiment, whole, parts, model),
         "parallel": _parallel(whole["parallel"]),
-        "optim": _optim(whole["optim"]),
+        "optim": _optim(whole["optim"], compressed),
     }
-    if in_half_precision(sections):
-        zero = {**sections["parallel"]["zero"], "gather_dtype": None}
-        wide = with_values(sections, "parallel", reduce_dtype=None, zero=zero)
-        sections = in_full_precision({**sections, **wide})
-        notes.append("computed in float32")
-    if whole["parallel"]["compression"] is not None:
-        # Compression skips steps that are not finite, and so must the single device.
-        sections |= with_values(sections, "optim", skip_nonfinite=True)
-        notes.append("messages with whole gradients: the proof does not cover what a codec loses")
-    left = [name for name in ("batch_ramp", "phases") if whole["train"].get(name)]
-    notes += [f"one batch size, without train.{name}" for name in left]
-    return sections, tuple(notes)
+    notes = {
+        f"mesh {describe_mesh(full)} as {describe_mesh(sizes)}": full != sizes,
+        "computed in float32": in_half_precision(whole),
+        "messages with whole gradients: the proof does not cover what a codec loses": compressed,
+        "one batch size, without train.batch_ramp": whole["train"]["batch_ramp"],
+        "one batch size, without train.phases": whole["train"]["phases"],
+    }
+    return in_full_precision(sections), tuple(note for note, holds in notes.items() if holds)
 
 
 def _mesh(sizes: Mapping[str, int]) -> JsonObject:
@@ -199,18 +192,26 @@ def _parallel(parallel: Json) -> JsonObject:
     found, zero, reduce = {**parallel}, parallel["zero"], parallel["reduce"]
     if parallel["compression"] is not None:
         found["compression"] = {"type": "whole", "axis": parallel["compression"]["axis"]}
-    found["zero"] = {**zero, "whole_below": min(zero["whole_below"], WHOLE_BELOW)}
+    found["reduce_dtype"], below = None, min(zero["whole_below"], WHOLE_BELOW)
+    found["zero"] = {**zero, "gather_dtype": None, "whole_below": below}
     if reduce and isinstance(reduce.get("bucket_bytes"), int):  # The value may be null or "auto".
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
 
 
-def _optim(optim: Json) -> JsonObject:
+def _optim(optim: Json, compressed: bool) -> JsonObject:
     """Return the section `optim` with a constant learning rate and with `eps` of at least `EPS`.
 
     A comparison takes too few steps for a schedule of the learning rate.
+
+    Args:
+      optim: the section of the config.
+      compressed: whether gradients are compressed. Compression skips steps that are not finite, and
+        so must the single device.
     """
     changed: JsonObject = {"bf16_moments": False, "schedule": {"type": "constant"}}
+    if compressed:
+        changed["skip_nonfinite"] = True
     if isinstance(optim.get("eps"), float):
         changed["eps"] = max(optim["eps"], EPS)
     return {name: changed.get(name, value) for name, value in optim.items()}

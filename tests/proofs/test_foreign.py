@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a step that changes its state in place": (
         lambda state, batch: (None, batch["x"].sum()),
         STATE,
-        r"returns another state than it gets .*nnx.split.*state/w is absent instead of \(3,\)",
+        r"returns another state than it gets .*nnx.split.*nothing instead of state/w \(3,\)",
     ),
     "an object in the state": (simple, {"w": object()}, "w is object, not an array"),
     "arrays that are not on the mesh": (
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a state of another shape": (
         lambda state, batch: ({"w": state["w"][:2]}, {}),
         STATE,
-        r"another state than it gets .*: state/w is \(2,\) instead of \(3,\)",
+        r"another state than it gets .*: state/w \(2,\) instead of state/w \(3,\)",
     ),
     "another mesh": (
         lambda state, batch: (
@@ -107,7 +107,7 @@ REFERENCES: dict[str, tuple[Any, str]] = {
     ),
     "a reference with other outputs": (
         lambda state, batch: (state, {"loss": 0.0}),
-        r"other arrays than the step: outputs/norm is absent .*, outputs/loss is \(\) instead of",
+        r"other arrays than the step: outputs/loss \(\) instead of outputs/norm \(\)",
     ),
     "a reference that returns one value": (
         lambda state, batch: batch["x"].sum(),
