@@ -51,6 +51,8 @@ OPTIM: Mapping[str, Json] = {
     "clip_norm": 1.0,
     "eps": 1e-4,
 }
+COMMON = ("data", "loss", "optim", "strategy", "seed")
+"""The sections of a config that a plan does not change."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,34 @@ class ParitySubject:
     terms: int
 
 
+def single_device(sections: Mapping[str, Json]) -> JsonObject:
+    """Return the sections of a config that trains the same model on a single device.
+
+    The config has no remat, microbatches, or other settings that only a plan changes.
+    """
+    plain = {name: sections[name] for name in COMMON if name in sections}
+    model = {name: value for name, value in sections["model"].items() if name != "remat"}
+    if "attention" in model:
+        model["attention"] = "plain"
+    loss = {name: value for name, value in (sections.get("loss") or {}).items() if name != "chunks"}
+    sharding = {**sections.get("sharding", {}), "rules": {}, "collective_matmul": False}
+    return {
+        **plain,
+        **({"loss": loss} if loss else {}),
+        "model": model,
+        "train": {**sections["train"], "microbatches": 1},
+        "mesh": {"data": 1, "fake_devices": 1},
+        "sharding": sharding,
+    }
+
+
 def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
     """Train on a single device, and return the subject with which combinations are compared.
 
     Raises:
       JaxdistError: the config cannot be built on a single device.
     """
-    plain = {"remat": "none"} if "remat" in sections["model"] else {}
-    model, mesh = {**sections["model"], **plain}, {"data": 1, "fake_devices": 1}
-    steps = FirstSteps(experiment_of({**sections, "model": model, "mesh": mesh}))
+    steps = FirstSteps(experiment_of(single_device(sections)))
     initial = steps.begin()
     return ParitySubject(sections, initial, steps.run(initial)[0], steps.experiment.units_per_step)
 

@@ -14,10 +14,9 @@ import numpy as np
 from jaxdist.errors import JaxdistError
 from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
-from jaxdist.parity.draw.draw import single_device
 from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
 from jaxdist.parity.draw.run import plan_cuts, reloaded, replicas_apart
-from jaxdist.parity.run import built, inexact, is_random
+from jaxdist.parity.run import built, inexact, is_random, single_device
 from jaxdist.parity.trace import NUDGES, Differences, FirstSteps, Trace
 from jaxdist.proofs.draws import Batch, repeated
 from jaxdist.train.state import TrainState

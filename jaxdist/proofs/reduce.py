@@ -15,10 +15,10 @@ from typing import Any
 from jaxdist.experiment import Experiment
 from jaxdist.mesh import describe_mesh
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.parity.cells import DEVICES
 from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
 from jaxdist.types import Json, JsonObject
 
-MOST_DEVICES = 8
 STEPS = 8
 """The number of steps in a reduced config, at least as many as a comparison takes."""
 WHOLE_BELOW, BUCKET_BYTES = 64, 1024
@@ -46,7 +46,7 @@ def small(size: int, parts: int, least: int) -> int:
 
 
 def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a mesh with the same axes and at most `MOST_DEVICES` devices, if possible.
+    """Return a mesh with the same axes and at most `DEVICES` devices, if possible.
 
     The currently largest axis is divided by its smallest prime factor until the mesh is small
     enough. If the division would leave an axis of size 1, the larger mesh is returned.
@@ -55,7 +55,7 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
     {'data': 2, 'tensor': 4}
     """
     found = dict(sizes)
-    while math.prod(found.values()) > MOST_DEVICES:
+    while math.prod(found.values()) > DEVICES:
         axis = max(found, key=lambda name: found[name])
         factor = next(n for n in range(2, found[axis] + 1) if found[axis] % n == 0)
         if factor == found[axis]:

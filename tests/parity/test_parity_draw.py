@@ -30,11 +30,12 @@ from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
 from jaxdist.parity.children import Ended
 from jaxdist.parity.draw import compare as parity_draws
 from jaxdist.parity.draw import run as parity_draw_run
-from jaxdist.parity.draw.draw import draw, seeds_of, single_device
+from jaxdist.parity.draw.draw import draw, seeds_of
 from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, model_key
 from jaxdist.parity.draw.report import draw_page, features_of, outcomes_from_json, outcomes_to_json
 from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.draw.settings import SETTINGS
+from jaxdist.parity.run import single_device
 from jaxdist.parity.trace import Differences, Trace, trace_differences
 
 DOCS = Path(__file__).parents[2] / "docs"

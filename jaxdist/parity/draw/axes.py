@@ -9,17 +9,13 @@ import math
 from random import Random
 
 from jaxdist.cost.context import splits_of
+from jaxdist.parity.cells import DEVICES
+from jaxdist.parity.draw.sizes import stage_count
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 EXPERTS = 8
 """The number of experts of a layer. All drawn sizes of axis expert divide it."""
-DEVICES = 8
-
-
-def stage_count(config: Sections) -> int:
-    """Return the number of pipeline stages of a config, or 1 if it has no pipeline."""
-    return config["mesh"].get("stage", 1)
 
 
 def with_values(config: Sections, section: str, **values: Json) -> Sections:

@@ -19,7 +19,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.model.pipeline import lowered
 from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
 from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
+from jaxdist.parity.cells import ACTIVATIONS, DEVICES, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
 from jaxdist.parity.draw.model import (
     MODELS,
     WHOLE_MODELS,
@@ -34,17 +34,16 @@ from jaxdist.parity.draw.model import (
     vit,
 )
 from jaxdist.parity.draw.settings import with_settings
+from jaxdist.parity.draw.sizes import mesh_axis_size
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json
 from jaxdist.validity.table import violations
 
-DEVICES = 8
 STAGES = 4
 """The largest number of stages. A program with more stages takes longer to compile, and tests
 nothing new."""
 WIDEST = 8
 """The bound on the least common multiple of the sizes of axis tensor in the two plans of a draw."""
-SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 LOSSLESS: tuple[Sections, ...] = (
     {"type": "whole"},
     {"type": "topk", "fraction": 1.0},
@@ -53,8 +52,6 @@ LOSSLESS: tuple[Sections, ...] = (
 )
 """The codecs of `parallel.compression` that lose nothing, so that results remain exact."""
 VECTORS = ("whole", "otherwise")
-COMMON = ("data", "loss", "optim", "strategy", "seed")
-"""The sections of a config that both plans of a draw share."""
 
 
 @dataclass(frozen=True)
@@ -133,27 +130,6 @@ def draw(seed: int) -> Draw:
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
 
-def single_device(sections: Mapping[str, Json]) -> Sections:
-    """Return the sections of a config that trains the same model on a single device.
-
-    The config has no remat, microbatches, or other settings that only a plan changes.
-    """
-    plain = {name: sections[name] for name in COMMON if name in sections}
-    model = {name: value for name, value in sections["model"].items() if name != "remat"}
-    if "attention" in model:
-        model["attention"] = "plain"
-    loss = {name: value for name, value in (sections.get("loss") or {}).items() if name != "chunks"}
-    sharding = {**sections["sharding"], "rules": {}, "collective_matmul": False}
-    return {
-        **plain,
-        **({"loss": loss} if loss else {}),
-        "model": model,
-        "train": {**sections["train"], "microbatches": 1},
-        "mesh": dict(SINGLE_DEVICE),
-        "sharding": sharding,
-    }
-
-
 def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     """Draw the settings of a plan that depend on the model, and return the complete config.
 
@@ -186,23 +162,6 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         "sharding": {**common.get("sharding", {}), "rules": _rules(random, common, plan)},
         "parallel": parallel,
     }
-
-
-def mesh_axis_size(mesh: Mapping[str, Json], axis: str) -> int:
-    """Return the size of an axis of a section `mesh`, or 1 for an absent axis."""
-    size = mesh.get(axis, 1)
-    return size if isinstance(size, int) else math.prod(size.values())
-
-
-def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
-    """Return the sizes of the axes data, stage and tensor of a section `mesh`.
-
-    The size of an absent axis is 1.
-
-    >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
-    {'data': 6, 'stage': 1, 'tensor': 2}
-    """
-    return {name: mesh_axis_size(mesh, name) for name in ("data", "stage", "tensor")}
 
 
 def _composition(random: Random, total: int, parts: int) -> list[int]:

@@ -16,10 +16,11 @@ from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
 from jaxdist.metrics import columns
 from jaxdist.metrics.report import PACKAGES
-from jaxdist.parity.draw.draw import COMMON, axis_sizes, mesh_axis_size
 from jaxdist.parity.draw.model import Sections, has_batch_norm, model_key
 from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.draw.settings import SETTINGS, in_half_precision
+from jaxdist.parity.draw.sizes import axis_sizes, mesh_axis_size
+from jaxdist.parity.run import COMMON
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject

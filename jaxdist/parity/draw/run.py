@@ -19,10 +19,10 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment
 from jaxdist.parity.cells import cuts_of
-from jaxdist.parity.draw.draw import Draw, draw, single_device
+from jaxdist.parity.draw.draw import Draw, draw
 from jaxdist.parity.draw.model import Sections
 from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
-from jaxdist.parity.run import built
+from jaxdist.parity.run import built, single_device
 from jaxdist.parity.trace import (
     FULL,
     HALF,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from random import Random
 
 from jaxdist.config import value_at
-from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, stage_count, with_values
+from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, with_values
 from jaxdist.parity.draw.model import has_batch_norm
+from jaxdist.parity.draw.sizes import data_size, stage_count
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
 
@@ -93,12 +94,6 @@ def in_full_precision(config: Sections) -> Sections:
     model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
     optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
     return {**config, "model": model, "optim": optim}
-
-
-def data_size(config: Sections) -> int:
-    """Return the number of devices that share the batch, along the axes data and expert."""
-    data, experts = config["mesh"].get("data", 1), config["mesh"].get("expert", 1)
-    return (data if isinstance(data, int) else math.prod(data.values())) * experts
 
 
 def _of_zero(config: Sections, **values: Json) -> Sections:
