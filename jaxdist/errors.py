@@ -135,3 +135,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     allowed = f"allowed: {', '.join(options)}"
     match = closest(word, options)
     return f"did you mean {match!r}? ({allowed})" if match else allowed
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type for an error without a message.
+
+    >>> first_line(ValueError("too large\\nat line 3")), first_line(ValueError())
+    ('too large', 'ValueError')
+    """
+    return next(iter(str(error).splitlines()), type(error).__name__)

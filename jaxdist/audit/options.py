@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.audit.step import Costs, changes, costs_of, facts_of
+from jaxdist.errors import first_line
 from jaxdist.experiment import load
 from jaxdist.hlo import compile_with_text, ledger
 from jaxdist.hlo.parse import parse
@@ -116,7 +117,7 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
                 other_sha256, other = compiled(asked)
             # An option that this compiler does not know is a result, and must not end the audit.
             except jax.errors.JaxRuntimeError as error:
-                yield OptionEffect(preset, name, value, "refused", str(error).splitlines()[0])
+                yield OptionEffect(preset, name, value, "refused", first_line(error))
                 continue
             same = other_sha256 == sha256
             effect = "" if same else changes(plain, other) or NEITHER

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import Document, validate
-from jaxdist.errors import JaxdistError
+from jaxdist.errors import JaxdistError, first_line
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.functional import Functional, batch_norms
 from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Combination
@@ -240,7 +240,7 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
         # The combination begins with the state that the single device initialized.
         trace, _ = FirstSteps(experiment).run(subject.initial)
     except jax.errors.JaxRuntimeError as error:
-        return ParityResult(cell, "differs", reason=str(error).splitlines()[0])
+        return ParityResult(cell, "differs", reason=first_line(error))
     found = trace_differences(trace, subject.reference)
     limit = limit_of(cell.cuts, subject.terms)
     return ParityResult(cell, "equal" if found.within(limit) else "differs", found, limit)

@@ -88,8 +88,8 @@ class Proof:
         plan with a doubted finding is undecided and not proved, since numbers are compared only for
         the reduced config.
         """
-        decided = not any(one.part == "numbers" for one in self.undecided)
-        return decided and not self.differs and bool(self.numbers)
+        unsure = self.differs or any(one.undecided for one in self.numbers)
+        return bool(self.numbers) and not unsure
 
     @property
     def differs(self) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, first_line
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.trace import FULL, NUDGES, Trace, leaves_by_name, limit_of, nudged_tree
 from jaxdist.proofs.certificate import Proof, identity, to_json
@@ -115,10 +115,9 @@ def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, 
         # A new function is traced each time, since jax caches the program of a function.
         closed, out = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(state, batch)
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
         raise RunError(
-            f"prove: {name} cannot be traced ({type(error).__name__}: {first}): first call the "
-            f"step as step(state, batch) with these arguments, without prove; {INPUTS}"
+            f"prove: {name} cannot be traced ({type(error).__name__}: {first_line(error)}); "
+            f"first call step(state, batch) with these arguments, without prove; {INPUTS}"
         ) from error
     pair = isinstance(out, tuple) and len(out) == 2
     _require(pair, f"{name} returns {type(out).__name__}, not two values: {MUTABLE}")
@@ -211,7 +210,7 @@ def _compared(
         found = _run(step, begun, batches, placed)
         expected = [_run(reference, one, theirs, like) for one in begins]
     except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-        return Compared(plan, undecided=f"a step failed: {str(error).splitlines()[0]}")
+        return Compared(plan, undecided=f"a step failed: {first_line(error)}")
     cuts = ["over devices", *(axis for axis, size in mesh.shape.items() if size > 1)]
     worst = worst_of((*batches,), found, *expected, limit=limit_of(cuts, rows))
     return Compared(plan, worst, steps=(*batches,))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.errors import JaxdistError
+from jaxdist.errors import JaxdistError, first_line
 from jaxdist.experiment import Experiment
 from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import Draw, draw
@@ -91,7 +91,7 @@ def judge_draw(seed: int) -> DrawOutcome:
         found = _compare(drawn)
     # Any error, even a defect of jaxdist, is the outcome of a draw and must not stop later draws.
     except Exception as error:
-        found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+        found = {"verdict": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
     jax.clear_caches()  # Compiled programs would fill the child's memory, and are not used again.
     seconds = round(time.perf_counter() - begun, 1)
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
@@ -232,7 +232,3 @@ def _same(ours: Leaf, theirs: Leaf) -> bool:
     return (
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
