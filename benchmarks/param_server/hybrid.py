@@ -43,8 +43,8 @@ def step_bytes(unique: int = 60) -> list[Figure]:
     keys["id"] = rows % FORM.fields["user"]
     keys = np.unique(keys)
     counted: list[int] = []
-    for asked, settings in ((rows.astype(np.uint32), {}), (keys, {"most_rows": 4096})):
-        with table_servers(**settings) as (_, (client,)):
+    for asked, most in ((rows.astype(np.uint32), None), (keys, 4096)):
+        with table_servers(most_rows=most) as (_, (client,)):
             values = client.pull(asked)
             client.push(asked, values + 1, 1.0)
             client.drain()

@@ -38,19 +38,20 @@ GOAL_SECONDS = 3.0
 
 @contextmanager
 def table_servers(
-    clients: int = 1, servers: int = 2, **settings: Any
+    clients: int = 1, servers: int = 2, *, run: Path | None = None, **settings: Any
 ) -> Iterator[tuple[TableTeam, list[TableClient]]]:
     """Start table servers whose rows begin at zero, with plain SGD at rate 1, and clients.
 
     Args:
+      run: an empty run directory; None makes one.
       settings: further settings of the strategy.
     """
     whole = Asynchronous(gradient_weight="whole")
-    strategy = Hybrid(
-        servers=servers, optimizer=RowSgd(learning_rate=1.0), consistency=whole, **settings
-    )
+    given = {"optimizer": RowSgd(learning_rate=1.0), "consistency": whole, **settings}
+    strategy = Hybrid(servers=servers, **given)
     with ExitStack() as stack:
-        run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdist-")))
+        if run is None:
+            run = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdist-")))
         identity = Identity(new_id(), run)
         write_identity(run, identity)
         layout: Any = None

@@ -285,6 +285,22 @@ def replay(
         raise typer.Exit(1)
 
 
+def servers(
+    run: shared.Run,
+    count: Annotated[int, typer.Argument(min=1, help="Number of table servers.")],
+    *,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Let table servers join or leave a run while it trains.
+
+    Whole ranges of rows pass to servers that join, and from servers that leave. No push is lost.
+    """
+    shared.prepare_run(run, [], None)
+    from jaxdist.commands.servers import ask_for_servers
+
+    shared.console().print(ask_for_servers(run, count, json_file), soft_wrap=True, markup=False)
+
+
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     *,

@@ -126,6 +126,11 @@ class Arbiter:
         view = self.view
         return view is not None and self.port is not None and view.follower is not None
 
+    def knows(self, server: int) -> bool:
+        """Return whether a server leads, has or awaits a copy of the range."""
+        view = self.view
+        return server in self._copies or (view is not None and server == view.leader)
+
     def hear(self, what: JsonObject) -> None:
         """Process the report of a server about this range."""
         if self.view is None:

@@ -27,6 +27,7 @@ READ = {
     "generate run": ["generate", "@", "--prompt", "a"],
     "eject config": ["eject", "@"],
     "replay run": ["replay", "@"],
+    "servers run": ["servers", "@", "2"],
     "prove config": ["prove", "@"],
     "export run": ["export", "@", "exported"],
     "import model": ["import", "@", "--out", "imported"],

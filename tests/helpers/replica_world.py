@@ -54,7 +54,7 @@ class World:
         self.views = dict.fromkeys(self.clients, self.view)
         self.copies, self.acknowledged, self.read = {}, [], {}
         self.network, self.cut, self.lost = [], set(), False
-        self.takeovers, self.left = 0, []
+        self.takeovers, self.swaps, self.left = 0, 0, []
 
     # the network
 
@@ -257,6 +257,8 @@ class World:
             # One of the two, if both live and the one that stays leads in the arbiter's view.
             if len(pair) == 2 and all(one in alive for one in pair):
                 del self.nodes[self.rng.choice(pair)]
+        elif draw < 0.36:
+            self.swap()
         elif draw < 0.5:
             ends = self.rng.sample([*self.nodes, ARBITER, *(f"c{n}" for n in self.clients)], 2)
             self.cut.add(frozenset(ends))
@@ -281,6 +283,16 @@ class World:
             client = self.rng.choice([*self.clients])
             self.cut |= {frozenset((ARBITER, leader)), frozenset((ARBITER, f"c{client}"))}
             self.send(follower, ARBITER, ("failed", leader, self.view.number))
+
+    def swap(self):
+        """The follower leads as asked, though nothing failed, and the leader follows it anew."""
+        leader, follower = self.view.leader, self.view.follower
+        if follower in self.nodes and leader in self.nodes:
+            self.decide("failed", leader, self.view.number)
+            self.nodes[leader] = Node(leader, Follower(leader, self.view.epoch))
+            self.view = self.view.joined_by(leader)
+            self.swaps += 1
+            self.tell()
 
     def join_server(self):
         if self.view.follower is not None or self.view.joining is not None:

@@ -22,12 +22,13 @@ from jaxdist.wire.local import LocalWire
 class Played:
     """A server that follows its orders at once, until it is dead or silent."""
 
-    def __init__(self, number: int, leads: int | None, events: Any, silent: bool) -> None:
+    def __init__(self, number: int, leads: list[int], events: Any, silent: bool) -> None:
         self.number, self.events, self.silent = number, events, silent
+        self.copies = True
         self.led: set[int] = set()
         self.process = SimpleNamespace(kill=self.die)
-        if leads is not None:
-            self.lead(leads, 0)
+        for at in leads:
+            self.lead(at, 0)
 
     def __str__(self) -> str:
         return f"table {self.number}"
@@ -52,13 +53,16 @@ class Played:
         match what:
             case {"alive": _} if not self.silent:
                 self.hear(event="alive")
-            case {"follow": at}:
+            case {"follow": at} if self.copies:
+                self.led.discard(at)
                 self.hear(event="copies", range=at, server=self.number, port=200 + self.number)
             case {"view": [number, epoch, _, _, joining], "range": at}:
                 if at not in self.led:
                     self.lead(at, epoch)
                 if joining is not None:
                     self.hear(event="synced", range=at, server=joining, number=number)
+            case {"drop": at}:
+                self.led.discard(at)
             case {"count": _, "range": at}:
                 self.hear(event="done", range=at, server=self.number)
 
@@ -67,15 +71,21 @@ class Played:
 def team() -> Iterator[Callable[..., Any]]:
     made: list[TableTeam] = []
 
-    def make(silent: tuple[int, ...] = (), **settings: Any) -> Any:
+    def make(
+        silent: tuple[int, ...] = (),
+        wanted: Any = lambda: None,
+        stuck: tuple[int, ...] = (),
+        **settings: Any,
+    ) -> Any:
         played: dict[int, Played] = {}
         lines: list[str] = []
 
-        def begin(number: int, leads: int | None, events: Any) -> Any:
+        def begin(number: int, leads: list[int], events: Any) -> Any:
             played[number] = Played(number, leads, events, number in silent)
+            played[number].copies = number not in stuck
             return played[number]
 
-        made.append(TableTeam(Hybrid(**settings), begin, lines.append))
+        made.append(TableTeam(Hybrid(**settings), begin, lines.append, wanted))
         made[-1].start()
         return made[-1], played, lines
 
@@ -136,6 +146,60 @@ def test_a_server_that_leaves_hands_its_rows_to_another(team: Any, replicas: int
     assert all(number in found._seats for number in (2, 3))
     assert {at for at, port in moves if port >= 102} == {0, 1}
     assert sorted(played) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_servers_that_join_and_leave_share_the_ranges(team: Any, replicas: int) -> None:
+    """From 2 servers to 3, to 5, and back to 2: each has its share, and no other range moves."""
+    wanted: list[int] = []
+    found, played, lines = team(
+        servers=2, ranges=12, replicas=replicas, wanted=lambda: wanted.pop() if wanted else None
+    )
+    begun = [port for port, _ in found.leaders]
+    for count in (3, 5, 2):
+        before = dict(enumerate(found.leaders))
+        wanted.append(count)
+        until(lambda count=count: lines and f"to {count}" in "".join(lines[-2:-1]))
+        until(lambda: "the ranges of rows have passed on" in lines[-1])
+        until(lambda: all(port for port, _ in found.leaders) and (replicas == 1 or found.safe))
+        assert len(found.servers) == count == len(found._seats)
+        shares = [len(one) for one in found._seats.values()]
+        assert sum(shares) == 12 * replicas
+        assert max(shares) - min(shares) <= replicas, shares
+        ports = [port for port, _ in found.leaders]
+        leads = [ports.count(100 + one) for one in found.servers]
+        assert count == 2 or max(leads) - min(leads) <= (1 if count == 3 else 2), leads
+        if count == 3:
+            moved = [at for at, port in enumerate(ports) if port != begun[at]]
+            assert len(moved) == 4 == ports.count(102)
+        assert {one["server"] for one in found.ask({"count": 0})} <= {*found.servers}
+        assert before != dict(enumerate(found.leaders))
+    assert found.failure is None
+    assert all(one.silent for number, one in played.items() if number not in found.servers)
+
+
+def test_a_number_of_servers_that_a_run_cannot_have_changes_nothing(team: Any) -> None:
+    wanted = [5]
+    found, _, lines = team(servers=2, wanted=lambda: wanted.pop() if wanted else None)
+    until(lambda: bool(lines))
+    assert lines == [
+        "the number of table servers stays 2: 5 servers for 2 ranges of rows: each server needs at "
+        "least one range; resume the run with strategy.ranges: 5 or more"
+    ]
+    assert [*found.servers] == [0, 1]
+
+
+def test_a_server_that_dies_while_it_joins_is_replaced(team: Any) -> None:
+    wanted = [3]
+    found, played, lines = team(
+        stuck=(2,), servers=2, ranges=6, wanted=lambda: wanted.pop() if wanted else None
+    )
+    until(lambda: 2 in played)
+    played[2].die()
+    until(lambda: 3 in played and "passed on" in lines[-1])
+    until(lambda: all(port for port, _ in found.leaders))
+    assert sorted(len(one) for one in found._seats.values()) == [2, 2, 2]
+    assert found.failure is None
 
 
 def test_a_server_at_a_fixed_port_does_not_leave(team: Any) -> None:

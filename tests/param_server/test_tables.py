@@ -545,6 +545,9 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
         ({"checkpoint": {"local": {"directory": "ssd"}}}, "snapshots hold .* not the tables"),
         ({"sharding": {"rules": {"rows": "data"}}}, "no parameter has this dim"),
         ({"strategy": {**_HYBRID, "most_rows": 40}}, "most_rows 40 of 2 servers"),
+        ({"strategy": {**_HYBRID, "most_rows": 96, "ranges": 4}}, "most_rows 96 of 4 ranges"),
+        ({"strategy": {**_HYBRID, "ranges": 1}}, "ranges 1 of 2 servers"),
+        ({"strategy": {**_HYBRID, "ranges": 4, "processes": {"port": 4000}}}, "port of its own"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_tables_on_servers_is_refused(

@@ -29,12 +29,14 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.every(3)
 def test_nothing_acknowledged_is_lost_or_doubled_and_no_version_goes_back(name, seeds):
-    takeovers = lost = 0
+    takeovers = swaps = lost = 0
     for seed in range(seeds):
         world = World(MODELS[name], seed).run()
         world.check()
         takeovers, lost = takeovers + world.takeovers, lost + world.lost
+        swaps += world.swaps
     assert takeovers > seeds / 4
+    assert swaps
     assert lost < seeds / 4
 
 

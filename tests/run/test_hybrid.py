@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,18 @@ import numpy as np
 import pytest
 from runs import Jaxdist
 
-from benchmarks.param_server.tables import killed, table_servers
+from benchmarks.param_server.tables import FORM, killed, table_servers
 from jaxdist.errors import RunError
 from jaxdist.interchange.safetensors import read_header
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.tables.bounded import open_store
+from jaxdist.tables.keys import KEY, WAYS, unique_rows
+from jaxdist.tables.optimizer import RowSgd
+from jaxdist.tables.store import summed
+from jaxdist.tables.training.request import write_request
 
 STEPS = 200
+ROWS = sum(FORM.fields.values())
 CLICKS = {
     "model": {"type": "dlrm", "width": 4, "bottom": [4], "top": [4]},
     "data": {"type": "clicks", "fields": 3, "ids": 50, "examples": 256, "heldout_examples": 32},
@@ -104,6 +112,69 @@ def test_every_push_that_table_servers_acknowledge_counts_once(kills: int) -> No
     assert len(seconds) == kills - 1, "the first server is stopped, and found by its silence"
     assert np.abs(sums[1]).max() > 0
     np.testing.assert_array_equal(*sums)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_bounded_rows_keep_their_bits_while_servers_join_die_and_leave(
+    tmp_path: Path, replicas: int
+) -> None:
+    """Rows of two clients in rounds, beside a store here to which nothing happens."""
+    most, draws = 6 * WAYS, np.random.default_rng(3)
+    store = open_store(replace(FORM, most=most), RowSgd(), 0)
+    given = {"ranges": 6, "most_rows": most, "replicas": replicas, "consistency": BSP()}
+    with table_servers(2, 2, run=tmp_path, **given) as (team, clients):
+
+        def step() -> None:
+            drawn = [_keys(draws.choice(ROWS, 40, replace=False)) for _ in clients]
+            grads = [draws.normal(size=(len(rows), FORM.width)).astype(np.float32)
+                     for rows in drawn]  # fmt: skip
+            for client, rows in zip(clients, drawn, strict=True):
+                np.testing.assert_array_equal(client.pull(rows), store.read(rows))
+            for client, rows, own in zip(clients, drawn, grads, strict=True):
+                client.push(rows, own, 0.5)
+            rows, total = summed(np.concatenate(drawn), np.concatenate(grads))
+            store.update(rows, total / np.float32(2), 0.5)
+
+        def until(servers: int) -> None:
+            deadline = time.monotonic() + 120
+            while len(team.servers) != servers or not team.settled:
+                assert time.monotonic() < deadline
+                step()
+            while replicas > 1 and not team.safe:
+                assert time.monotonic() < deadline
+                step()
+
+        def signalled(number: signal.Signals) -> None:
+            os.kill(team.servers[max(team.servers)].process.pid, number)
+            before = max(team.servers)
+            while before in team.servers:
+                step()
+            until(3)
+
+        until(2)
+        begun = [port for port, _ in team.leaders]
+        write_request(tmp_path, 3)
+        until(3)
+        moved = [old != new for old, (new, _) in zip(begun, team.leaders, strict=True)]
+        assert sum(moved) <= 1.2 / 3 * 6 or replicas > 1
+        for number in (signal.SIGTERM, *(replicas - 1) * (signal.SIGKILL, signal.SIGKILL)):
+            signalled(number)
+        write_request(tmp_path, 2)
+        until(2)
+        every = _keys(np.arange(ROWS))
+        for client in clients:
+            np.testing.assert_array_equal(client.pull(every), store.read(every))
+    assert store.evicted > 100
+
+
+def _keys(numbers: np.ndarray) -> np.ndarray:
+    """Return the keys of row numbers, ascending."""
+    found = np.empty(len(numbers), KEY)
+    users = FORM.fields["user"]
+    found["field"] = numbers >= users
+    found["id"] = np.where(numbers >= users, numbers - users, numbers)
+    return unique_rows(found)[0]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class TableProcess:
         self._setup, self._token = setup, read_token(Path(setup["token"]))
         tls = self.strategy.processes.tls
         self._tls = tls and read_tls(tls)
-        self._rpcs: list[RpcServer] = []
+        self._rpcs: dict[int, list[RpcServer]] = {}
         self.seats: dict[int, Seat] = {}
         self._writers: dict[int, TableWriter] = {}
         # A separate thread follows orders, which may take long: questions whether this process is
@@ -53,8 +53,8 @@ class TableProcess:
         self._orderly.start()
         # The handler may interrupt a report, so that another thread sends the wish to leave.
         signal.signal(signal.SIGTERM, lambda *_: self._orders.put({"leave": True}))
-        if setup["leads"] is not None:
-            self._orders.put({"lead": setup["leads"]})
+        for at in setup["leads"]:
+            self._orders.put({"lead": at})
 
     def order(self, what: JsonObject) -> None:
         """Queue an order of process 0, or answer its question whether this process is alive."""
@@ -82,6 +82,8 @@ class TableProcess:
                 self.parent.say("leaves")
             case {"follow": int(at)}:
                 self._sit(at, leads=False)
+            case {"drop": int(at)}:
+                self._rise(at)
             case {"view": order, "ports": ports, "range": int(at)}:
                 self.seats[at].view(RangeView(*order), dict(ports))
             case {"save": int(step), "range": int(at)}:
@@ -98,7 +100,7 @@ class TableProcess:
     def _writer(self, at: int) -> TableWriter:
         """Return the writer of a range. A new writer begins with all rows."""
         if at not in self._writers:
-            about = {**self.about, "servers": self.strategy.servers}
+            about = {**self.about, "servers": self.strategy.range_count}
             self._writers[at] = TableWriter(self.run, at, about, self._leader(at).kept)
         return self._writers[at]
 
@@ -109,22 +111,31 @@ class TableProcess:
 
     def _sit(self, at: int, *, leads: bool) -> None:
         """Become the leader of a range, or begin to follow its leader."""
+        self._rise(at)
         strategy, setup = self.strategy, self._setup
-        given = {"server": at, "servers": strategy.servers}
+        given = {"server": at, "servers": strategy.range_count}
         form = form_of(self.about, strategy.most_rows or 0)
         store = open_store(form, strategy.optimizer, self.about["seed"], **given)
         shard: Any = TableShard(store, setup["most_rows"] * setup["clients"])
-        self._writers.pop(at, None)
         self.seats[at] = Seat(
             self.number,
             shard,
             strategy.consistency,
             self._begun(store) if leads else None,
-            opens=self._opens,
+            opens=partial(self._opens, at),
             wire_to=partial(self._wire_to, shard),
             say=lambda what: self.parent.say(**what),
             kind=ReplicatedTables,
         )
+
+    def _rise(self, at: int) -> None:
+        """Give up the role in a range, if this server has one, with its rows and its ports."""
+        self._writers.pop(at, None)
+        for rpc in self._rpcs.pop(at, []):
+            rpc.close()
+        seat = self.seats.pop(at, None)
+        if seat is not None:
+            seat.close()
 
     def _begun(self, store: RowStore) -> RangeState:
         """Load the rows of the step to continue from; return the protocol's state at that step."""
@@ -139,7 +150,7 @@ class TableProcess:
             state = protocol.join(model, state, client).state
         return state
 
-    def _opens(self, service: Service) -> int:
+    def _opens(self, at: int, service: Service) -> int:
         processes = self.strategy.processes
         rpc = RpcServer(
             service,
@@ -149,7 +160,7 @@ class TableProcess:
             tls=self._tls,
             sessions=4 * self._setup["clients"] + 8,
         )
-        self._rpcs.append(rpc)
+        self._rpcs.setdefault(at, []).append(rpc)
         return rpc.port
 
     def _wire_to(self, shard: TableShard, port: int) -> RpcWire:
@@ -160,7 +171,5 @@ class TableProcess:
         """Close all ports and end all servers."""
         self._orders.put(None)
         self._orderly.join()
-        for rpc in self._rpcs:
-            rpc.close()
-        for seat in self.seats.values():
-            seat.close()
+        for at in [*self.seats]:
+            self._rise(at)

@@ -27,6 +27,7 @@ from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.messages import payload_spec, spec_of_reply
 from jaxdist.tables.training.files import about_tables, prune_tables
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
+from jaxdist.tables.training.request import take_request
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
@@ -106,19 +107,20 @@ def start_team(
     if path is None:
         path = folder / "token"
         make_token(path)
-    log = Path(setup["run"]["path"]) / "logs"
+    run = Path(setup["run"]["path"])
+    log = run / "logs"
     log.mkdir(exist_ok=True)
     forks = ForkServer(module, log / "forks.log")
     forks.start()
     stack.callback(forks.close)
     setup = {**setup, "strategy": strategy.model_dump_json(), "token": str(path.absolute())}
 
-    def begin(number: int, leads: int | None, events: SimpleQueue[Event]) -> RunProcess:
+    def begin(number: int, leads: list[int], events: SimpleQueue[Event]) -> RunProcess:
         given = {**setup, "number": number, "leads": leads}
         name = log / f"table_{number}.log"
         return RunProcess("table", number, given, forks=forks, log=name, events=events)
 
-    team = TableTeam(strategy, begin, note)
+    team = TableTeam(strategy, begin, note, partial(take_request, run))
     stack.callback(team.close)
     team.start()
     return team, read_token(path)
@@ -164,8 +166,9 @@ def _follow_moves(
         client.move(server, wires.to(server, port), epoch)
 
     board: Board | None = None
-    shared = jax.process_count() > 1 and wires.strategy.replicas > 1
     settings = wires.strategy.processes
+    # Servers at fixed ports stay, and have no followers that take over.
+    shared = jax.process_count() > 1 and not settings.port
     tls = settings.tls and read_tls(settings.tls)
     port = 0
     if team is not None and shared:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.training.children import RunProcess
+from jaxdist.replication.balance import passed
 from jaxdist.replication.seat import Arbiter
 from jaxdist.runtime.children import Event, end_together, how_ended
+from jaxdist.tables.training.request import servers_problem
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 
@@ -26,36 +28,44 @@ class TableTeam:
     """The table servers that process 0 has started, watches, and replaces if they die.
 
     Each range of rows has a leader and, with two replicas, a follower on another server. A server
-    that replaces another gets a number that no server has had. A server that is asked to leave
-    first hands its rows to a server that has all of them.
+    that starts later gets a number that no server has had. A server that is asked to leave first
+    hands its rows to servers that have all of them. If a server joins, some ranges pass to it in
+    the same way.
 
     Args:
-      begin: a function that starts the process of a server, given its number, the range that it
-        leads or None, and the queue of its events.
+      begin: a function that starts the process of a server, given its number, the ranges that it
+        leads, and the queue of its events.
       note: a function that prints a line about what happened.
+      wanted: a function that returns a new number of servers, or None if the number stays.
     """
 
     def __init__(
         self,
         strategy: Hybrid,
-        begin: Callable[[int, int | None, SimpleQueue[Event]], RunProcess],
+        begin: Callable[[int, list[int], SimpleQueue[Event]], RunProcess],
         note: Callable[[str], None],
+        wanted: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._strategy, self._begin, self._note = strategy, begin, note
+        self._wanted, self._next_look = wanted, 0.0
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._changed = threading.Condition(threading.RLock())
         self.servers: dict[int, RunProcess] = {}
         self._seats: dict[int, set[int]] = {}
         self._leaving: set[int] = set()
+        self._passing: set[tuple[int, int]] = set()
+        self._swaps: set[int] = set()
         self._left: list[RunProcess] = []
         self._heard: dict[int, float] = {}
         self._questions: dict[int, float] = {}
         self._pause = min(ASK_SECONDS, strategy.takeover_seconds / 4)
         self._next = self._deaths = 0
-        self._closed = False
+        self._count = strategy.servers
+        self._opened = self._resizing = self._closed = False
         self._asked: dict[int, JsonObject] = {}
         self._answers: dict[int, JsonObject] = {}
-        self._arbiters = [Arbiter(at, at, self._tell) for at in range(strategy.servers)]
+        ranges = range(strategy.range_count)
+        self._arbiters = [Arbiter(at, at % strategy.servers, self._tell) for at in ranges]
         self.failure: str | None = None
         self._failed: Callable[[str], None] = lambda reason: None
         self._moved: Moved = lambda server, port, epoch: None
@@ -73,6 +83,13 @@ class TableTeam:
         with self._changed:
             return all(one.safe for one in self._arbiters)
 
+    @property
+    def settled(self) -> bool:
+        """Whether each range has a leader, and no range passes to another server."""
+        with self._changed:
+            moving = self._passing or self._leaving or self._swaps
+            return not moving and all(one.port is not None for one in self._arbiters)
+
     def start(self) -> None:
         """Start all servers, and wait until each range has a leader and its followers.
 
@@ -80,13 +97,14 @@ class TableTeam:
           RunError: a server failed or died.
         """
         with self._changed:
-            for at in range(self._strategy.servers):
-                self._started(leads=at)
+            for at in range(self._count):
+                self._started(leads=range(at, len(self._arbiters), self._count))
             threading.Thread(target=self._listen, name="tables", daemon=True).start()
             self._wait(lambda: all(one.port is not None for one in self._arbiters))
             self._fill()
             if self._strategy.replicas > 1:
                 self._wait(lambda: all(one.safe for one in self._arbiters))
+            self._opened = True
 
     def follow(self, failed: Callable[[str], None], moved: Moved) -> None:
         """Call `failed` when the servers fail, and `moved` for each current and later leader."""
@@ -126,10 +144,10 @@ class TableTeam:
         if self.failure is not None:
             raise RunError(self.failure)
 
-    def _started(self, leads: int | None = None) -> int:
+    def _started(self, leads: Iterable[int] = ()) -> int:
         number, self._next = self._next, self._next + 1
-        self.servers[number] = self._begin(number, leads, self._events)
-        self._seats[number] = set() if leads is None else {leads}
+        self._seats[number] = {*leads}
+        self.servers[number] = self._begin(number, sorted(self._seats[number]), self._events)
         self._heard[number] = time.monotonic()
         return number
 
@@ -157,6 +175,7 @@ class TableTeam:
                     self._hear(event)
                 if self._strategy.replicas > 1:
                     self._ask_alive()
+                self._look()
                 self._changed.notify_all()
 
     def _ask_alive(self) -> None:
@@ -207,24 +226,95 @@ class TableTeam:
             self._note(f"{child} leaves: {new} takes its place")
             self._fill()
 
+    def _look(self) -> None:
+        """Begin to change the number of servers if another number is wanted."""
+        if not self._opened or self._asked or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self._pause
+        count = self._wanted()
+        if count is None or self.failure is not None:
+            return
+        problem = servers_problem(self._strategy, count)
+        if problem is None:
+            self._resize(count)
+        else:
+            self._note(f"the number of table servers stays {self._count}: {problem}")
+
+    def _resize(self, count: int) -> None:
+        """Start servers, to which ranges pass, or ask servers to leave without a replacement."""
+        staying = sorted(self.servers.keys() - self._leaving)
+        self._note(f"the number of table servers changes from {len(staying)} to {count}")
+        self._count, self._resizing = count, True
+        more = count - len(staying)
+        if more > 0:
+            leads, follows = self._kept_by_role(staying)
+            pairs = passed(leads, more)
+            if self._strategy.replicas > 1:
+                self._swaps |= {at for _, at in pairs}
+                pairs += passed(follows, more, without=self._swaps)
+            self._passing |= {*pairs}
+            for _ in range(more):
+                self._started()
+        self._leaving |= {*staying[count:]}
+        self._fill()
+        self._hand_over()
+
+    def _kept_by_role(self, staying: list[int]) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """Return the ranges that each of some servers leads, and those that it follows."""
+        kept = {one: {at for at in self._seats[one] if self._keeps(one, at)} for one in staying}
+        views = [one.view for one in self._arbiters]
+        leads = {
+            one: {at for at in kept[one] if (view := views[at]) and view.leader == one}
+            for one in staying
+        }
+        return leads, {one: kept[one] - leads[one] for one in staying}
+
+    def _keeps(self, server: int, at: int) -> bool:
+        return server not in self._leaving and (server, at) not in self._passing
+
     def _hand_over(self) -> None:
-        """End the part of leaving servers in each range that another server can lead."""
+        """End the part of servers in each range that they give up and that others have."""
         if self._asked:
             return  # A leader carries out an order to its end.
-        for number in sorted(self._leaving):
+        for number in sorted(self._seats):
             for at in sorted(self._seats[number]):
-                arbiter = self._arbiters[at]
-                view = arbiter.view
-                leads = view is not None and view.leader == number
-                if view is not None and (not leads or (arbiter.port and view.follower is not None)):
-                    arbiter.failed(number)
+                if not self._keeps(number, at) and self._is_replaced(number, at):
+                    self._arbiters[at].failed(number)
                     self._seats[number].discard(at)
+                    self._passing.discard((number, at))
+                    self._tell(number, {"drop": at})
                     self._fill()
-            if not self._seats[number]:
+            if number in self._leaving and not self._seats[number]:
                 self._leaving.discard(number)
                 del self._seats[number], self._heard[number]
                 self._left.append(self.servers.pop(number))
                 self._left[-1].close_input()
+        self._swap()
+        if self._resizing and not (self._passing or self._leaving or self._swaps):
+            self._resizing = False
+            each = ", ".join(f"{len(self._seats[one])} on table {one}" for one in self.servers)
+            self._note(f"the ranges of rows have passed on: {each}")
+
+    def _is_replaced(self, number: int, at: int) -> bool:
+        """Return whether the servers that keep a range can do without one that gives it up."""
+        arbiter = self._arbiters[at]
+        view = arbiter.view
+        if view is None:
+            return False
+        heirs = [one for one in self._seats if at in self._seats[one] and self._keeps(one, at)]
+        if view.leader == number and not (arbiter.port and view.follower is not None):
+            return False
+        return all(arbiter.knows(one) for one in heirs)
+
+    def _swap(self) -> None:
+        """Let a server lead a range that passed to it, and let the earlier leader follow."""
+        for at in sorted(self._swaps):
+            arbiter = self._arbiters[at]
+            view = arbiter.view
+            if view is not None and arbiter.safe and not any(one == at for _, one in self._passing):
+                self._swaps.discard(at)
+                arbiter.failed(view.leader)
+                self._tell(view.leader, {"follow": at})
 
     def _seated(self, what: JsonObject) -> None:
         at = what["range"]
@@ -247,6 +337,7 @@ class TableTeam:
         self._questions.pop(number, None)
         seats = self._seats.pop(number)
         self._leaving.discard(number)
+        self._passing -= {(number, at) for at in seats}
         for at in seats:
             self._arbiters[at].failed(number)
         if any(one.view is None for one in self._arbiters):
@@ -256,7 +347,8 @@ class TableTeam:
             )
             return
         self._deaths += 1
-        again = self._deaths <= self._strategy.processes.deaths
+        few = len(self.servers.keys() - self._leaving) < self._count
+        again = few and self._deaths <= self._strategy.processes.deaths
         then = "another server is started" if again else "no other server is started"
         self._note(f"{child} ended ({how}): its follower servers take over, and {then}")
         if again:
@@ -267,11 +359,11 @@ class TableTeam:
         """Give each range the servers that it lacks, beginning with those that have few seats."""
         for arbiter in self._arbiters:
             view, at = arbiter.view, arbiter.range
-            staying = self._seats.keys() - self._leaving
+            staying = [one for one in self._seats if self._keeps(one, at)]
             seated = [one for one in staying if at in self._seats[one]]
             # The next server comes first, so that the followers of a server's ranges are spread.
             free = sorted(
-                staying - {*seated},
+                {*staying} - {*seated},
                 key=lambda one: (len(self._seats[one]), (one - at) % len(self._arbiters)),
             )
             if view is not None and len(seated) < self._strategy.replicas and free:

@@ -57,7 +57,11 @@ class Hybrid(Config):
     type: Literal["hybrid"] = "hybrid"
     """The name that selects this strategy in a config."""
     servers: Count = 1
-    """The number of servers that share the rows of all tables."""
+    """The number of servers that share the rows of all tables when the run starts."""
+    ranges: Count | None = None
+    """The number of parts into which hashes divide the rows. null has one for each server. A server
+    that joins during the run takes whole ranges, so that a run with more ranges than servers can
+    grow (`jaxdist servers`)."""
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
     """The number of servers that have each row. With 2, a follower takes over when a server dies.
     """
@@ -77,6 +81,11 @@ class Hybrid(Config):
     """
     processes: ProcessesConfig = ProcessesConfig()
     """The settings of the server processes, which process 0 starts on its machine."""
+
+    @property
+    def range_count(self) -> int:
+        """The number of ranges of rows."""
+        return self.ranges or self.servers
 
     @field_validator("consistency")
     @classmethod
@@ -103,10 +112,21 @@ class Hybrid(Config):
                 f"replicas {self.replicas} of {self.servers} servers: the copies of a row must be "
                 f"on different servers; set servers: {self.replicas} or more, or replicas: 1"
             )
-        if self.most_rows is not None and self.most_rows // 32 < self.servers:
+        if self.range_count < self.servers:
             raise ValueError(
-                f"most_rows {self.most_rows} of {self.servers} servers: each server needs at least "
-                f"one set of 32 rows; set most_rows: {32 * self.servers} or more"
+                f"ranges {self.ranges} of {self.servers} servers: each server needs at least one "
+                f"range; set ranges: {self.servers} or more"
+            )
+        if self.most_rows is not None and self.most_rows // 32 < self.range_count:
+            kind = "servers: each server" if self.ranges is None else "ranges: each range"
+            raise ValueError(
+                f"most_rows {self.most_rows} of {self.range_count} {kind} needs at least "
+                f"one set of 32 rows; set most_rows: {32 * self.range_count} or more"
+            )
+        if self.range_count > self.servers and self.processes.port:
+            raise ValueError(
+                f"strategy.processes.port {self.processes.port} with ranges {self.ranges}: each "
+                "range has a port of its own; set strategy.processes.port: 0"
             )
         if self.replicas > 1 and self.processes.port:
             raise ValueError(

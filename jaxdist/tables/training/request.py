@@ -1,0 +1,54 @@
+"""The request to a run for another number of table servers, as a file in its directory.
+
+RUN/servers.json    {"servers": 3}, which process 0 removes when it has read the file
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jaxdist.config.files import read_json
+from jaxdist.train.strategy.config import Hybrid
+
+FILE_NAME = "servers.json"
+
+
+def servers_problem(strategy: Hybrid, servers: int) -> str | None:
+    """Return why a run cannot have a number of servers, or None if it can."""
+    if strategy.processes.port:
+        return (
+            f"strategy.processes.port {strategy.processes.port}: a server that joins needs another "
+            "port; resume the run with strategy.processes.port: 0"
+        )
+    if servers > strategy.range_count:
+        return (
+            f"{servers} servers for {strategy.range_count} ranges of rows: each server needs at "
+            f"least one range; resume the run with strategy.ranges: {servers} or more"
+        )
+    if servers < strategy.replicas:
+        return (
+            f"{servers} servers for replicas {strategy.replicas}: the copies of a row must be on "
+            f"different servers; ask for {strategy.replicas} or more"
+        )
+    return None
+
+
+def write_request(run: Path, servers: int) -> Path:
+    """Ask a run for a number of servers, and return the file, which disappears when it is read."""
+    path = run / FILE_NAME
+    staged = run / f".{FILE_NAME}"
+    staged.write_text(json.dumps({"servers": servers}), encoding="utf-8")
+    return staged.replace(path)
+
+
+def take_request(run: Path) -> int | None:
+    """Return the requested number of servers and remove the request, or None without a request."""
+    path = run / FILE_NAME
+    try:
+        told = read_json(path)
+        path.unlink()
+    except (OSError, ValueError):
+        return None
+    found = told.get("servers") if isinstance(told, dict) else None
+    return found if isinstance(found, int) and found > 0 else None
