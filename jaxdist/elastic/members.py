@@ -23,7 +23,7 @@ class Member:
     Args:
       log: the file of the process's standard error.
       args: the arguments of `jaxdist.cli.runs.train_process`.
-      environ: variables in addition to those of the fork server.
+      environ: variables in addition to the variables of the fork server.
 
     Attributes:
       index: the number of the process within its generation.

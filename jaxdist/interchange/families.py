@@ -70,7 +70,7 @@ MIXTRAL_ROWS: Mapping[str, Row] = {
         },
     ),
 }
-"""The rows of mixtral, whose rows for attention are those of llama."""
+"""The rows of mixtral, whose rows for attention are the rows of llama."""
 
 _ATTENTION = {"query": 0, "key": 1, "value": 2}
 GPT2_ROWS: Mapping[str, Row] = {

@@ -183,8 +183,8 @@ def python_module(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a separate process.
 
     The child's search path lacks the working directory. Plain `python -m` would put that directory
-    first, so a file `random.py` in it, of any user, would be imported instead of Python's own
-    module. Python still finds modules that a config names by import path, because
+    first, so a file `random.py` in that directory, written by any user, would be imported instead
+    of Python's own module. Python still finds modules that a config names by import path, because
     `jaxdist.config.importing` adds the directory when it searches for such a module.
 
     >>> python_module("jaxdist.cli", "doctor")[1:]

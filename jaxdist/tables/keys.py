@@ -72,7 +72,7 @@ def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
 def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the initial values of rows, float32 `[N, D]`.
 
-    If the table has a given size, the values are equal to those of training on a mesh.
+    If the table has a given size, the values equal the initial values of a run on a mesh.
     """
     if rows.dtype.names is None:
         return form.initial(seed, rows)

@@ -85,8 +85,8 @@ def decode(
       at_BL: the positions of the tokens; if L is more than 1, they must be 0..L-1.
       cache: the cache of the earlier positions.
       window: the number of positions of a sequence in training, which exceeds all of `at_BL`.
-      layers: the parameters of the blocks as `separate` returns them, which replace those of the
-        model unless they are empty.
+      layers: the parameters of the blocks as `separate` returns them, which replace the
+        model's parameters unless they are empty.
     """
     x_BLD = model.embed(tokens_BL, at_BL=at_BL)
     graph, state = nnx.split(model.blocks)

@@ -77,7 +77,7 @@ def _listed(devices: Sequence[Device], hosts: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of a device's shards that have replicas on other devices.
+    """The part of a device's shards that has replicas on other devices.
 
     Attributes:
       held_bytes: the bytes of one device's shards of all leaves.

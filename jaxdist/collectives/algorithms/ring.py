@@ -129,6 +129,7 @@ class Ring(Algorithm):
         return jnp.concatenate([collect(piece) for piece in self._pieces(flat)])
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        # The block that a device keeps is already in its row.
         received = blocks
         for hops in range(1, axis_size(axis)):
             row = lax.dynamic_index_in_dim(blocks, neighbour(axis, hops))

@@ -57,6 +57,7 @@ class Adaptive(Codec):
 
     def planes(self, blocks: int) -> int:
         """Return the number of one-bit planes in the message of an array of `blocks` blocks."""
+        # A block has no bits or at least two (`allocate`), so one plane could hold no block.
         return max(2, int(self.bits * blocks))
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

@@ -377,7 +377,7 @@ class _Home:
             self.by_hop[t] = sums
 
     def found(self) -> list[jax.Array]:
-        """Return the sums over all groups' queries for the keys that this group had at first."""
+        """Return the sums for the keys that this group had at first, over all groups' queries."""
         if self.groups.split.rotates:
             home = (
                 [] if self.travelling is None else [self.groups.moved(self.travelling, -self.last)]

@@ -65,7 +65,7 @@ def random_numbers(op: Op) -> Found:
 def by_default(op: Op) -> Found:
     """Return the kind of the results of an operation without a rule.
 
-    The results are whole if all operands are, and otherwise undecided.
+    The results are whole if all operands are whole, and otherwise undecided.
     """
     label = label_of(op.eqn)
     no_rule = f"{label} has no rule: see jaxdist.proofs.rule({label!r})"

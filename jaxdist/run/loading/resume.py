@@ -102,7 +102,7 @@ def _check_tables(experiment: Experiment, directory: RunDirectory, step: int) ->
     """Check the tables of a run on servers before any file of the run is replaced.
 
     Raises:
-      CheckpointError: the tables of the step have another form than those of the config.
+      CheckpointError: the tables of the step have another form than the config's tables.
     """
     strategy = experiment.config.strategy
     if experiment.rows is None or not isinstance(strategy, Hybrid):

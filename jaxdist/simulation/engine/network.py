@@ -173,9 +173,9 @@ def fair_rates(
 ) -> list[float]:
     """Return the rate of each flow by max-min fairness.
 
-    In the result, no flow can get a higher rate per weight, unless another flow gets a lower rate
-    and its rate per weight is not higher. The rates are found by progressive filling (Bertsekas and
-    Gallager, Data Networks, 6.5.2).
+    In the result, a flow can get a higher rate per weight only if a flow with an equal or lower
+    rate per weight gets less. The rates are found by progressive filling (Bertsekas and Gallager,
+    Data Networks, 6.5.2).
 
     Args:
       flows: the weight of each flow, and the ports that it passes.

@@ -134,7 +134,7 @@ def form_of(about: JsonObject, most: int) -> RowForm:
 
 
 def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None:
-    """Return how the tables in a file differ from those of the config, or None if they do not."""
+    """Return how the tables in a file differ from the config's tables, or None if they agree."""
     there, here = (flat(one) for one in (found, about))
     wrong = [
         f"{at} {there.get(at)} there, {here.get(at)} here"
@@ -151,7 +151,7 @@ def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None
 
 
 def tables_problem(run: Path, step: int, about: JsonObject) -> str | None:
-    """Return how the tables of a step differ from those of the config, or None if they do not.
+    """Return how the tables of a step differ from the config's tables, or None if they agree.
 
     Missing and damaged tables are not a difference: `read_tables` reports them.
     """
