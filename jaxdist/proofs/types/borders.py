@@ -38,9 +38,8 @@ def is_share(eqn: Any, spec: Any, made: Any) -> bool:
     """
     if made is None or made.source_info.traceback != eqn.source_info.traceback:
         return False
-    held = {axis for entry in spec for axis in entry_names(entry)}
-    sizes = eqn.params["mesh"].shape
-    copies = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"] - held)
+    sizes, axes = eqn.params["mesh"].shape, eqn.params["newly_manual_axes"]
+    copies = math.prod(sizes[axis] for axis in axes if dim_of_spec(spec, axis) is None)
     return getattr(made.invars[1], "val", None) == copies
 
 

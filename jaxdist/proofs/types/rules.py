@@ -35,31 +35,14 @@ def apart(op: Op, dims: Collection[int]) -> k.Kind:
     if not op.all(k.SAME | k.APART | k.Shard):
         return op.undecided(f"{label} of {' and '.join(map(str, op.kinds))}")
     kept, others = common(op.kinds) & {*dims}, " or ".join(map(str, sorted(dims)))
-    return (
-        k.Shard(kept)
-        if kept
-        else op.undecided(f"{label} of shards along a dim that is not {others}")
-    )
-
-
-def iota(op: Op) -> Found:
-    """Return the kind of an iota: whole, and constant along all dims except the counted dim."""
-    return k.Value(k.WHOLE, op.every - {op.params["dimension"]})
+    said = f"{label} of shards along a dim that is not {others}"
+    return k.Shard(kept) if kept else op.undecided(said)
 
 
 def bitcast(op: Op) -> Found:
     """Return the kind of an array whose bits are read as another dtype."""
-    kind = op.kinds[0]
-    keeps = isinstance(kind, k.SAME | k.Own | k.Shard)
-    return kind if keeps else op.undecided(f"the bits of {kind}")
-
-
-def random_numbers(op: Op) -> Found:
-    """Return the kind of random keys and bits.
-
-    The result is `OWN` if any operand differs between devices, and otherwise whole.
-    """
-    return k.OWN if op.has(k.APART | k.Shard) else k.WHOLE
+    keeps = op.all(k.SAME | k.Own | k.Shard)
+    return op.kinds[0] if keeps else op.undecided(f"the bits of {op.kinds[0]}")
 
 
 def by_default(op: Op) -> Found:
@@ -111,6 +94,7 @@ KERNELS = ("pallas_call", "ffi_call", "custom_call", "custom_partitioning")
 `RULES`."""
 _ALONG = "cumsum cummax cummin cumprod cumlogsumexp sort top_k"
 _RANDOM = ["seed", "wrap", "unwrap", "fold_in", "split", "bits", "clone"]
+_KEYS = ["threefry2x32", *(f"random_{name}" for name in _RANDOM)]
 _REDUCED = "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod argmax argmin"
 _SHAPES = "reshape concatenate stack unstack pad dynamic_slice dynamic_update_slice"
 RULES: dict[str, Rule] = {
@@ -126,8 +110,10 @@ RULES: dict[str, Rule] = {
     "scatter-add": products.scatter_add,
     "scatter": products.scatter,
     "bitcast_convert_type": bitcast,
-    "iota": iota,
+    # The counted dim is the only one along which an iota differs.
+    "iota": lambda op: k.Value(k.WHOLE, op.every - {op.params["dimension"]}),
     **dict.fromkeys(_ALONG.split(), along),
-    **dict.fromkeys(["threefry2x32", *(f"random_{name}" for name in _RANDOM)], random_numbers),
+    # Random keys and bits are the same on every device unless a key or counter differs.
+    **dict.fromkeys(_KEYS, lambda op: k.OWN if op.has(k.APART | k.Shard) else k.WHOLE),
 }
 """The rules by the name of the primitive, or by the name of a kernel that `label_of` returns."""
