@@ -151,8 +151,11 @@ def parity(
     With --draw, random models, meshes, plans, batches and optimizers are compared with a single
     device, and another plan loads each checkpoint. The config of each failure is printed.
     """
+    from jaxdist.errors import ConfigError
     from jaxdist.runtime import environment
 
+    if resume and json_file is None:
+        raise ConfigError("--resume continues the file of --json: give --json FILE too")
     environment.prepare(fake_devices=8)
     if draw is not None:
         from jaxdist.parity.draw.compare import parity_draws
@@ -169,8 +172,6 @@ def parity(
         )
         raise typer.Exit(int(not all(outcome.good for outcome in outcomes)))
     if axis:
-        from jaxdist.errors import ConfigError
-
         raise ConfigError("--axis selects among random configs: add --draw N")
     from jaxdist.parity.compare import parity as compare
 

@@ -70,8 +70,6 @@ def parity(
     sections, name = BUILT_IN, BUILT_IN_NAME
     if path is not None:
         sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
-    if resume and json_file is None:
-        raise ConfigError("--resume continues the file of --json: give --json FILE too")
     subject = open_reference(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])

@@ -60,8 +60,6 @@ def parity_draws(
       ConfigError: the file cannot be resumed, or a name in `axes` is not the name of a mesh axis.
       RunError: a file cannot be written.
     """
-    if resume and json_file is None:
-        raise ConfigError("--resume continues the file of --json: give --json FILE too")
     for name in axes:
         if name not in AXES:
             raise ConfigError(f"--axis {name} names no mesh axis: {did_you_mean(name, AXES)}")
