@@ -120,6 +120,7 @@ def portable(state: RangeState) -> RangeState:
     """
     waiting: dict[int, tuple[int, int]] = {}
     for one in state.clocks.held:
+        # A client's changes wait in order. From the first of them on, the client sends them again.
         waiting.setdefault(one.client, (one.sequence, one.clock))
     inboxes = {
         client: replace(inbox, expected=waiting.get(client, (inbox.expected,))[0], early={})
@@ -158,6 +159,7 @@ class Leader:
         """The index up to which replies may be sent: all required followers have the entries."""
         if self.deposed:
             return self.released
+        # A server that has no copy yet delays no reply.
         return min((at for at in self.has.values() if at is not None), default=self.index)
 
     @property
@@ -195,6 +197,7 @@ class Leader:
         known = self.has[reply.server]
         has = {**self.has, reply.server: max(reply.index, -1 if known is None else known)}
         found = replace(self, has=has)
+        # A server without a copy counts as 0: it will need all entries after its snapshot.
         least = min(at or 0 for at in has.values())
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 
@@ -240,6 +243,8 @@ class Follower:
         """
         if entry.epoch < self.epoch:
             return self, False
+        # The epoch of an entry that does not follow counts too: entries of an earlier leader must be
+        # refused from now on.
         found = replace(self, epoch=entry.epoch)
         follows = self.range is not None and entry.index == self.index + 1
         if not (entry.index > self.index if entry.whole else follows):

@@ -94,6 +94,8 @@ class RowStore:
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of rows (uint32 `[N]`), without creating any row."""
         slots = self._slots[rows // np.uint32(self._servers)]
+        # For a row that does not exist, the index -1 reads the values of another row. These values
+        # are replaced below.
         found = self._values[slots - 1, : self.form.width]
         new = slots == 0
         if new.any():

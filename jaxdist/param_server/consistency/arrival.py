@@ -199,6 +199,7 @@ class AdaptiveSSP(OnArrival):
         return self
 
     def fresh(self, floor: int, clock: int) -> bool:
+        # Beyond `least` the worker must ask, since only the server can decide (`admits`).
         return clock - floor <= self.least
 
     def admits(self, clocks: Clocks, client: int) -> bool:
@@ -248,6 +249,7 @@ def extra_clocks(
 
     def wait(clocks: int) -> float:
         done = fast[1] + clocks * step
+        # The negated floor division rounds up, to the slowest worker's first push from `done` on.
         pushes = max(1, -((slow[1] - done) // pace))
         return slow[1] + pushes * pace - done
 

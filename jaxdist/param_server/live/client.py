@@ -145,6 +145,7 @@ class Client:
         return max(link.state.clock for link in self._links)
 
     def _ready(self) -> bool:
+        # Each check tries to pull again, since a link may have had no room for the pull before.
         self._pull(ready=False)
         return all(protocol.ready(self.model, link.state) for link in self._links)
 
