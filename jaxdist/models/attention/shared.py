@@ -175,6 +175,7 @@ def _in_order(split: SequenceSplit, x: jax.Array) -> jax.Array:
         return x.reshape(B, R, L // R, *rest).swapaxes(1, 2).reshape(x.shape)
     if split.order == "zigzag":
         pairs = x.reshape(B, R, 2, L // (2 * R), *rest)
+        # Group g has the chunks g and 2R - 1 - g, so the second chunks are in reverse order.
         early, late = pairs[:, :, 0], pairs[:, ::-1, 1]
         return jnp.concatenate([early, late], axis=1).reshape(x.shape)
     return x

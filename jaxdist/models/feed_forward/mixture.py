@@ -84,8 +84,10 @@ class Experts:
         # The k copies of a token are for different experts, so each expert gets at most one copy.
         most = tokens * min(k, experts)
         block = self.product.block(most, experts)
+        # The last block of each expert has at most block - 1 rows of padding.
         rows = -(-(most + experts * (block - 1)) // block) * block
         copies = tokens * k
+        # The copies for other devices count as copies for one more expert, which comes last.
         ids = jnp.minimum(ids_Tk.reshape(-1), experts)
         counts = jnp.bincount(ids, length=experts + 1)
         padded_E = -(-counts[:experts] // block) * block
