@@ -181,7 +181,7 @@ def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]
 
 
 class _State:
-    """The state of all runs and the time that they have spent, as arrays [ways, runs]."""
+    """The state of all runs with each way to save, and their times, as arrays `[ways, runs]`."""
 
     def __init__(self, fleet: FleetConfig, ways: Sequence[Saves]) -> None:
         shape = (len(ways), fleet.runs)

@@ -148,7 +148,7 @@ class Recorder:
             return
         try:
             self._drawing.wait(DRAW_SECONDS)
-        except subprocess.TimeoutExpired:  # Only the picture is missing.
+        except subprocess.TimeoutExpired:  # The record remains, without a picture.
             self._drawing.kill()
             self._drawing.wait()
         self._drawing = None
