@@ -42,7 +42,7 @@ def audit(
       topology: the TPUs to compile for, such as `v5e:2x4`, or None for the devices of jax.
       full: whether to compile the step without each knob, and print the change in bytes, memory and
         FLOPs.
-      json_file: a file for the effects as JSON, or None.
+      json_file: a file for the effects as JSON, or None to write none.
       console: the console, on which each knob has a line.
 
     Raises:

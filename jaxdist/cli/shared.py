@@ -124,7 +124,7 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
 
     Args:
       devices: the number of fake CPU devices, or None for the number in the config.
-      topology: the TPUs to compile for, or None.
+      topology: the TPUs to compile for, or None to compile for CPU devices.
       overrides: the settings that override the config.
 
     Raises:

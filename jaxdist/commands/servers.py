@@ -26,7 +26,7 @@ def ask_for_servers(
     """Ask a run for a number of table servers, and return a line for the user.
 
     Args:
-      json_file: a file for the number as JSON, or None.
+      json_file: a file for the number as JSON, or None to write none.
       patience_seconds: the time for which the run may leave the request unread.
 
     Raises:

@@ -359,7 +359,8 @@ class _Run:
           start: the instruction that starts the operation, or an instruction whose result contains
             the operation in flight.
           flight: the operation.
-          index: the index of the operation in the tuple of `start`, or None.
+          index: the index of the operation in the tuple of `start`, or None for the operation that
+            `start` itself begins.
         """
         place = done_of(start, self.body, self.player.module, index)
         if isinstance(place, int):

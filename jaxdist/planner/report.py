@@ -54,7 +54,7 @@ class Asked:
       compiled: whether to compile the printed plans.
       write: a file for the config with the best plan, or None to write none.
       plot: a directory for the picture of the explained plan, or None to draw none.
-      json_file: a file for the results as JSON, or None.
+      json_file: a file for the results as JSON, or None to write none.
       laid_out: whether to ask the compiler only for the memory of the printed plans.
     """
 

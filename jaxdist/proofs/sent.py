@@ -152,7 +152,7 @@ def compare(
 
 
 def kind_of(operation: str) -> CollectiveKind | None:
-    """Return the kind of collective that an operation of jax asks for in `shard_map`, if any."""
+    """Return the collective that an operation in `shard_map` asks for, or None without one."""
     return next((kind for part, kind in _PARTS.items() if part in operation), None)
 
 

@@ -72,7 +72,7 @@ def compare_variants(
       study: the definition of the study.
       overrides: settings of all variants, which override the study's settings.
       variants: additional variants, as texts for `jaxdist.study.variants.parse_variants`.
-      json_file: the file for the results as JSON, or None.
+      json_file: the file for the results as JSON, or None to write none.
       plot: the directory for the plot, or None for no plot.
       console: the console for the results and the progress.
 

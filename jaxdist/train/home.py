@@ -199,14 +199,14 @@ class Home:
 
     @cached_property
     def owners(self) -> PyTree:
-        """The parameter to which each leaf of the optimizer's state belongs, or None."""
+        """The parameter that owns each leaf of the optimizer's state, or None without an owner."""
         params, stacked = self.model.params, self.model.stacked
         state = jax.eval_shape(self.transform.init, self.model.trained)
         return owners(state, params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
-        """The parameter to which each leaf of the outer exchange's state belongs, or None."""
+        """The parameter that owns each leaf of the outer exchange's state, or None without one."""
         return owners(self.outer, self.model.params, self.model.stacked)
 
     def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:

@@ -219,7 +219,7 @@ class Consistency(Config):
         return False
 
     def wake(self, clocks: Clocks) -> float | None:
-        """Return the time at which an update becomes due without a further message, if any."""
+        """Return when an update becomes due without a further message, or None for never."""
         return None
 
 

@@ -114,16 +114,16 @@ class ServerLink:
         return session
 
     def begin(self, state: ClientState) -> Session | None:
-        """Switch the link to a new client with this state, and return the old session, if any.
+        """Switch the link to a new client with this state; return the old session or None.
 
-        The caller closes the old session.
+        The caller closes the old session. None means that no session was open.
         """
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
         return self.ended(self._over)
 
     def end(self) -> Session | None:
-        """Stop using the current session, and return it for the caller to close, if any."""
+        """Stop using the session, and return it for the caller to close, or None without one."""
         return self.ended(self._over)
 
     def _greet(self, session: Session) -> None:

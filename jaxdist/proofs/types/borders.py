@@ -34,7 +34,8 @@ def is_share(eqn: Any, spec: Any, made: Any) -> bool:
     Args:
       eqn: the equation of the `shard_map`.
       spec: the entry of `in_specs` for the operand.
-      made: the division outside of the `shard_map` that computed the operand, or None.
+      made: the division outside of the `shard_map` that computed the operand, or None without such
+        a division.
     """
     if made is None or made.source_info.traceback != eqn.source_info.traceback:
         return False
