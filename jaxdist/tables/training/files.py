@@ -120,7 +120,7 @@ def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
     """Return a description of the rows of a run, which the files of the rows must match."""
     settings = optimizer.model_dump(mode="json")
     form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
-    # Another bound needs no other files, but rows with keys do.
+    # The files do not depend on the bound itself, but on whether rows have keys.
     if form.pop("most"):
         form["keys"] = True
     state = {key: settings[key] for key in settings.keys() & {"type", "per"}}
