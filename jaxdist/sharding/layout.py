@@ -149,10 +149,16 @@ class Layout:
         )
 
     def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """Return the partition spec of a tensor with these logical dims."""
+        """Return the partition spec of a tensor with these logical dims.
+
+        The axis of experts splits no further dim of experts' parameters.
+        """
+        taken = self.names_of("experts") if "experts" in dims else ()
         entries: list[Any] = []
         for dim in dims:
             names = self.names_of(dim)
+            if taken and dim != "experts":
+                names = tuple(name for name in names if name not in taken)
             entries.append(names[0] if len(names) == 1 else (names or None))
         return PartitionSpec(*entries)
 
@@ -389,6 +395,8 @@ class Layout:
             parts = self.parts(dim)
             if axis is None or parts == 1:
                 continue
+            if taken.get(axis) == "experts":
+                continue  # see `spec`
             if axis in taken:
                 return (
                     f"{shown}: dims {taken[axis]!r} and {dim!r} are both mapped to mesh axis "

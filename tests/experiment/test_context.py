@@ -72,6 +72,7 @@ def numbers(found):
             pytest.param(mesh, changes, marks=pytest.mark.slow)
             for mesh, changes in (
                 ({"data": 2, "context": 4}, {}),
+                ({"expert": 4}, {"sharding__rules": {"embed": "expert"}, "model__experts": EXPERTS}),
                 ({"context": 4, "data": 2}, {"sharding__context": "ring_ulysses"}),
                 ({"data": 2, "context": 2, "tensor": 2}, {
                     "sharding__context": "gather", "sharding__context_order": "zigzag",
@@ -113,6 +114,12 @@ def numbers(found):
                     "parallel__reduce": {"type": "ring"}, "parallel__zero": {"stage": 1},
                 }),
                 ({"expert": 2, "stage": 2, "tensor": 2}, STAGED),
+                # Devices with different experts share the other parameters.
+                ({"data": 2, "expert": 2}, {
+                    "sharding__rules": {"embed": "expert"}, "model__remat": "full",
+                    "model__experts": {**EXPERTS, "shared": 1}, "train__microbatches": 1,
+                    "parallel__zero": {"stage": 3, "whole_below": 0},
+                }),
                 ({"data": 2, "expert": 2, "stage": 2}, {
                     "model__experts": {**EXPERTS, "capacity_factor": None, "shared": 1},
                     "model__layers": 3, "sharding__experts": "ring", "train__batch_size": 8,
