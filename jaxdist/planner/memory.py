@@ -164,7 +164,8 @@ class Share:
 
 def share(model: Decoder, plan: Plan) -> Share:
     """Return the numbers of parameter elements on a device with a plan."""
-    return _share(model, plan.tensor, plan.stage, plan.state_parts, plan.context)
+    context = plan.context if plan.shares_embed else 1
+    return _share(model, plan.tensor, plan.stage, plan.state_parts, context)
 
 
 # The cache has few entries, since many plans of a search have the same arguments.
@@ -320,7 +321,7 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
     if ticks is None:
         return kept
     slots = ticks.slots
-    message = rows * model.window * model.embed * model.width / plan.tensor
+    message = rows * model.window * model.embed * model.width / (plan.tensor * plan.context)
     buffers = (slots.inputs + slots.gradients + 2) * message
     if not work.residuals:
         return buffers + kept * max(1, slots.residuals if plan.stash else 0)

@@ -35,6 +35,7 @@ class PlannedParameter:
         split. In a traced model, `split` is the dim that axis expert splits.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
+      embed: the index of dim embed in `shape` for a parameter of a traced model, or None.
     """
 
     name: str
@@ -42,10 +43,13 @@ class PlannedParameter:
     split: int | None
     stacked: bool = True
     trained: bool = True
+    embed: int | None = None
 
     @property
     def embed_dim(self) -> int:
-        """The index of dim embed in the shape of a decoder's parameter."""
+        """The index of dim embed in the shape of a parameter."""
+        if self.embed is not None:
+            return self.embed
         return len(self.shape) - 1 if self.name in ("out", "down", "embedding") else 0
 
     @property

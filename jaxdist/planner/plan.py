@@ -41,8 +41,7 @@ class Plan:
       stash: whether a stage keeps the activations of forward tasks instead of recomputing them.
       ahead: whether forward tasks run earlier than in the schedule (`parallel.pipeline.ahead`).
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
-      context: the number of devices that share a sequence. Parameters are split over these devices
-        too.
+      context: the number of devices that share a sequence.
       expert: the number of devices with different experts, which have different parts of the batch.
       offload: whether the optimizer's state is in the host's memory.
     """
@@ -92,6 +91,24 @@ class Plan:
         """The number of devices over which ZeRO splits the training state."""
         return self.data if self.scope == "ici" else self.slices * self.data
 
+    @property
+    def collective_matmul(self) -> bool:
+        """Whether MLPs send chunks of the sequence along axis tensor during their products.
+
+        Such chunks belong to a single mesh axis, so that axis context excludes them.
+        """
+        return self.tensor > 1 and self.context == 1
+
+    @property
+    def shares_embed(self) -> bool:
+        """Whether devices along axis context or expert split the parameters that they share.
+
+        They do so with ZeRO 3, and if there is only one replica besides. In a pipeline they do not,
+        since each task would gather the parameters again.
+        """
+        alone = self.expert > 1 and self.slices * self.data == 1
+        return self.stage == 1 and self.context * self.expert > 1 and (self.zero == 3 or alone)
+
     def mesh(self) -> dict[str, Json]:
         """Return the section `mesh` of the config, with the slowest axis first."""
         sizes: dict[str, Json] = {}
@@ -134,11 +151,14 @@ class Plan:
             if self.ahead:
                 pipeline["ahead"] = True
             parallel["pipeline"] = pipeline
-        sharding: dict[str, Json] = {}
+        rules: dict[str, Json] = {}
         if self.tensor > 1:
-            sharding = {"rules": {"residual_seq": "tensor"}, "collective_matmul": True}
-        if self.context > 1:
-            sharding = {"rules": {"embed": "context"}}
+            rules["residual_seq"] = "tensor"
+        if self.shares_embed:
+            rules["embed"] = "context" if self.context > 1 else "expert"
+        sharding: dict[str, Json] = {"rules": rules} if rules else {}
+        if self.collective_matmul:
+            sharding["collective_matmul"] = True
         made: dict[str, Json] = {
             "mesh": self.mesh(),
             "sharding": sharding,

@@ -110,7 +110,8 @@ def search(model: Model, target: Target) -> SearchResults:
     valid: list[Judged] = []
     too_large: list[Judged] = []
     refused: Counter[str] = Counter()
-    further = inner_meshes(target) if formulas.has_inner else ()
+    alone = isinstance(model, Traced)
+    further = inner_meshes(target, alone=alone) if formulas.has_inner else ()
     for places in (*meshes(target), *further):
         for plan in formulas.plans(target, places):
             why = formulas.refusal(plan)

@@ -222,16 +222,18 @@ class Places:
     inner_dims: Dims = ()
 
 
-def inner_meshes(target: Target) -> Iterator[Places]:
-    """Yield every layout of axis data and a further axis that is larger than 1.
+def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
+    """Yield every layout of the axes of `meshes` and a further axis that is larger than 1.
 
     The further axis is context or expert.
+
+    Args:
+      target: the chips.
+      alone: whether the axes stage and tensor must be absent.
     """
-    for one in meshes(target):
-        # The further axis is the last axis of a mesh, like axis tensor in other meshes.
-        stage, data, inner = one.sizes
-        if stage == 1 and inner > 1:
-            yield Places((1, data, 1), (one.dims[0], one.dims[1], ()), inner, one.dims[2])
+    for (stage, data, tensor, inner), dims in _layouts(target, 4):
+        if inner > 1 and not (alone and stage * tensor > 1):
+            yield Places((stage, data, tensor), (dims[0], dims[1], dims[2]), inner, dims[3])
 
 
 def meshes(target: Target) -> Iterator[Places]:
@@ -241,22 +243,32 @@ def meshes(target: Target) -> Iterator[Places]:
     rings, and jax refuses other layouts. Only the first of several layouts with equal sizes is
     yielded, which is the layout that jax chooses.
     """
+    for (stage, data, tensor), dims in _layouts(target, 3):
+        yield Places((stage, data, tensor), (dims[0], dims[1], dims[2]))
+
+
+def _layouts(target: Target, count: int) -> Iterator[tuple[Dims, list[Dims]]]:
+    """Yield the sizes of the axes of every layout, and the dims of the torus that they occupy.
+
+    Axis stage is the first of the `count` axes. On GPUs its size is 1, and the other axes share the
+    GPUs of a host.
+    """
     if not target.is_tpu:
         (chips,) = target.shape
-        for tensor in _divisors(chips):
-            yield Places((1, chips // tensor, tensor), ((), (0,), (0,)))
+        for split in itertools.product(_divisors(chips), repeat=count - 2):
+            if chips % math.prod(split) == 0:
+                yield (1, chips // math.prod(split), *split), [(), *((0,),) * (count - 1)]
         return
     dims = [d for d, size in enumerate(target.shape) if size > 1]
-    seen: set[tuple[int, ...]] = set()
-    for owners in itertools.product(range(3), repeat=len(dims)):
+    seen: set[Dims] = set()
+    for owners in itertools.product(range(count), repeat=len(dims)):
         taken = [
-            tuple(d for d, o in zip(dims, owners, strict=True) if o == own) for own in range(3)
+            tuple(d for d, o in zip(dims, owners, strict=True) if o == own) for own in range(count)
         ]
         sizes = tuple(math.prod(target.shape[d] for d in own) for own in taken)
         if sizes not in seen:
             seen.add(sizes)
-            stage, data, tensor = taken
-            yield Places((sizes[0], sizes[1], sizes[2]), (stage, data, tensor))
+            yield sizes, taken
 
 
 def _divisors(number: int) -> list[int]:

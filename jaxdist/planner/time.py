@@ -206,6 +206,7 @@ def seconds(
     back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
     if ticks is not None:
+        ahead, back = ahead + waits_context / 3, back + waits_context * 2 / 3
         tick = _ticks_seconds(ticks, layers / plan.chunks, ahead, back, plan)
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
@@ -338,7 +339,12 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     # There are a gather and a reduce-scatter in each pass, and a gather of the input for the
     # gradients of weights. The recomputation of attention's output has a further gather and a
     # further reduce-scatter.
-    return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
+    attention = (7 if again else 5) * once
+    if plan.collective_matmul:
+        return attention + _ring_waits(model, plan, places, target, tokens)
+    # Without collective matmuls, the MLP has the same collectives. If gate and up are recomputed,
+    # they need a further gather.
+    return attention + (5 if {"mlp_gate", "mlp_up"} <= set(plan.kept) else 6) * once
 
 
 def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
@@ -350,7 +356,7 @@ def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
     `MOST_READ` chunks.
     """
     size = plan.tensor
-    if size == 1:
+    if not plan.collective_matmul:
         return 0.0
     pieces = 2 * 3 * tokens * (size - 1) / size * model.embed
     parts = math.ceil(size / MOST_READ)
@@ -408,7 +414,10 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     dims = places.dims[1]
     fast = 0.0
     if plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
-        fast += 2 * gather_seconds(target, dims, plan.data, mine.whole * sum_bytes)
+        # Devices that share a sequence have gradients of their own tokens.
+        among = dims + (places.inner_dims if plan.context > 1 else ())
+        parts = plan.data * plan.context
+        fast += 2 * gather_seconds(target, among, parts, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
     # Gradients are first reduced inside the slice, so that each device sends only its shard across

@@ -72,7 +72,9 @@ def numbers(found):
             pytest.param(mesh, changes, marks=pytest.mark.slow)
             for mesh, changes in (
                 ({"data": 2, "context": 4}, {}),
-                ({"expert": 4}, {"sharding__rules": {"embed": "expert"}, "model__experts": EXPERTS}),
+                ({"expert": 4}, {
+                    "sharding__rules": {"embed": "expert"}, "model__experts": EXPERTS,
+                }),
                 ({"context": 4, "data": 2}, {"sharding__context": "ring_ulysses"}),
                 ({"data": 2, "context": 2, "tensor": 2}, {
                     "sharding__context": "gather", "sharding__context_order": "zigzag",
@@ -114,6 +116,15 @@ def numbers(found):
                     "parallel__reduce": {"type": "ring"}, "parallel__zero": {"stage": 1},
                 }),
                 ({"expert": 2, "stage": 2, "tensor": 2}, STAGED),
+                # The settings of plans with axis tensor and axis context, without and with stages
+                # (where XLA on CPU cannot split sequences further over axis tensor).
+                ({"context": 2, "tensor": 2}, {
+                    "sharding__rules": {"residual_seq": "tensor", "embed": "context"},
+                    "model__remat": "full",
+                }),
+                ({"stage": 2, "context": 2, "tensor": 2}, {
+                    "model__layers": 2, "train__microbatches": 2, "model__remat": "full",
+                }),
                 # Devices with different experts share the other parameters.
                 ({"data": 2, "expert": 2}, {
                     "sharding__rules": {"embed": "expert"}, "model__remat": "full",

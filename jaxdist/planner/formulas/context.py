@@ -29,14 +29,15 @@ def needs_of(model: Decoder, plan: Plan, target: Target, rows: int) -> ContextNe
       rows: the number of sequences that the devices share.
     """
     return ContextNeeds(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
+        heads=model.heads // plan.tensor,
+        kv_heads=model.kv_heads // plan.tensor,
         head_dim=model.head_dim,
         length=model.window,
         rows=rows,
         itemsize=model.width,
         window=model.span,
         gathers=target.is_tpu and model.window % (plan.context * LANES) == 0,
+        rotates=plan.stage == 1,
     )
 
 
@@ -58,15 +59,11 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
     """
     if plan.context == 1:
         return None
-    if plan.stage > 1:
-        return "no formula covers pipelines together with axis context"
-    if plan.tensor > 1:
-        return "no formula covers axis tensor together with axis context"
-    if model.window % (2 * plan.context):
-        return "the sequence does not divide over axis context"
+    if model.window % (2 * plan.context * plan.tensor):
+        return "the sequence does not divide over axes context and tensor"
     if model.adapters:
         return "no formula covers adapters together with axis context"
-    if model.embed % plan.context:
+    if plan.shares_embed and model.embed % plan.context:
         return "the width does not divide over axis context"
     return None
 

@@ -60,8 +60,8 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
         per_stage = model.layers // stage
         cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
-    # Devices that share sequences share parameters too, as ZeRO 3 does.
-    zeros = range(3, 4) if places.inner > 1 else range(4)
+    # Devices that share sequences share parameters too, as ZeRO 3 does, except in a pipeline.
+    zeros = range(3, 4) if places.inner > 1 and stage == 1 else range(4)
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, zeros, kinds):
         scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
         stashes = (False,) if kind is None else (False, True)
@@ -91,6 +91,8 @@ def plan_refusal(model: Decoder, plan: Plan) -> str | None:
         return found
     if plan.replicas * plan.context == 1 and (plan.zero or plan.bfloat16_reduction):
         return "with a single replica there is no state to split and there are no gradients to sum"
+    if plan.replicas == 1 and plan.zero and not plan.shares_embed:
+        return "with a single replica there is no state to split"
     if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
         return "sums in bfloat16 save no bytes, or the model computes in float32"
     if plan.zero == 3 and plan.stage > 1:

@@ -125,19 +125,18 @@ class Traced:
         """
         return self.batch * self.flops
 
-    def elements(self, parts: int = 1, expert: int = 1) -> int:
+    def elements(self, plan: Plan, *, split: bool = False, stacked: bool = False) -> int:
         """Return the number of parameter elements on a device.
 
         Args:
-          parts: the number of devices over which ZeRO splits parameters.
-          expert: the number of devices with different experts.
+          plan: the plan.
+          split: whether ZeRO splits the parameters.
+          stacked: whether only parameters of stacked layers count.
         """
-        return _elements(self.tensors, parts, expert)
-
-    def stacked_elements(self, parts: int = 1, expert: int = 1) -> int:
-        """Return the part of `elements` in stacked layers."""
-        stacked = tuple(pair for pair in self.tensors if pair[0].stacked)
-        return _elements(stacked, parts, expert)
+        shared = plan.expert if plan.shares_embed else 1
+        return _elements(
+            self.tensors, plan.state_parts if split else 1, plan.expert, shared, stacked
+        )
 
     def layer_elements(self, expert: int = 1) -> int:
         """Return the number of parameter elements of a stacked layer, before ZeRO splits them."""
@@ -150,8 +149,21 @@ class Traced:
 
 
 @lru_cache(maxsize=1024)
-def _elements(tensors: tuple[tuple[PlannedParameter, int], ...], parts: int, expert: int) -> int:
-    return sum(count * elements_of(tensor, expert, parts, count)[1] for tensor, count in tensors)
+def _elements(
+    tensors: tuple[tuple[PlannedParameter, int], ...],
+    parts: int,
+    expert: int,
+    shared: int,
+    stacked: bool,
+) -> int:
+    found = 0
+    for tensor, count in tensors:
+        if stacked and not tensor.stacked:
+            continue
+        # Experts are split over axis expert, and `shared` devices split other parameters.
+        others = 1 if tensor.split is not None or tensor.embed is None else shared
+        found += count * elements_of(tensor, expert, parts, count, others)[1]
+    return found
 
 
 @dataclass(frozen=True)
@@ -192,19 +204,20 @@ class TracedFormulas:
         experts = self.model.experts
         if experts is not None and experts.count % plan.expert:
             return "experts do not divide over axis expert"
+        if experts is not None and plan.shares_embed and experts.embed % plan.expert:
+            return "the width does not divide over axis expert"
         if plan.slices * plan.data == 1 and plan.zero:
             return "with a single replica there is no state to split"
         return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
 
     def memory(self, plan: Plan) -> PlanMemory:
         model, count = self.model, plan.microbatches
-        whole = model.elements(1, plan.expert)
-        shard = model.elements(plan.state_parts, plan.expert)
+        whole, shard = model.elements(plan), model.elements(plan, split=True)
         stored = shard if plan.zero == 3 else whole
         # Gradients have the dtype of the computation. A sum over microbatches has the dtype of the
         # parameters, and so have the gradients that a scan over layers stacks.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
-        stacked = model.stacked_elements(plan.state_parts if plan.zero == 3 else 1, plan.expert)
+        stacked = model.elements(plan, split=plan.zero == 3, stacked=True)
         gradients = (stored - stacked) * alone + stacked * model.param_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         # Activations are of one microbatch, but the device has the data of all microbatches.
@@ -230,10 +243,11 @@ class TracedFormulas:
     def _block_bytes(self, plan: Plan, rows: int) -> float:
         """Return the temporary bytes of a block's backward pass, for `rows` examples.
 
-        These are the parameters that ZeRO 3 gathers, and the activations of experts.
+        These are the parameters that the device gathers, and the activations of experts.
         """
         model, experts = self.model, self.model.experts
-        gathered = model.layer_elements(plan.expert) * model.sent_bytes if plan.zero == 3 else 0.0
+        gathers = plan.zero == 3 or plan.shares_embed
+        gathered = model.layer_elements(plan.expert) * model.sent_bytes if gathers else 0.0
         if experts is None:
             return gathered
         return gathered + experts.block_elements(rows, plan.expert) * model.width
@@ -271,8 +285,7 @@ class TracedFormulas:
         Sums of gradients over microbatches are included.
         """
         model, count = self.model, plan.microbatches
-        whole = model.elements(1, plan.expert)
-        shard = model.elements(plan.state_parts, plan.expert)
+        whole, shard = model.elements(plan), model.elements(plan, split=True)
         each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
         summed = shard if plan.zero == 3 else whole
         sums = 3 * count * summed * model.param_bytes if count > 1 else 0.0
@@ -283,27 +296,36 @@ class TracedFormulas:
 
         Without ZeRO, XLA reduces the summed gradients of all microbatches once. With ZeRO, the
         gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per
-        step, and ZeRO 3 gathers them in both passes of each microbatch.
+        step, and ZeRO 3 gathers them in both passes of each microbatch. Devices with different
+        experts gather the parameters that they share and split in the same way.
         """
         model, count = self.model, plan.microbatches
-        size = model.elements(1, plan.expert)
+        dims, shared = places.dims[1], model.shared_elements
+        own = sum(math.prod(t.shape) * n for t, n in model.tensors) - shared
+        size = shared + own // plan.expert
 
-        def once(number_bytes: float) -> float:
-            return gather_seconds(target, places.dims[1], plan.data, size * number_bytes)
+        def once(elements: int, number_bytes: float) -> float:
+            return gather_seconds(target, dims, plan.data, elements * number_bytes)
 
         sent = model.sent_bytes if plan.zero or count == 1 else model.param_bytes
         crossing = across(target, size * sent / plan.data)
+        if plan.shares_embed and plan.expert > 1:
+            among = dims + places.inner_dims
+            gathers = gather_seconds(target, among, plan.data * plan.expert, shared * sent)
+            both = 2 if plan.scope == "all" else 1
+            waits = 3 * (gathers + once(size - shared, sent))
+            return count * waits, both * count * crossing
         # Parameters that do not belong to experts have gradients on all devices, which are summed
         # over both axes.
-        shared = model.shared_elements * sent / (plan.data if plan.zero else 1)
-        among = 2 * gather_seconds(target, places.inner_dims, plan.expert, shared)
+        part = shared * sent / (plan.data if plan.zero else 1)
+        among = 2 * gather_seconds(target, places.inner_dims, plan.expert, part)
         if plan.zero == 0:
-            return 2 * once(sent) + among, crossing
+            return 2 * once(size, sent) + among, crossing
         if plan.zero < 3:
-            waits = count * (once(sent) + among) + once(model.param_bytes)
+            waits = count * (once(size, sent) + among) + once(size, model.param_bytes)
             return waits, count * crossing
         both = 2 if plan.scope == "all" else 1
-        return count * (3 * once(sent) + among), both * count * crossing
+        return count * (3 * once(size, sent) + among), both * count * crossing
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
@@ -371,7 +393,8 @@ def _tensor(
     own = shape[1:] if stacked else shape
     inner = dims[1:] if stacked else dims
     split = inner.index("experts") if "experts" in inner else None
-    return PlannedParameter(name, own, split, stacked), shape[0] if stacked else 1
+    embed = inner.index("embed") if "embed" in inner else None
+    return PlannedParameter(name, own, split, stacked, embed=embed), shape[0] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
