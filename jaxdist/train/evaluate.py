@@ -70,8 +70,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the weighted mean of each value of a loss over all rows, by name.
 
-    A mean is NaN if all its weights are 0. For a model with routers, `max_vio` is computed from the
-    load over the whole split.
+    A mean is NaN if all its weights are 0. For a model with routers, `max_vio` of the worst
+    layer and `max_vio_mean` over all layers are computed from the load over the whole split.
 
     Args:
       params: the parameters to evaluate, in the form in which the program stores them.
@@ -111,7 +111,8 @@ def evaluate(
         name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
     }
     if LOAD in first:
-        means["max_vio"] = float(violation(load).max())
+        worst = violation(load)
+        means |= {"max_vio": float(worst.max()), "max_vio_mean": float(worst.mean())}
     return means | {name: _value_of([sums[name] for sums in fetched]) for name in sorted(whole)}
 
 

@@ -78,3 +78,9 @@ def test_the_load_of_experts_is_summed_over_the_whole_split() -> None:
     batches: Any = [{"loss": (1, 1), "expert_load": (load, 1)} for load in loads]
     assert means_of(*batches)["max_vio"] == 0.0
     assert means_of(batches[0])["max_vio"] == 1.0
+
+
+def test_the_imbalance_is_that_of_the_worst_layer_and_a_mean_over_layers() -> None:
+    load: Any = [[3.0, 1.0], [2.0, 2.0]]
+    found = means_of({"loss": (1, 1), "expert_load": (load, 1)})
+    assert (found["max_vio"], found["max_vio_mean"]) == (0.5, 0.25)
