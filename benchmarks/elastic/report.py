@@ -22,7 +22,7 @@ from benchmarks.elastic import cost, peer, sigterm
 from benchmarks.elastic.run import WAIT_SECONDS, started, until
 from benchmarks.elastic.scoreboard import board
 from benchmarks.elastic.scoreboard.strikes import strike, training
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, first_line
 
 PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
 PARTS = ("stop", "restart", "restore", "first_step")
@@ -95,7 +95,7 @@ def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[F
     try:
         theirs = torch_recoveries(python, kills)
     except RunError as error:
-        told = str(error).splitlines()[0][:200]
+        told = first_line(error)[:200]
         return [Figure(name, math.nan, math.nan, "<= 1", "s", f"torchrun did not go on: {told}")]
     time = statistics.median(one.seconds for one in ours)
     their_time = statistics.median(one.seconds for one in theirs)

@@ -20,7 +20,7 @@ from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_d
 from benchmarks.models.tuned import DRAWN, QUIET, small
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, first_line
 from jaxdist.interchange.source import open_source
 
 BOUND = 1e-5
@@ -67,7 +67,7 @@ def compared(name: str, path: Path, python: str) -> Iterator[Figure]:
     try:
         right = theirs(python, path, inputs)
     except RunError as error:
-        yield Figure.skipped(f"{name}: logits and gradients", str(error).splitlines()[0][:200])
+        yield Figure.skipped(f"{name}: logits and gradients", first_line(error)[:200])
         return
     for what, distance in apart(ours(path, inputs), right).items():
         note = "largest difference over the largest number, float32; 512 positions of text"

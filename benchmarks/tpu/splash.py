@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.core import child
 from benchmarks.tpu.products import TOPOLOGIES
 from jaxdist.cost.kernels import SPLASH
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, first_line
 from jaxdist.parallel.compiler import preset_options
 from jaxdist.runtime.hardware import device
 from jaxdist.runtime.topology import topology_devices
@@ -162,7 +162,7 @@ def main(families: Sequence[str]) -> None:
             try:
                 found = measure(family, block)
             except RunError as error:
-                print(f"{family} {block:>10}  refused: {str(error).splitlines()[0]}")
+                print(f"{family} {block:>10}  refused: {first_line(error)}")
                 continue
             for one in found:
                 print(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxdist.errors import first_line
 from jaxdist.hlo.account import account
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.parse import LedgerError, Module, parse
@@ -88,7 +89,7 @@ def program_text(compiled: jax.stages.Compiled) -> str:
         held = program_memory(compiled).peak_bytes / 1e9
         raise LedgerError(
             f"XLA compiled the program, which needs {held:.3g} GB on a device, but cannot print "
-            f"the program ({str(error).splitlines()[0]}), so its bytes and FLOPs are unknown. "
+            f"the program ({first_line(error)}), so its bytes and FLOPs are unknown. "
             "Compile for fewer devices, or let XLA place the collectives (parallel.reduce: null)"
         ) from error
     assert text is not None, "XLA's programs have a text"

@@ -153,7 +153,10 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         found = {int(n) for source in sources for n in written.findall(source)}
         # The sources of a branch may name no branch at all, and then contradict nothing.
         if found and number not in found:
-            return f"branch {number} of {name} holds what the source places in {sorted(found)}"
+            return (
+                f"branch {number} of {name} contains instructions that the source has in "
+                f"{sorted(found)}"
+            )
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, first_line
 from jaxdist.hlo.refusal import is_too_large
 from jaxdist.jaxprs import equations
 from jaxdist.models.remat import HOST_MEMORY
@@ -132,5 +132,5 @@ def told_if_too_large(what: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if not is_too_large(str(error)):
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise RunError(f"{what} does not fit the memory ({reason}): {REMEDY}") from error

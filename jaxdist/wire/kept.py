@@ -43,9 +43,12 @@ class KeptSession:
         self._lost.set()
 
     def _keep(self) -> None:
-        while not self._closed.is_set():
-            # The event is cleared before `open`, since a session may end before `open` returns.
+        while True:
+            # The event is cleared before `open`, since a session may end before `open` returns, and
+            # before the check, since `clear` would remove what a `close` after the check has set.
             self._lost.clear()
+            if self._closed.is_set():
+                return
             try:
                 session = self._wire.open(self._hear, lambda reason: self._lost.set())
             except WireError:

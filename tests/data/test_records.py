@@ -157,7 +157,7 @@ def test_broken_records_are_left_out_only_on_request(tmp_path: Path) -> None:
         ("size", r"'image' of record 3 of .* is uint8 \(4, 8, 3\), and the first is .*data\.size"),
         (
             "text",
-            r"'label' of record 3 of .*\(neither JPEG.*name those to read in data\.columns",
+            r"'label' of record 3 of .*\(neither JPEG.*list the columns to read in data\.columns",
         ),
         (
             "columns",

@@ -190,7 +190,7 @@ def test_branches_in_another_order_are_refused():
     names = "backward.branch.1", "backward.branch.2"
     swapped = dict(zip(names, reversed([module.computations[n] for n in names]), strict=True))
     module = dataclasses.replace(module, computations=module.computations | swapped)
-    said = "branch 1 of backward holds what the source places in [2]"
+    said = "branch 1 of backward contains instructions that the source has in [2]"
     assert mismatch(module, lockstep()) == said
 
 

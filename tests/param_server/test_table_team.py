@@ -15,7 +15,8 @@ from jaxdist.errors import RunError
 from jaxdist.runtime.children import Event
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
-from jaxdist.wire.kept import Board, read_board, spec_of_board
+from jaxdist.wire.contract import WireError
+from jaxdist.wire.kept import Board, KeptSession, read_board, spec_of_board
 from jaxdist.wire.local import LocalWire
 
 
@@ -232,3 +233,23 @@ def test_a_board_shows_its_text_and_every_change() -> None:
     until(partial(seen.__contains__, "two"))
     kept.close()
     assert seen == ["one", "two"]
+
+
+def test_a_session_that_is_closed_while_it_is_lost_is_not_opened_again() -> None:
+    reopens, opened = threading.Event(), []
+
+    class Lost(threading.Event):
+        def clear(self) -> None:
+            kept.close()  # The last moment: the thread has just seen that nobody closed it.
+            super().clear()
+
+    def refuse(*_: Any) -> Any:
+        opened.append(reopens.wait(10))
+        raise WireError("nobody listens")
+
+    kept = KeptSession(SimpleNamespace(open=refuse), lambda _: None, lambda _: None)  # pyright: ignore[reportArgumentType]
+    kept._lost = Lost()
+    reopens.set()
+    kept._keeper.join(10)
+    assert not kept._keeper.is_alive()
+    assert opened == [True]

@@ -204,7 +204,8 @@ class Records:
                 return decode_image(_Held(value, f"{column!r} of {name}"), self.size)
             except DataError as error:
                 raise BrokenImageError(
-                    f"{error}; if the column has no images, name those to read in data.columns"
+                    f"{error}; if this column has no images, list the columns to "
+                    "read in data.columns"
                 ) from error
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
