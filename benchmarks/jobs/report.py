@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.core.report import Figure, Report
+from benchmarks.jobs.steps import ONE, RESNET, VIT, steps
 from benchmarks.jobs.targets import TIMEOUT_SECONDS, reached, targets
 from benchmarks.quickstart import plain_environment
 from jaxdist.data.source import take
@@ -33,9 +34,6 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.rendezvous import free_port
 
 CNN, STEPS, BATCH, SEEDS = Path("configs/cnn/fashion.yaml"), 300, 128, (0, 1, 2)
-RESNET = Path("configs/resnet/fashion.yaml")
-VIT = "model={type: vit, patch: 4, layers: 12, embed: 384, heads: 6}"
-ONE = "mesh={data: 1}"
 PROGRAMS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "ResNet-18": (RESNET, [ONE, "model.width=64"]),
     "BERT-small": (Path("configs/bert/small.yaml"), [ONE]),
@@ -47,7 +45,7 @@ def bench(torch: str | None = None, part: Sequence[str] = ()) -> Report:
     """Run the named parts, or all.
 
     Args:
-      torch: a Python with torch, for the part `cnn`; None means this Python.
+      torch: a Python with torch, for the parts `cnn` and `steps`; None means this Python.
       part: the names of parts.
 
     Raises:
@@ -185,5 +183,6 @@ PARTS: Mapping[str, Callable[[str | None], Iterator[Figure]]] = {
     "flops": flops,
     "augmentation": augmentation,
     "packing": packing,
+    "steps": steps,
     "targets": targets,
 }

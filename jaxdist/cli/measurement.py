@@ -45,7 +45,8 @@ Sigterms = Annotated[
 Parts = Annotated[
     list[str] | None,
     typer.Option(
-        "--part", help="jobs: cnn, flops, augmentation, packing, targets; may be repeated."
+        "--part",
+        help="jobs: cnn, flops, augmentation, packing, steps, targets; may be repeated.",
     ),
 ]
 

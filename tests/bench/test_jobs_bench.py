@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.jobs import report
 from benchmarks.jobs.report import CNN, PROGRAMS, bench
+from benchmarks.jobs.steps import MODELS, commands, steps
 from benchmarks.jobs.targets import TRAINED, Target, reached, target_of, targets
 from jaxdist.errors import JaxdistError, RunError
 from jaxdist.experiment import load
@@ -53,6 +54,23 @@ def test_a_command_that_fails_reaches_no_target(tmp_path: Path) -> None:
     found, total = targets(None, [path])
     assert (found.holds, total.holds) == (False, False)
     assert "failed: exit code 2" in found.note
+
+
+def test_the_configs_of_a_race_with_torch_exist() -> None:
+    for name, raced in MODELS.items():
+        load(raced.path, raced.overrides)
+        contenders = dict(commands(name, "python"))
+        assert [*contenders] == ["jaxdist", "eager", "compiled"]
+        ((command, _),) = contenders["eager"]
+        assert command[2:] == [name, "eager", str(raced.batch)]
+
+
+def test_a_race_without_torch_is_skipped(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no torch here >&2; exit 1")
+    python.chmod(0o755)
+    found = list(steps(str(python), ["BERT-small", "ViT-small"]))
+    assert [figure.note for figure in found] == ["skipped: no torch here"] * 2
 
 
 @pytest.mark.slow
