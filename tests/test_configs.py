@@ -82,7 +82,8 @@ def test_builds_and_plans_the_step(path):
     if getattr(config.data, "source", "") == "cifar10":  # images that the user installs
         document, config = load(path, ["data={type: synthetic, kind: images}"])
     if getattr(config.data, "files", None) == ["kjv.txt"]:  # a text that the user installs
-        document, config = load(path, [f'data.files=["{ROOT}/docs/**/*.md"]'])
+        settings = [f'data.files=["{ROOT}/docs/**/*.md"]', "data.tokenizer={type: bytes}"]
+        document, config = load(path, settings)
     if config.data.type == "movielens":  # this would fetch the files
         fields = len(config.data.fields)
         document, config = load(path, [f"data={{type: clicks, fields: {fields}}}"])

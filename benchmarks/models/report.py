@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,49 +17,111 @@ import numpy as np
 from benchmarks import muon
 from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure, Report
-from benchmarks.models import tuned as tuning
+from benchmarks.models import tuned as adapters
 from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_drawn
 from benchmarks.models.tuned import DRAWN, QUIET, small
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
-from jaxdist.errors import RunError, first_line
+from jaxdist.errors import JaxdistError, RunError, did_you_mean, first_line
 from jaxdist.interchange.source import open_source
 
 BOUND = 1e-5
 LOADED_GOAL, READ_GOAL = "<= 1", "<= 1.5"
 
 
-def bench(torch: str | None = None, weights: Path | None = None) -> Report:
-    """Compare every family's logits and gradients; check export after import; measure loading.
+@dataclass(frozen=True)
+class Given:
+    """What the parts of this bench share.
 
-    Fine-tuning is compared with peft and trl, and generation with transformers.
+    Attributes:
+      folder: a folder for models.
+      python: a Python with torch, transformers, peft and trl.
+      weights: a model with real weights, or None.
+    """
+
+    folder: Path
+    python: str
+    weights: Path | None
+
+    def drawn(self, name: str) -> Path:
+        """Return the directory of a family's model with random weights."""
+        path = self.folder / name
+        if not path.exists():
+            write_drawn(name, path)
+        return path
+
+    @cached_property
+    def real(self) -> Path:
+        """The directory of the model with real weights, or of a model with random weights."""
+        path = self.drawn("llama") if self.weights is None else self.weights
+        # A directory has no quantization, so that reading is compared with loading.
+        return as_directory(path, self.folder / "real") if path.is_file() else path
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the model with real weights generates text."""
+        return open_source(self.real).family.kind == "gpt"
+
+
+def families(given: Given) -> Iterator[Figure]:
+    """Compare each family, with random weights, with transformers."""
+    for name in CONFIGS:
+        yield from compared(name, given.drawn(name), given.python)
+        yield returned(name, given.drawn(name))
+
+
+def real_weights(given: Given) -> Iterator[Figure]:
+    """Compare the model with real weights, and its export, with transformers."""
+    if given.weights is None:
+        return
+    yield from compared(given.weights.name, given.weights, given.python)
+    yield returned(given.weights.name, given.weights)
+    if given.weights.is_file():
+        yield from compared("exported", given.real, given.python)
+
+
+def tuning(given: Given) -> Iterator[Figure]:
+    """Compare fine-tuning, of random and of real weights, with peft and trl."""
+    yield from tuned(DRAWN, given.drawn(DRAWN), given.python)
+    if given.weights is not None and given.is_decoder:
+        yield from tuned(given.real.name, given.real, given.python)
+
+
+def generation(given: Given) -> Iterable[Figure]:
+    """Compare the speed of generation with that of transformers."""
+    return generated(given.real, given.python) if given.is_decoder else ()
+
+
+PARTS: Mapping[str, Callable[[Given], Iterable[Figure]]] = {
+    "families": families,
+    "weights": real_weights,
+    "tuning": tuning,
+    "generation": generation,
+    "loading": lambda given: loaded(given.real),
+    "muon": lambda given: muon.figures(),
+}
+
+
+def bench(
+    torch: str | None = None, weights: Path | None = None, part: Sequence[str] = ()
+) -> Report:
+    """Run the named parts, or all.
 
     Args:
       torch: a Python with torch, transformers, peft and trl; None means this Python.
       weights: a model with real weights, a Hugging Face directory or a GGUF file.
+      part: the names of parts.
+
+    Raises:
+      JaxdistError: no part has this name.
     """
-    figures: list[Figure] = []
-    python = torch or sys.executable
+    if unknown := [name for name in part if name not in PARTS]:
+        raise JaxdistError(
+            f"bench models has no part {unknown[0]!r}: {did_you_mean(unknown[0], PARTS)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        for name in CONFIGS:
-            path = Path(folder) / name
-            write_drawn(name, path)
-            figures += compared(name, path, python)
-            figures.append(returned(name, path))
-        figures += tuned(DRAWN, Path(folder) / DRAWN, python)
-        real = Path(folder) / "llama"
-        if weights is not None:
-            figures += compared(weights.name, weights, python)
-            figures.append(returned(weights.name, weights))
-            real = weights
-        if real.is_file():  # Without quantization, so that reading is compared with loading.
-            real = as_directory(real, Path(folder))
-            figures += compared("exported", real, python)
-        if open_source(real).family.kind == "gpt":
-            figures += tuned(real.name, real, python) if weights is not None else ()
-            figures += generated(real, python)
-        figures += loaded(real)
-    figures += muon.figures()
+        given = Given(Path(folder), torch or sys.executable, weights)
+        figures = [figure for name in part or PARTS for figure in PARTS[name](given)]
     return Report("models", figures)
 
 
@@ -85,17 +149,17 @@ def as_directory(path: Path, folder: Path) -> Path:
 def tuned(name: str, path: Path, python: str) -> Iterator[Figure]:
     """Compare adapters and preference optimization with peft and trl."""
     with tempfile.TemporaryDirectory() as held:
-        found, size = tuning.ours(path, Path(held) / "adapters")
+        found, size = adapters.ours(path, Path(held) / "adapters")
         note = "rank 8, AdamW in float32; the counts of steps left out"
         given = f"{name}: state of an adapter's element", size, 8
         yield Figure(*given, goal="<= 1", unit="bytes", note=note)
-        tuning.export_tuned(path, Path(held) / "adapters")
+        adapters.export_tuned(path, Path(held) / "adapters")
         try:
-            right = tuning.theirs(python, path, Path(held) / "adapters")
+            right = adapters.theirs(python, path, Path(held) / "adapters")
         except RunError as error:
             yield Figure.skipped(f"{name}: beside peft and trl", str(error)[-200:])
             return
-    for what, distance in tuning.apart(found, right).items():
+    for what, distance in adapters.apart(found, right).items():
         note = "largest relative difference, float32; of gradients over the largest"
         yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
 

@@ -46,7 +46,8 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="jobs: cnn, flops, augmentation, packing, steps, targets; may be repeated.",
+        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: families, "
+        "weights, tuning, generation, loading, muon.",
     ),
 ]
 

@@ -72,8 +72,10 @@ def open_run(
     if not whole and parts == ("params", "buffers"):
         return experiment, load_parameters(directory, program, step=step, say=say)
     # A checkpoint of some parts, or of an imported model, lacks some of the state that a resumed
-    # run needs.
-    if config.checkpoint.parts is not None or holds_parameters_only(directory, step):
+    # run needs. If it has only parameters, averages and slow weights begin at these.
+    bare = holds_parameters_only(directory, step)
+    if config.checkpoint.parts is not None or bare:
+        parts = ("params", "buffers") if bare else parts
         names = taken(parts, [n for n, _ in flatten_with_names(program.own_shapes)])
         return experiment, load_part(directory, program, names, step=step, say=say)
     adapt = adapted(program, say)

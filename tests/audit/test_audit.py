@@ -225,7 +225,7 @@ def test_every_shipped_config_passes(path: Path) -> None:
     if "cifar" in path.stem:  # images that the user installs
         here = ["data={type: synthetic, kind: images}"]
     if "kjv.txt" in path.read_text():  # a text that the user installs
-        here = ['data.files=["docs/**/*.md"]']
+        here = ['data.files=["docs/**/*.md"]', "data.tokenizer={type: bytes}"]
     if "movielens" in path.stem:  # this would fetch the files
         here = [f'data={{"type": "clicks", "fields": {7 if "clicks" in path.stem else 2}}}']
     out = io.StringIO()

@@ -177,6 +177,17 @@ def test_the_use_of_an_imported_run_loads_parameters_only(model, tmp_path, monke
     assert len(opened) == 3
 
 
+def test_an_imported_run_with_an_average_of_iterates_is_used_as_it_was_imported(model, tmp_path):
+    """The average of a schedule-free optimizer begins at the parameters, and is not in the run."""
+    import_model(model, tmp_path / "run", SMALL, console=QUIET)
+    free = "optim={type: import, path: 'optax.contrib:schedule_free_sgd', learning_rate: 0.1}"
+    export_model(tmp_path / "run", tmp_path / "out", [free, "mesh.data=8"], console=QUIET)
+    was, now = arrays(model), arrays(tmp_path / "out")
+    assert was.keys() == now.keys()
+    for key, value in was.items():
+        np.testing.assert_allclose(value, now[key], rtol=1e-6, atol=1e-7)
+
+
 def damaged(kind, folder, model):
     """A directory, or a file, that is none."""
     folder.mkdir()
