@@ -46,8 +46,8 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: families, "
-        "weights, tuning, generation, loading, muon.",
+        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
+        "families, weights, tuning, generation, loading, muon.",
     ),
 ]
 
