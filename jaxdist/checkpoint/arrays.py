@@ -105,8 +105,12 @@ class ArrayWriter:
         ocp = _orbax()
         self._tree_args = ocp.args.PyTreeSave
         self._barrier = ocp.multihost.get_barrier_sync_fn()
+        # By default, orbax cuts each array into slices for its replicas, and compiles a program for
+        # each slice. The arrays that it gets are too small to gain from that.
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(),
+            ocp.PyTreeCheckpointHandler(type_handler_registry=kinds),
             async_options=ocp.AsyncOptions(
                 timeout_secs=WRITE_TIMEOUT_SECONDS, create_directories_asynchronously=False
             ),
