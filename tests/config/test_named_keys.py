@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -62,14 +62,22 @@ def collect(annotation: Annotation, at: Keys, settings: set[Keys], free: set[Key
                     collect(inner, at, settings, free)
 
 
+class Known(NamedTuple):
+    """The paths of settings, those below which any key may stand, and the keys of the former."""
+
+    settings: set[Keys]
+    free: set[Keys]
+    names: set[str]
+
+
 @pytest.fixture(scope="module")
-def known() -> tuple[set[Keys], set[Keys]]:
+def known() -> Known:
     settings: set[Keys] = set()
     free: set[Keys] = set()
     collect(ExperimentConfig, (), settings, free)
     assert ("optim", "schedule", "warmup_steps") in settings
     assert ("sharding", "rules") in free
-    return settings, free
+    return Known(settings, free, {key for path in settings for key in path})
 
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:
@@ -88,10 +96,9 @@ def texts(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def unknown(text: str, known: tuple[set[Keys], set[Keys]]) -> list[str]:
+def unknown(text: str, known: Known) -> list[str]:
     """Dotted words of a text that begin as a key does and are none."""
-    settings, free = known
-    names = {key for path in settings for key in path}
+    settings, free, names = known
     found = []
     for word in DOTTED.findall(text):
         path = tuple(word.split("."))
@@ -101,7 +108,7 @@ def unknown(text: str, known: tuple[set[Keys], set[Keys]]) -> list[str]:
     return [word for word in found if word not in OTHERS and not word.endswith(FILES)]
 
 
-def test_what_messages_name_can_be_set(known: tuple[set[Keys], set[Keys]]):
+def test_what_messages_name_can_be_set(known: Known):
     wrong = []
     for file in sorted((ROOT / "jaxdist").rglob("*.py")):
         if file == ROOT / "jaxdist/__init__.py" or FOREIGN in str(file):  # names of other things
@@ -112,7 +119,7 @@ def test_what_messages_name_can_be_set(known: tuple[set[Keys], set[Keys]]):
     assert not wrong
 
 
-def test_what_guides_name_can_be_set(known: tuple[set[Keys], set[Keys]]):
+def test_what_guides_name_can_be_set(known: Known):
     wrong = []
     for file in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/guides").glob("*.md")]:
         wrong += [f"{file.name}: {word}" for word in unknown(file.read_text(), known)]
@@ -127,9 +134,7 @@ def test_what_guides_name_can_be_set(known: tuple[set[Keys], set[Keys]]):
         ("set sharding.rules.batch, see mesh.md", []),
     ],
 )
-def test_a_key_that_cannot_be_set_is_found(
-    text: str, found: list[str], known: tuple[set[Keys], set[Keys]]
-):
+def test_a_key_that_cannot_be_set_is_found(text: str, found: list[str], known: Known):
     assert unknown(text, known) == found
 
 
