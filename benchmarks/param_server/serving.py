@@ -43,9 +43,10 @@ def served(
     model: Consistency,
     workers: int,
     applied: Callable[[int, float], None] = lambda version, square: None,
+    kind: type[Server] = Server,
 ) -> Server:
     """Return a server that `workers` workers have joined; it calls `applied` at each update."""
-    server = Server(shard, model, RangeState(Clocks(workers)), applied=applied)
+    server = kind(shard, model, RangeState(Clocks(workers)), applied=applied)
     for client in range(workers):
         server.join(client)
     return server

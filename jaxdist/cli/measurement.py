@@ -47,7 +47,7 @@ Parts = Annotated[
     typer.Option(
         "--part",
         help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
-        "families, weights, tuning, generation, loading, muon.",
+        "families, weights, tuning, generation, loading, muon. hybrid: bytes, store, bounded, worker, kills, links.",
     ),
 ]
 

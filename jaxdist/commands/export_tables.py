@@ -17,7 +17,7 @@ from jaxdist.interchange.source import CONFIG, SINGLE
 from jaxdist.interchange.write import DTYPES, check_free
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.models.recommend.tables import RecommenderConfig
-from jaxdist.tables.keys import KEY
+from jaxdist.tables.keys import KEY, field_rows
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import JsonObject
 
@@ -109,7 +109,7 @@ def table_tensors(form: RowForm, known: np.ndarray, read: Read) -> Iterator[tupl
         ids = np.arange(size, dtype=np.uint64)
         if not size:
             ids = np.sort(known["id"][known["field"] == at])
-        rows = _rows(form, at, ids)
+        rows = field_rows(form, at, ids)
 
         def weight(rows: np.ndarray = rows) -> np.ndarray:
             found = np.empty((len(rows), form.width), np.float32)
@@ -120,11 +120,3 @@ def table_tensors(form: RowForm, known: np.ndarray, read: Read) -> Iterator[tupl
         if not size:
             yield f"tables.{name}{IDS}", (ids.shape, lambda ids=ids: ids.view(np.int64))
         yield f"tables.{name}.weight", ((len(rows), form.width), weight)
-
-
-def _rows(form: RowForm, field: int, ids: np.ndarray) -> np.ndarray:
-    if not form.most:
-        return (ids + np.uint64(form.offsets[field])).astype(np.uint32)
-    found = np.empty(len(ids), KEY)
-    found["field"], found["id"] = field, ids
-    return found

@@ -29,11 +29,17 @@ def touched_rows(form: RowForm, ids: np.ndarray) -> np.ndarray:
     Args:
       ids: int32 `[B, F]`, or the two 32-bit words of each 64-bit id, int32 `[B, F, 2]`.
     """
+    if ids.ndim == 3:
+        ids = np.ascontiguousarray(ids).view(np.uint64)[..., 0]
+    return field_rows(form, np.arange(ids.shape[1]), ids)
+
+
+def field_rows(form: RowForm, fields: int | np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the row number of each id, given the index of its field."""
     if not form.most:
-        return (ids + form.offsets[None, :]).astype(np.uint32)
-    found = np.empty(ids.shape[:2], KEY)
-    found["field"] = np.arange(ids.shape[1], dtype=np.uint32)
-    found["id"] = np.ascontiguousarray(ids).view(np.uint64)[..., 0] if ids.ndim == 3 else ids
+        return (ids.astype(np.int64) + form.offsets[fields]).astype(np.uint32)
+    found = np.empty(ids.shape, KEY)
+    found["field"], found["id"] = fields, ids
     return found
 
 

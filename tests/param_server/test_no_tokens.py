@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.worker import GradientOnly, LocalSteps, computation
+from jaxdist.wire.contract import Spec
 
 CLOCKS = 4
 
@@ -90,6 +93,16 @@ def test_weights_that_are_not_finite_are_those_of_a_nan(tokens):
         client.push(changes, tokens=tokens)
         client.drain()
         assert servers.servers[0].counters.dropped == {"the push contains a NaN or an infinity": 1}
+
+
+@pytest.mark.parametrize("tokens", [0.0, np.nan, np.inf])
+def test_a_push_that_servers_drop_keeps_what_a_codec_left_out(tokens):
+    """The encoder, which would send what it left out before, is not called."""
+    with Servers(BSP(), 1) as servers, servers.client(0) as client:
+        spec = Spec(0, np.dtype(np.uint8), 5)
+        client._encoders = [SimpleNamespace(codes=SimpleNamespace(spec=spec))]
+        written, usable = client._written(0, np.ones(3, np.float32), tokens)
+        assert (written.tolist(), written.dtype, usable) == ([0] * 5, np.uint8, tokens == 0)
 
 
 MODELS = [BSP(), SSP(bound=1), Elastic(every=2), Decoupled(local_steps=2)]

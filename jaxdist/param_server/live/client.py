@@ -184,17 +184,16 @@ class Client:
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
         may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,
-        and the encoder's error feedback would be lost with it.
+        and the encoder's error feedback would be lost with it. The same holds for a number of
+        tokens that is not finite.
         """
-        if tokens == 0:
+        if tokens == 0 or not math.isfinite(tokens):
             spec = self._encoders[at].codes.spec if self._encoders else None
-            return np.zeros_like(change) if spec is None else np.zeros(
-                spec.length, spec.dtype
-            ), True
+            zeros = np.zeros_like(change) if spec is None else np.zeros(spec.length, spec.dtype)
+            return zeros, tokens == 0
         if not self._encoders:
-            return change, math.isfinite(tokens)
-        written, finite = self._encoders[at](change, self._links[at].state.sequence)
-        return written, finite and math.isfinite(tokens)
+            return change, True
+        return self._encoders[at](change, self._links[at].state.sequence)
 
     def move(self, server: int, wire: Wire, epoch: int) -> None:
         """Continue with the server that leads a shard in a new epoch.
