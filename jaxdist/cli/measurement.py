@@ -47,7 +47,8 @@ Parts = Annotated[
     typer.Option(
         "--part",
         help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
-        "families, weights, tuning, generation, loading, muon. hybrid: bytes, store, bounded, worker, kills, links.",
+        "families, weights, tuning, generation, loading, muon. hybrid: bytes, store, bounded, "
+        "worker, kills, links.",
     ),
 ]
 
