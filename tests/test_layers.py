@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -72,23 +72,23 @@ def used_modules(source: str) -> frozenset[str]:
     Where a name is imported from a module, both `module` and `module.name` are returned, since the
     name may be a module too.
     """
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     used = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             used.add(node.module or "")
             used |= {f"{node.module}.{alias.name}" for alias in node.names}
-    used |= started_modules(tree)
+    used |= started_modules(nodes)
     return frozenset(one for one in used if one.split(".")[0] == "jaxdist")
 
 
-def started_modules(tree: ast.AST) -> set[str]:
+def started_modules(nodes: Sequence[ast.AST]) -> set[str]:
     """Modules that strings name: `"jaxdist.x"`, `"jaxdist.x:name"`, `"-m", "jaxdist"`."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     started = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.List | ast.Tuple | ast.Call):
             words = node.args if isinstance(node, ast.Call) else node.elts
             texts = [one.value if isinstance(one, ast.Constant) else None for one in words]

@@ -82,11 +82,11 @@ def known() -> Known:
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:
     """The texts of a module that may be said to a user: all but docstrings and names of modules."""
-    tree = ast.parse(file.read_text())
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    pieces = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    pieces = [node for node in nodes if isinstance(node, ast.JoinedStr)]
     said |= {id(piece) for node in pieces for piece in node.values}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in said:
             continue
         if isinstance(node, ast.JoinedStr):
