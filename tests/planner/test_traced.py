@@ -188,7 +188,7 @@ def test_what_crosses_the_border_of_a_scan_is_kept_as_it_is(tmp_path: Path) -> N
         ),
         pytest.param(
             "benchmarks/tpu/deepseek_v3.yaml",
-            {("v5p:8x8x8", Plan(data=512, remat=None)): 36.318},
+            {("v5p:8x8x8", Plan(data=512, remat=None)): 45.258},
             marks=pytest.mark.slow,
         ),
     ],
@@ -197,9 +197,11 @@ def test_what_crosses_the_border_of_a_scan_is_kept_as_it_is(tmp_path: Path) -> N
 def test_memory_is_near_that_of_the_compiler(
     config: str, compiled: dict[tuple[str, Plan], float]
 ) -> None:
-    """Two layers; `jaxdist.planner.laid_out.laid_out_bytes` gave the compiler's figures."""
-    every = ["model.experts.every=2"] if "deepseek" in config else []
-    document, loaded = load(ROOT / config, ["model.layers=2", *every])
+    """Two layers, or four of which two have experts; `jaxdist.planner.laid_out.laid_out_bytes` gave it."""
+    layers = ["model.layers=2"]
+    if "deepseek" in config:
+        layers = ["model.layers=4", "model.experts.every=2"]
+    document, loaded = load(ROOT / config, layers)
     model = model_of(loaded, document)
     for (on, plan), gb in compiled.items():
         judged = judge_plan(model, plan, Places((1, plan.data, 1), ((), (), ())), parse_target(on))

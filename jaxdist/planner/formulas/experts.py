@@ -92,11 +92,11 @@ class PlannedExperts:
 
         The result is 0 without remat, since most of the arrays are kept anyway. The numbers of
         arrays are read from the buffer assignments of programs with the shapes of Mixtral (with and
-        without axis expert) and DeepSeek-V3 on v5p. Three arrays have the hidden values of all rows
-        (gate, up and their product, or gradients of them), of which one is gone when the gradient
-        of the first kernel is computed. Four arrays have the width of the model for all rows (input
-        and output, and their gradients), and six for all tokens (attention and the residual
-        stream).
+        without axis expert) and DeepSeek-V3 on v5p. Four arrays have the width of the model for all
+        rows (input and output, and their gradients), and six for all tokens (attention and the
+        residual stream). Three arrays have the hidden values of all rows (gate, up and their
+        product, or gradients of them). Only one of these is left when the gradient of the last
+        kernel is computed, but this gradient and a copy of a gathered kernel are live then.
 
         Args:
           rows: the number of sequences on a device.
@@ -107,8 +107,9 @@ class PlannedExperts:
         tokens = rows * self.length
         room = tokens * self.top_k + self.spare_rows(rows, devices)
         kernel = self.count // devices * self.embed * self.mlp
-        last = max(room * self.mlp, kernel)
-        return room * (2 * self.mlp + 4 * self.embed) + last + tokens * 6 * self.embed
+        hidden = room * self.mlp
+        inside = max(3 * hidden, hidden + 2 * kernel)
+        return inside + room * 4 * self.embed + tokens * 6 * self.embed
 
     def row_elements(self) -> int:
         """Return the number of activation elements for a row.
