@@ -197,7 +197,7 @@ def test_what_crosses_the_border_of_a_scan_is_kept_as_it_is(tmp_path: Path) -> N
 def test_memory_is_near_that_of_the_compiler(
     config: str, compiled: dict[tuple[str, Plan], float]
 ) -> None:
-    """Two layers, or four of which two have experts; `jaxdist.planner.laid_out.laid_out_bytes` gave it."""
+    """Two layers, or four of which two have experts; `laid_out_bytes` gave the figures."""
     layers = ["model.layers=2"]
     if "deepseek" in config:
         layers = ["model.layers=4", "model.experts.every=2"]
