@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxdist.checkpoint.arrays import ArrayWriter
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.restore import restore
 from jaxdist.checkpoint.store import CheckpointStore
@@ -413,3 +414,17 @@ def buffers(tree: Any) -> set[int]:
     """The addresses of what devices hold."""
     shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
+
+
+def test_replicas_of_small_arrays_are_saved_without_compiling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    array = jax.device_put(
+        np.ones((56, 34), np.float32), NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    )
+    writer = ArrayWriter()
+    with jax.log_compiles():
+        writer.start(tmp_path, {"array": array})
+        writer.wait()
+    assert "Compiling" not in caplog.text
