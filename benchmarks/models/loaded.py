@@ -74,7 +74,8 @@ def main(path: Path) -> None:
     files = {tensor.file for tensor in source.tensors.values()}
     # The first reading fills the page cache, so that the timed reading and the loading both use it.
     through = cpu_seconds(lambda: read_once(files))
-    read = cpu_seconds(lambda: read_whole(files))
+    # Memory is measured before anything large is freed, since the allocator may keep freed memory,
+    # which would be resident before the loading.
     before, most, ended = resident_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -89,6 +90,7 @@ def main(path: Path) -> None:
     shards = [s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards]
     held = sum(shards)
     del params, shards
+    read = cpu_seconds(lambda: read_whole(files))
     seconds = cpu_seconds(lambda: jax.block_until_ready(load_params(program, leaves)))
     found = {"excess": most[0] - before - held, "largest": largest(leaves), "shards": held}
     print(json.dumps({**found, "seconds": seconds, "read": read, "through": through}))
