@@ -247,7 +247,9 @@ class Group:
         taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
         mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
         if self.devices == 1:
-            done = first.part(rule(first.join(mine[None])))[0]
+            # The parts are whole matrices. `join` would move dims of size 1 among one another, and
+            # a reshape leaves open which of several dims of size 1 it keeps.
+            done = rule(mine.reshape(-1, *first.of.size)).reshape(mine.shape)
         else:
             done = self._exchanged(rule, mine)
         ends = np.cumsum([held.count for held in self.held])[:-1]

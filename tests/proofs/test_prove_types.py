@@ -26,6 +26,8 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends, enters, leaves
 from jaxdist.models.attention.shared import attend_shared
 from jaxdist.models.attention.splash import Splash
+from jaxdist.optim.matrices import matrices_in, plan_matrices
+from jaxdist.optim.muon import newton_schulz
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 from jaxdist.parallel.pipeline.executor.trial import mistake_of
@@ -356,6 +358,17 @@ def test_every_value_of_a_plan_is_proved(name):
     found = types_of(build(_config(PLANNED[name]), devices=jax.devices()[:4]).program)
     assert (found.findings, dict(found.undecided)) == ((), {})
     assert set(found.proved) == set(found.outputs) != set()
+
+
+def test_an_update_of_matrices_with_one_row_raises_no_alarm():
+    matrices = matrices_in((DEVICES, 1, 10), ("layers", "mlp", "embed"))
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+    plan = plan_matrices([matrices], [ROWS], mesh, lambda size: 1.0)
+    found = check_types(
+        jax.make_jaxpr(lambda x: plan.apply(newton_schulz, [x])[0])(jnp.ones((DEVICES, 1, 10))),
+        ["y"],
+    )
+    assert not found.findings
 
 
 def test_splash_attention_to_gathered_keys_is_proved():
