@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from documents import ROOT, blocks
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from runs import DIGITS
@@ -24,8 +25,11 @@ from jaxdist.cost.context import SequenceSplit
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends, enters, leaves
+from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.attention.shared import attend_shared
 from jaxdist.models.attention.splash import Splash
+from jaxdist.models.feed_forward.swiglu import SwiGLU
+from jaxdist.models.gpt import GptConfig
 from jaxdist.optim.matrices import matrices_in, plan_matrices
 from jaxdist.optim.muon import newton_schulz
 from jaxdist.parallel.pipeline.executor.lower import lower
@@ -36,6 +40,7 @@ from jaxdist.proofs import rule
 from jaxdist.proofs.types import rules, walk
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.proofs.types.program import types_of
+from jaxdist.sharding import ShardingConfig, make_layout
 
 WHOLE, ROWS = PartitionSpec(), PartitionSpec("d")
 COLUMNS = PartitionSpec(None, "d")
@@ -386,6 +391,24 @@ def test_splash_attention_to_gathered_keys_is_proved():
     whole = jax.shard_map(attention_gradients, mesh=mesh, **specs)
     found = check_types(jax.make_jaxpr(whole)(*map(jnp.ones, shapes)), ["q", "k", "v"])
     assert (found.findings, dict(found.undecided), found.proved) == ((), {}, ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+def test_an_mlp_whose_products_overlap_with_a_ring_is_proved(kind):
+    mesh = build_mesh(MeshConfig(tensor=DEVICES), jax.devices()[:DEVICES])
+    rules: dict[str, Any] = {"residual_seq": "tensor"}
+    layout = make_layout(ShardingConfig(rules=rules, collective_matmul=True), mesh)
+    config = GptConfig(type="gpt", layers=1, heads=1, embed=6, mlp=8, mlp_type=kind)
+    definition, weights = nnx.split(nnx.eval_shape(lambda: SwiGLU(config, nnx.Rngs(0), layout)))
+
+    def gradients(weights: Any, x: jax.Array) -> Any:
+        run = lambda w, x: (nnx.merge(definition, w)(x) ** 2).sum()  # noqa: E731
+        return jax.tree.leaves(jax.grad(run, (0, 1))(weights, x))
+
+    x = jax.ShapeDtypeStruct((2, 8, 6), jnp.float32)
+    names = ["down", *["gate"] * (kind == "swiglu"), "up", "x"]
+    found = check_types(jax.make_jaxpr(gradients)(weights, x), names)
+    assert (found.findings, dict(found.undecided), [*found.proved]) == ((), {}, names)
 
 
 def test_a_factored_moment_of_a_shard_is_reported_at_its_line_in_the_optimizer():

@@ -1,9 +1,9 @@
 """The marks around code whose result over all devices `jaxdist.proofs` cannot derive.
 
 A program does not show that the messages of a codec, or sums in a fixed order, add up to the sum
-over all devices. The program also does not show that attention over blocks of keys, or an exchange
-of tokens between experts, is right. Tests show all of this. The marks are names of values, and
-compile to nothing.
+over all devices. The program also does not show that attention over blocks of keys, an MLP on a
+ring, or an exchange of tokens between experts is right. Tests show all of this. The marks are names
+of values, and compile to nothing.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import jax
 from flax import nnx
 
+from jaxdist.hlo.source.marks import gives, takes
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing
 from jaxdist.models.layers import matmul, param
@@ -120,8 +121,10 @@ class SwiGLU(nnx.Module):
         self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
     ) -> jax.Array:
         """Compute the MLP on a ring of devices that split both the sequence and F."""
-        *into, down_FD = into_and_down
+        # Each product is of another device's chunk, which no rule of `jaxdist.proofs` can follow.
+        x_BlD, *into = (takes(x, {ring.axis: 1}) for x in (x_BlD, *into_and_down[:-1]))
+        down_FD = takes(into_and_down[-1], {ring.axis: 0})
         columns = ring.products(ring.gathered(x_BlD), *into)
         h_BlF = tuple(self._activated(*pieces) for pieces in zip(*columns, strict=True))
         (y_BlD,) = ring.products(h_BlF, down_FD, leaving=True)
-        return ring.reduced(y_BlD)
+        return gives(ring.reduced(y_BlD), {ring.axis: 1})
