@@ -26,6 +26,7 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends, enters, leaves
 from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.attention.shared import attend_shared
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.feed_forward.swiglu import SwiGLU
@@ -69,6 +70,11 @@ def jaxdist_all_gather() -> jax.Array:
 
 RIGHT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
     "a sum of rows": (lambda x: lax.psum(x.sum(0), "d"), (ROWS,), WHOLE),
+    "a sum of rows after a product with merged rows": (
+        lambda x: lax.psum((x.reshape(-1, 2) @ jnp.ones((2, 3))).reshape(-1, 2, 3).sum(0), "d"),
+        (ROWS,),
+        WHOLE,
+    ),
     "a part of a collective without operands": (
         lambda x: x + jax.jit(jaxdist_all_gather)(),
         (ROWS,),
@@ -453,6 +459,25 @@ def test_what_begins_a_marked_sum_must_be_owed(op):
 
     (finding,) = typed(step, (8, 4), into=(ROWS,)).findings
     assert "4 times too large" in finding.message
+
+
+def test_attention_on_a_single_head_of_keys_on_each_device_is_no_error():
+    """The reshape of queries to [..., 1, group, head_dim] does not show that kv_heads are split."""
+
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (lax.all_to_all(x, "d", 2, 1, tiled=True) for x in (q, k, v))
+        out = of_jax("xla", q, k, v, None, None, causal=True)
+        return lax.all_to_all(out, "d", 1, 2, tiled=True)
+
+    def gradient(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.grad(lambda q: (attended(q, k, v) ** 2).sum())(q)
+
+    shapes = [(3, 8, heads, 2) for heads in (8, 4, 4)]
+    sequence = PartitionSpec(None, "d")
+    checked = partial(typed, into=(sequence,) * 3, out=sequence)
+    found = checked(attended, *shapes)
+    assert (found.findings, found.proved) == ((), ("y",))
+    assert checked(gradient, *shapes).findings == ()
 
 
 def test_an_operand_between_the_marks_of_a_shard_is_no_partial_sum():

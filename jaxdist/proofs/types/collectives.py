@@ -94,7 +94,8 @@ def _scattered(op: Op, kind: k.Kind) -> k.Kind:
 def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `all_to_all`: shards along another dim."""
     split, joined = op.params["split_axis"], op.params["concat_axis"]
-    if kind == k.shard(joined) and split != joined and op.params.get("tiled", False):
+    rows = isinstance(kind, k.Shard) and joined in kind.dims and kind.inner == 1
+    if rows and split != joined and op.params.get("tiled", False):
         return k.shard(split)
     return op.undecided(f"an all-to-all of a value that is {kind}")
 

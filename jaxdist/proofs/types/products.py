@@ -57,7 +57,7 @@ def _product(op: Op, *uses: Uses) -> Found:
     for side, other in enumerate(op.kinds[::-1]):
         free = [number for role, number in roles[side] if role == "free"]
         if free and isinstance(other, k.Whole | k.Count):
-            return k.shard(*free)
+            return k.Shard(frozenset(free), getattr(op.kinds[side], "inner", 1))
     for role, number in sorted(roles[0] & roles[1]):
         if role != "free":
             return k.OWED if role == "contract" else k.shard(number)

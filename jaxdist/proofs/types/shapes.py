@@ -73,10 +73,14 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Groups:
 
 def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
     before, after = op.ins[0].shape, op.out.shape
-    dims, inner = set[int](), 1
+    dims, inner = _at_borders(op, kind, groups), 1
     for olds, news in groups:
         held = [dim for dim in olds if dim in kind.dims]
         if not held:
+            continue
+        if [before[dim] for dim in olds] == [after[dim] for dim in news]:
+            dims.update(news[olds.index(dim)] for dim in held)
+            inner = kind.inner
             continue
         wide = [dim for dim in olds if before[dim] != 1]
         kept = len([dim for dim in news if after[dim] != 1]) <= 1 and wide in ([], held[-1:])
@@ -94,6 +98,31 @@ def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
         # The new dim may merge the sharded part with some of the elements of each row.
         inner = inner if tails[dim] == within else max(within // tails[dim], 1)
     return k.Shard(frozenset(dims), inner) if dims else None
+
+
+def _last_ones(dims: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return those of successive dims of a shape that have size 1 and no wider dim after them."""
+    ones = itertools.takewhile(lambda dim: shape[dim] == 1, dims[::-1])
+    return [*ones][::-1]
+
+
+def _at_borders(op: Op, kind: k.Shard, groups: Groups) -> set[int]:
+    """Return new dims outside of the group of the sharded dim that may be sharded too.
+
+    A dim of size 1 between two groups may belong to either. If the reshape adds such a dim, it may
+    be the outer part of the dim after it, such as the kv_heads of a device that has one of them.
+    If the reshape removes such a dim, it may have been merged with the dim after it.
+    """
+    before, after = op.ins[0].shape, op.out.shape
+    dims = set[int]()
+    for (olds, news), (olds_after, news_after) in itertools.pairwise(groups):
+        gone, added = _last_ones(olds, before), _last_ones(news, after)
+        more = len(added) - len(gone)
+        if more > 0 and {*olds_after[:1]} & kind.dims:
+            dims.update(added[-more:])
+        elif more < 0 and {*gone[more:]} & kind.dims:
+            dims.update(news_after[:1])
+    return dims
 
 
 def dropped(dims: Sequence[int], ndim: int) -> dict[int, int]:
