@@ -303,6 +303,22 @@ def test_an_error_in_a_value_that_no_output_needs_is_not_reported():
     assert (found.findings, found.proved) == ((), ("y",))
 
 
+@pytest.mark.parametrize("wrong", [True, False])
+def test_shards_that_are_taken_apart_outside_of_shard_map_are_judged(wrong):
+    """A loop runs its body several times, and later runs must not hide what an earlier found."""
+    mesh = Mesh(jax.devices()[:DEVICES], ("d",))
+    into, inside = (WHOLE, lambda x: x) if wrong else (ROWS, jnp.linalg.inv)
+    shards = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=ROWS, check_vma=False)
+
+    def turn(x: jax.Array, _: None) -> Any:
+        return x + jnp.split(shards(x), 2)[0].sum(), None
+
+    step = jax.make_jaxpr(lambda x: lax.scan(turn, x, None, 2)[0])(jnp.ones((8, 2, 2)))
+    found = check_types(step, ["y"])
+    assert bool(found.findings) == wrong
+    assert bool(found.undecided) != wrong
+
+
 def test_outside_of_shard_map_there_is_nothing_to_decide():
     found = check_types(jax.make_jaxpr(jnp.mean)(jnp.ones(3)), ["y"])
     assert (found.regions, found.outputs, found.findings) == (0, (), ())

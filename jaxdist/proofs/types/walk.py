@@ -202,10 +202,11 @@ class Pass:
             return list(values)
         if name == "div":
             self._divisions[eqn.outvars[0]] = eqn
+        operands = [self.used(value.kind) for value in values]
         for var in eqn.outvars:
             sizes = {getattr(var.aval, "size", 0), 1 if name in ("stack", "concatenate") else None}
-            pairs = zip(values, eqn.invars, strict=True)
-            kinds = [self.used(v.kind) for v, x in pairs if getattr(x.aval, "size", 0) in sizes]
+            pairs = zip(operands, eqn.invars, strict=True)
+            kinds = [kind for kind, x in pairs if getattr(x.aval, "size", 0) in sizes]
             computed = k.WHOLE if {*kinds} - {k.PLACED} else k.PLACED
             found.append(k.Value(k.spoiled(kinds) or computed))
         return found
@@ -217,8 +218,11 @@ class Pass:
         """
         if not isinstance(kind, k.Stacked):
             return kind
+        reasons = sorted(getattr(kind.used, "reasons", ()))
         if self._recording:
-            self.unknown |= dict.fromkeys(sorted(getattr(kind.used, "reasons", ())))
+            self.unknown |= dict.fromkeys(reasons)
+        elif reasons:
+            self._errors += 1  # A cached run must not hide the reasons, as in `wrong_at`.
         for where, message in getattr(kind.used, "findings", ()):
             self.wrong_at(where, message)
         return kind.used
