@@ -69,7 +69,9 @@ def test_each_number_of_stages_has_a_process(monkeypatch):
     seen = []
 
     def run(command, env, timeout, **_):
-        seen.append((command[1:], env["XLA_FLAGS"].rpartition("device_count=")[2], timeout))
+        seen.append(
+            (command[1:], env["XLA_FLAGS"].rpartition("device_count=")[2].split()[0], timeout)
+        )
         count = int(command[-1])
         text = json.dumps([dataclasses.asdict(one) for one in SLEPT if one.stages == count])
         return subprocess.CompletedProcess(command, 0, text, "")
