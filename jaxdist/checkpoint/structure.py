@@ -93,9 +93,9 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     if all(": not saved, " in line for line in lines):
         raise CheckpointError(
             f"{where} contains only a part of the training state: {len(lines)} arrays were not "
-            f"saved, such as {lines[0]}.  Configure the model and optimizer with which the run was "
-            "started.  A run that saves with checkpoint.parts cannot be resumed, but a new run "
-            "can begin with its parameters (checkpoint.begin_with)"
+            f"saved, such as {lines[0]}. If the config has another model or optimizer than the "
+            "run, restore both. If the run saves with checkpoint.parts, it cannot be resumed, but "
+            "a new run can begin with its parameters (checkpoint.begin_with)"
         )
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])

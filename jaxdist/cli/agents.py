@@ -43,7 +43,7 @@ def agent(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the token of all hosts; by default the rendezvous creates one."
+            help="File with the secret that all hosts share; by default the rendezvous creates one."
         ),
     ] = None,
     resume: Annotated[

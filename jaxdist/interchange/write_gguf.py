@@ -34,8 +34,8 @@ def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
     if family.name not in WRITTEN or model.attention_window or model.rope_scaling:
         why = "attention_window or rope_scaling" if family.name in WRITTEN else family.name
         raise ConfigError(
-            f"--to gguf does not write {why}. It writes {', '.join(WRITTEN)} without attention "
-            "windows and scaled positions: use --to hf"
+            f"--to gguf cannot write {why}: it writes only {', '.join(WRITTEN)}, without "
+            "attention_window or rope_scaling. Use --to hf"
         )
     joined = family.rows is not LLAMA_ROWS
     return rows(family, ["blk.0.attn_qkv.weight"] if joined else ())

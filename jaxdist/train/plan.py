@@ -216,8 +216,8 @@ def plan_learning_rate(
         ]
         if given:
             raise ConfigError(
-                f"{', '.join(given)} has no effect, since train.phases set the learning rate; "
-                "leave either out"
+                f"{', '.join(given)} has no effect, since train.phases set the learning rate: "
+                "remove it, or train.phases"
             )
         return plan.rate
     scaled = optim.scale_from

@@ -216,7 +216,7 @@ def _checked(path: Path, given: str | None) -> JsonObject:
 def _metadata(path: Path) -> JsonObject:
     found: Any = read_json(path / names.METADATA)
     if not isinstance(found, dict):
-        raise TypeError(f"{names.METADATA} has no keys")
+        raise TypeError(f"{names.METADATA} is not a JSON object")
     return found
 
 

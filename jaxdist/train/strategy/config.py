@@ -93,8 +93,8 @@ class Hybrid(Config):
         if getattr(model, "reads", "each_clock") not in ("each_clock", "ahead"):
             raise ValueError(
                 "rows of tables must be pulled for each batch, because each batch uses different "
-                "rows: set reads: each_clock, or ahead to pull them while the batch before is "
-                "computed"
+                "rows: set reads: each_clock, or reads: ahead, which pulls them while the previous "
+                "batch is computed"
             )
         unfit = {"backups": 0, "delay_compensation": None, "value_bound": None}
         for name, off in unfit.items():

@@ -73,12 +73,13 @@ def plan_parted(
     """
     batch_axis = layout.axis_of("batch")
     axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}
-    others = {name: size for name, size in layout.mesh.shape.items() if name not in axes}
-    if any(size > 1 for size in others.values()):
+    sizes = layout.mesh.shape.items()
+    others = [f"mesh.{name} {size}" for name, size in sizes if size > 1 and name not in axes]
+    if others:
         raise ConfigError(
-            f"{', '.join((f'mesh.{name} {size}' for name, size in others.items()))} with "
-            "mesh.stage: a model of parts keeps a chunk's parameters in one vector, which only "
-            "mesh.data splits: move these devices to mesh.data, or leave out mesh.stage"
+            f"{', '.join(others)} cannot be combined with mesh.stage for a model with `parts()`: "
+            "the parameters of each chunk are one vector, which only mesh.data splits. Move these "
+            "devices to mesh.data, or leave out mesh.stage"
         )
     ticks, forward = lowered(config, plan.schedule)
     vectors = Cut((1,) * len(plan.layers))

@@ -87,7 +87,7 @@ def test_stages_send_the_largest_boundary_and_gather_vectors(devices):
         (lambda: cnn({"stage": 2}, {"layers": [4]}),
          r"layers \[4\] are 1 counts that add up to 4, for 2 chunks .* and 4 parts"),
         (lambda: cnn({"stage": 2, "tensor": 2}),
-         r"mesh\.tensor 2 with mesh\.stage: a model of parts .* to mesh\.data"),
+         r": mesh\.tensor 2 cannot be .* mesh\.stage for a model with `parts.* to mesh\.data"),
         (lambda: tied({"stage": 2}, table="bfloat16"), "parameters .* bfloat16 and float32: use"),
         (lambda: tied({"stage": 2}, {"layers": [3, 1]}, fault="dtype"),
          "activations between chunks .* bfloat16 and float32: use a single dtype"),
