@@ -176,7 +176,7 @@ def _inside(sizes: Mapping[str, int | Split]) -> list[int]:
 
 
 def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dict[str, int | Split]:
-    """Return sizes in which the size of each axis inside the fast network is replaced.
+    """Return the sizes of all axes, with a new size of each axis inside the fast network.
 
     The sizes across the slow network are unchanged.
 

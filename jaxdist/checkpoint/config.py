@@ -36,8 +36,8 @@ class CheckpointConfig(Config):
     """The snapshots on each machine's own disk, which are less frequent than snapshots in memory
     and more frequent than checkpoints; null takes no such snapshots."""
     mttf_hours: PositiveFloat = 24.0
-    """The mean time between failures, in hours, that `auto` assumes until the first failure. Set a
-    smaller value on machines that fail or are preempted often."""
+    """The mean time between failures, in hours, that `every: auto` and `memory_every: auto` assume
+    until the first failure. Set a smaller value on machines that fail or are preempted often."""
     keep: Count = 3
     """The number of newest checkpoints to keep. With 2 or more, a resume can skip a damaged
     checkpoint and use the checkpoint before it."""

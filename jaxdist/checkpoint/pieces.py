@@ -47,10 +47,15 @@ class Piece(NamedTuple):
 
 
 def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
-    """Return the cuts of a large array, or None for an array that gets no separate files.
+    """Return the positions, in each dim, at which a large array is divided into chunk files.
 
-    The cuts are such that each file has elements of a single shard. Rows that fit into a chunk are
-    not cut. The result is None if the array or its shards are too small for separate files.
+    Each chunk has elements of a single shard, and rows that fit into a chunk are not divided. The
+    result is None if the array or its shards are too small to be divided. Such an array is saved
+    together with other arrays.
+
+    Args:
+      array: the array.
+      chunk_bytes: the largest number of bytes of a chunk.
 
     >>> array_cuts(jax.numpy.zeros((5, 4)), chunk_bytes=32)
     ((0, 2, 4, 5), (0, 4))
@@ -66,7 +71,7 @@ def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
 def sharded_cuts(
     shape: tuple[int, ...], shard: tuple[int, ...], item: int, chunk_bytes: int
 ) -> Cuts:
-    """Return the cuts of an array of any size, from the shape of its shards.
+    """Return the positions, in each dim, at which an array of any size is divided into chunks.
 
     Args:
       shape: the shape of the array.
@@ -209,7 +214,14 @@ def write_rows(
 
 
 def place_pieces(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:
-    """Write or link each chunk, and return the records of the files, by path.
+    """Write each chunk to a file, and return the records of the files, by path.
+
+    If an earlier file has the same content, a hard link to that file is made instead.
+
+    Args:
+      staging: the folder of the checkpoint that is being written.
+      pieces: the chunks.
+      known: the earlier files, to which the new files are added.
 
     Raises:
       OSError: a file cannot be written.

@@ -96,8 +96,9 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Assign leaves to buckets, and return the indices of the leaves of each bucket.
 
-    The buckets are returned in the order in which they are complete. A bucket has leaves of one
-    dtype, in order, with at most `bucket_bytes` in total. A larger leaf has a bucket for itself.
+    The buckets are returned in the order in which the last of their leaves is computed. A bucket
+    has leaves of one dtype, in order, with at most `bucket_bytes` in total. A larger leaf has a
+    bucket for itself.
 
     Args:
       leaves: the leaves, or their shapes.

@@ -202,7 +202,9 @@ def generate_from_run(
 
 
 def _stop(tokenizer: Tokenizer, text: str) -> int:
-    """Return the number of the token that a text names, or to which the text is encoded.
+    """Return the number of the stop token, after which a generated text ends.
+
+    This is the token whose name is `text`, or else the single token to which `text` is encoded.
 
     Raises:
       RunError: the text is encoded to several tokens, or to no token.

@@ -59,7 +59,7 @@ def show_schedule(
     csv: Path | None = None,
     console: Console,
 ) -> Timeline:
-    """Draw a schedule at the console's width, print its figures, and return its timeline.
+    """Draw a schedule at the console's width, print its measures, and return its timeline.
 
     Args:
       schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.

@@ -168,7 +168,8 @@ class CompressAuto(Compression, AutoCodec):
         Args:
           blocks: the shapes of one device's gradients.
           scanned: the names of the parameters whose first dim counts layers.
-          sizes: the sizes of the axes over which gradients are summed, by name, slowest first.
+          sizes: the sizes of the axes over which gradients are summed, by name. The axis across
+            the slowest network comes first.
           device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`.
           algorithm: the algorithm of the collectives.
 

@@ -157,7 +157,13 @@ def _divisors(size: int) -> Iterator[int]:
 
 
 def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> list[SequenceSplit]:
-    """Return the possible splits of a method, or of all methods for "auto"."""
+    """Return the possible splits of a sequence over devices.
+
+    Args:
+      way: the method of the splits, or "auto" for the splits of all methods.
+      axes: the mesh axes over which the sequence is split.
+      size: the number of devices along `axes`.
+    """
     ring = SequenceSplit(axes, size, rotates=True)
     mixed = [replace(ring, swapped=n) for n in _divisors(size) if 1 < n < size]
     found: dict[str, list[SequenceSplit]] = {

@@ -79,13 +79,16 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the share of time that is kept work, if a failure is injected at regular times.
+    """Return the share of time that is kept work, if failures are injected at regular intervals.
 
     The formula assumes that no failure occurs during a recovery, and that each failure loses half
     of the work between two saves.
 
     Args:
+      work: the seconds of work between two saves.
+      cost: the seconds that a save takes.
       between: the seconds of work between two failures.
+      recovery: the seconds that a recovery takes.
 
     >>> planned_share(10, 0.1, 60, 5)
     0.84...

@@ -81,7 +81,7 @@ class Instruction:
     """The text in the parentheses, which are operands, a parameter's number or a constant's
     value."""
     attributes: str
-    """The text after the parentheses."""
+    """The text after the parentheses: the attributes and the metadata of the instruction."""
     is_root: bool
 
     @cached_property

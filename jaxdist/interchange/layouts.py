@@ -49,11 +49,13 @@ def _parsed(text: str) -> Side:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """A layout as text; a text without an arrow has the same dims on both sides.
+    """The dims of a tensor in a file and of the parameter that the tensor fills.
 
     Attributes:
-      text: the text.
-      part: the index in the dim that only the file's tensor has, or None without such a dim.
+      text: the dims, in the form `FILE -> PARAMETER`. A text without an arrow means that the tensor
+        and the parameter have the same dims.
+      part: the index at which the parameter is taken from the dim that only the file's tensor has,
+        or None if the tensor has no such dim.
 
     >>> WeightLayout("(H d) D -> D H d").read(np.zeros((6, 5)), (5, 2, 3)).shape
     (5, 2, 3)

@@ -1,4 +1,4 @@
-"""The engines by name, and the construction of an engine from settings."""
+"""The launch engines (Slurm, Ray, ...) by name, and the construction of an engine from settings."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ class Activity(StrEnum):
     REPLICA_CHECK = "replica_check"
     """Comparing replicas of the state."""
     COMPILE = "compile"
-    """Tracing a step, and the first call of each train stage's step and of the digests of replicas.
+    """Tracing and compiling.
+
+    This is the time of tracing a step, of the first step of each train stage, and of the first
+    comparison of replicas.
 
     With several processes, the time includes the first step, because this step waits for the
     process that compiles longest.

@@ -208,7 +208,9 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """Return the last predicted share of kept time, or None if the run chose no intervals.
+    """Return the last predicted share of the time that is kept.
+
+    The result is None if the run did not choose the intervals between its saves.
 
     The shares for snapshots and for checkpoints are multiplied, since each applies to the time that
     remains after the other.

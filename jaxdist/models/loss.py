@@ -236,13 +236,13 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def next_token(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
-    """Compute the mean cross-entropy of each next token, weighted.
+    """Compute the weighted mean cross-entropy of the next tokens.
 
     Args:
       module: a module that maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If the
         module has `padded_head`, the logits are `padded_head(hidden(tokens, segments))` instead.
-      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, and weight float32 `[B]`. A field
-        answer, float32 `[B, L]`, is optional and multiplies the weight of each target.
+      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, and weight float32 `[B]`. An
+        optional field answer, float32 `[B, L]`, multiplies the weight of each target.
       hint: the layout of activations on the mesh.
     """
     (given, targets), padded = _shifted(batch), _padded_head(module)

@@ -198,7 +198,12 @@ MAX_SKIPPED = 20
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate as a function of the step (0-based), and a line for each derived value."""
+    """The learning rate as a function of the step (0-based), and the derivation of its values.
+
+    Attributes:
+      schedule: the learning rate as a function of the step.
+      explained: a line for each value that is derived from other settings.
+    """
 
     schedule: optax.Schedule
     explained: tuple[str, ...] = ()
@@ -211,7 +216,7 @@ class Optimizer:
     Attributes:
       transform: the optax transformation; see `update` for its arguments.
       schedule: the learning rate that the transformation uses, as a function of the step.
-      explained: a line for each derived value.
+      explained: a line for each value that is derived from other settings.
       param_dtype: the dtype of the stored parameters, or None to keep the model's dtypes.
       loss_scale: the rule for the factor by which the loss is multiplied before its gradient is
         taken, or None without such a factor.

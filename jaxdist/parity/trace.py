@@ -421,9 +421,8 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
 
     A sum of n terms is rounded n times, at random, so that its relative error is about
     sqrt(n) 2**-24. For each of `cuts`, two sums with this error are compared. The update may differ
-    ten times as much, because Adam divides by the gradient's size. Adding the update to the
-    parameter also rounds it: an update of 1e-3 of a parameter of 1 is rounded by up to 6e-5 of
-    the update.
+    ten times as much, because Adam divides by the gradient's size. The addition to the parameter
+    is rounded too: for a parameter of 1 and an update of 1e-3, by up to 6e-5 of the update.
 
     Args:
       cuts: the names of the sums that are added in another order, as `cuts_of` returns them.

@@ -1,4 +1,4 @@
-"""The neighbours of a plan: random plans that differ from the plan in `CHANGED` settings.
+"""The neighbours of a plan: random plans that differ from the plan in three settings (`CHANGED`).
 
 A proof also compares some of the neighbours with a single device.
 """

@@ -110,7 +110,10 @@ def _adapted(
 
 
 class Skips(NamedTuple):
-    """A pair of functions that add counters of skipped steps to an optimizer's state, or drop them.
+    """The conversions of an optimizer's state between a program and a checkpoint.
+
+    The two states differ if only one of them counts skipped steps. The conversions add the
+    counters, as zeros, or drop them. By default the conversions change nothing.
 
     Attributes:
       as_saved: the function from the program's form of the optimizer state to the checkpoint's

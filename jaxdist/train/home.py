@@ -126,11 +126,11 @@ class Home:
     outer: PyTree = ()
 
     def stored(self, state: TrainState) -> TrainState:
-        """Convert a state from the model's form to the devices' form."""
+        """Convert a state from the model's form to the form that devices store between steps."""
         return self._store_all(self.views, state)
 
     def used(self, state: TrainState) -> TrainState:
-        """Convert a state from the devices' form to the model's form."""
+        """Convert a state from the form that devices store between steps to the model's form."""
         return self._use_all(self.views, state)
 
     def stored_outer(self, carried: PyTree) -> PyTree:

@@ -28,8 +28,8 @@ class MaskingConfig(Config):
     masked: _Fraction = 0.8
     """The fraction of the predicted tokens that the mask replaces."""
     random: _Fraction = 0.1
-    """The fraction of the predicted tokens that a random token replaces. The remaining predicted
-    tokens are kept."""
+    """The fraction of the predicted tokens that a random token replaces. The predicted tokens that
+    are replaced neither by the mask nor by a random token are kept."""
     token: str = "[MASK]"
     """The tokenizer's token for the mask. If the tokenizer lacks this token, the vocabulary grows
     by one token."""

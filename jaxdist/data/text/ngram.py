@@ -14,7 +14,9 @@ _BUCKETS = 64
 _STEPS = 40
 _DENSE_LIMIT = 2**25
 _BELIEF = 10.0
-"""The weight of the prior WITTEN_BELL, in tokens; it matters only for buckets with few tokens."""
+"""The weight of the prior WITTEN_BELL, in tokens.
+
+The prior matters only for buckets (ranges of the ratio c / T) with few tokens."""
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 """The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""

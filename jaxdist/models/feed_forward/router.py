@@ -38,8 +38,8 @@ class Statistics(NamedTuple):
 
     Attributes:
       sums: a column for each name in `SUMS`, `[B, S]`, added up over layers.
-      load: the weight of the copies that each expert has, divided by k, `[N, B, E]`; the layers are
-        in order.
+      load: the total weight of the tokens that chose each expert, divided by the number of experts
+        that a token chooses, `[N, B, E]`. The layers are in order.
     """
 
     sums: jax.Array
@@ -65,11 +65,11 @@ def route(
     positions_1L: jax.Array | None = None,
     hint: Hint = no_hint,
 ) -> tuple[ExpertChoice, jax.Array, jax.Array]:
-    """Select the experts of each token; return the choice, and the layer's `sums_BS` and `load_BE`.
+    """Select the experts of each token.
 
-    If two experts have equal scores, the expert with the smaller number comes first. The capacity
-    of an expert is counted in each sequence separately, and the later tokens of the sequence are
-    dropped. Therefore the dropped copies do not depend on the mesh or on microbatches.
+    If two experts have equal scores, the expert with the smaller number comes first. If more tokens
+    of a sequence choose an expert than the expert's capacity, the expert drops the later tokens of
+    the sequence. The dropped tokens therefore do not depend on the mesh or on microbatches.
 
     Args:
       logits_BLE: the router's logits, float32.
@@ -77,6 +77,10 @@ def route(
       weight_BL: the weight of each token in the loss.
       positions_1L: the position of each token in its sequence, or None for 0..L-1.
       hint: the layout of activations on the mesh.
+
+    Returns:
+      The choice, and what this layer adds to the sums (`sums_BS`) and to the load (`load_BE`) of
+      `Statistics`.
     """
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)

@@ -1,8 +1,12 @@
 """The contract of a consistency model, which decides on the merges and the reads of a range.
 
-A worker's *clock* counts its changes that have arrived at the range. The *version* counts updates
-of the parameters. The *floor* is a clock: the current version contains all changes of all workers
-from earlier clocks. For updates on arrival, the floor is the smallest clock of a member.
+A *range* is a part of the parameters that one server holds. A *member* is a worker that takes part
+in the training of the range.
+
+A worker's *clock* counts the worker's changes that have arrived at the range. The *version* counts
+updates of the parameters. The *floor* is a clock: the current version contains all changes of all
+workers from earlier clocks. If each change is applied when it arrives, the floor is the smallest
+clock of all members.
 """
 
 from __future__ import annotations

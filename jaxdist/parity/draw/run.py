@@ -1,6 +1,7 @@
-"""The comparison of a draw with a single device, and the check of its checkpoint.
+"""The comparison of a draw with a run on a single device, and the check of the draw's checkpoint.
 
-The draw's second plan loads the checkpoint, which must give the same state.
+A *draw* is a config chosen at random, with two plans. The second plan loads the checkpoint of the
+first plan, and must get the same state.
 """
 
 from __future__ import annotations

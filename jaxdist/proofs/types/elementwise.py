@@ -135,7 +135,7 @@ def _of_rank(op: Op) -> k.Kind:
 
 
 def _of_owed(op: Op) -> k.Kind:
-    """Return the kind of an operation on partial sums.
+    """Return the kind of the result of an operation on partial sums.
 
     The result is a partial sum if the operation is linear. Other operations are errors or are
     undecided.

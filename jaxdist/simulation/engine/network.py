@@ -155,7 +155,7 @@ class Network:
 
     def _finish(self, plan: int, end: float) -> None:
         if plan != self._plan:
-            return  # The rates have changed since this end was planned.
+            return  # The rates have changed since the end was planned.
         done = [flow for flow in self._flows if flow.ends <= end]
         self._flows = [flow for flow in self._flows if flow.ends > end]
         for flow in done:

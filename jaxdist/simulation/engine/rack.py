@@ -67,7 +67,8 @@ class RackNode:
         if not self.states or stamp.client not in self.states[server].inner.members:
             return
         state = self.states[server]
-        # A copy of a delivered message has no effect, so the copy's payload would never be freed.
+        # A duplicate of a delivered message is ignored. The payload of a duplicate is not stored,
+        # since it would never be freed.
         if stamp.sequence >= state.inner.inboxes[stamp.client].expected and payload is not None:
             self._payloads[server, stamp.client, stamp.sequence] = payload
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))

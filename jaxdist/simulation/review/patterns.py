@@ -43,7 +43,7 @@ class Pattern:
 
     @property
     def state(self) -> float:
-        """The bytes of state for each parameter of the model, with parameters in float32."""
+        """The bytes of a device's state, divided by the number of the model's parameters."""
         return 4 * self.state_bytes / self.parameter_bytes
 
 

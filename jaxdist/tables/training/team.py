@@ -27,10 +27,13 @@ Moved = Callable[[int, int, int], None]
 class TableTeam:
     """The table servers that process 0 has started, watches, and replaces if they die.
 
-    Each range of rows has a leader and, with two replicas, a follower on another server. A server
-    that starts later gets a number that no server has had. A server that is asked to leave first
-    hands its rows to servers that have all of them. If a server joins, some ranges pass to it in
-    the same way.
+    Hashes divide the rows into ranges. Each range has a leader, which is the server that answers
+    the workers, and, with two replicas, a follower on another server. A server that starts later
+    gets a number that no server has had.
+
+    A server gives up a range only when other servers have all rows of this range. A server that is
+    asked to leave gives up all of its ranges, and ends afterwards. If a server joins, some of the
+    other servers give up ranges, which pass to the new server.
 
     Args:
       begin: a function that starts the process of a server, given its number, the ranges that it

@@ -40,6 +40,7 @@ class ModelFns:
 
     The stage of the first chunk runs `embed`, and the stage of the last chunk runs `head`. The
     argument `shared` has the parameters of embedding and head, which may have parameters in common.
+    The argument `visit`, a `Visit`, describes the pass of a microbatch through a chunk.
 
     Attributes:
       embed: the function from (shared, visit) to the input of the first chunk.

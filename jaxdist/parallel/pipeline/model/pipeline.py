@@ -184,7 +184,10 @@ class Pipeline:
         return on_stages(self._to_stages(layers), shared, held_too, rows)
 
     def _on_all_stages(self, frozen: Apart, buffers: Buffers) -> tuple[PyTree, list[Any]]:
-        """Return the frozen parameters and the buffers of all chunks by stage, and other leaves."""
+        """Return the frozen parameters and the buffers of all chunks, grouped by stage.
+
+        The second result has the frozen parameters outside the chunks.
+        """
         # Buffers are biases of routers, which are in the order of the model and not split.
         by_chunk = jax.tree.map(lambda leaf: leaf[self.cut.index], buffers)
         held = to_stages(by_chunk, self.ticks.placement)
