@@ -108,8 +108,8 @@ class ExperimentConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     """The communication that jaxdist, rather than XLA, inserts into the step."""
     strategy: StrategyConfig = Synchronous()
-    """The method by which the processes of a run train together, selected by its `type`: in
-    synchronous steps, with parameter servers, or with servers for tables only."""
+    """The method by which the processes of a run train together, such as synchronous steps or
+    parameter servers, selected by its `type`."""
     metrics: MetricsConfig = MetricsConfig()
     """The trackers that receive the run's numbers."""
     energy: EnergyConfig = EnergyConfig()

@@ -14,7 +14,7 @@ from jaxdist.interchange.family import OTHER_MODEL, Family, Inputs, Row, block, 
 from jaxdist.types import JsonObject
 
 CLASSES = 2
-"""The number of classes of a config.json that does not state it."""
+"""The number of classes if config.json does not state the number."""
 
 
 def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[str, Row]:

@@ -337,7 +337,10 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 def _halves(packed: np.ndarray) -> np.ndarray:
-    """Return the 32 numbers of 4 bits in 16 bytes: the low halves, and then the high halves."""
+    """Return the 32 numbers of 4 bits that are stored in each block of 16 bytes.
+
+    The low halves of all 16 bytes come first, and then the high halves.
+    """
     return np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
 
 

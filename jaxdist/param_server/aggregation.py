@@ -141,7 +141,10 @@ class Secure(Config):
         check_installed()
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes that are received when every worker pushes once, without keys."""
+        """Return the bytes that are received when every worker pushes once.
+
+        The bytes for the exchange of keys are not counted.
+        """
         return PushTraffic(2 * workers * size_bytes, 0)
 
 

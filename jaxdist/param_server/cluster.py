@@ -73,7 +73,11 @@ class Cluster(Config):
 
     @property
     def secure(self) -> dict[str, int]:
-        """The numbers of clients and of needed clients of secure aggregation, or {} without it."""
+        """The arguments `clients` and `needed` of secure aggregation, or {} without it.
+
+        `clients` is the number of clients, and `needed` is the number of clients that must complete
+        a round.
+        """
         if not isinstance(self.aggregation, Secure):
             return {}
         return {"clients": self.workers, "needed": self.aggregation.needed(self.workers)}
@@ -101,7 +105,7 @@ class Cluster(Config):
 
     @property
     def pooled(self) -> bool:
-        """Whether faster workers take more of the run's steps; otherwise all take equally many."""
+        """Whether faster workers take more steps; otherwise all workers take the same number."""
         model = self.consistency
         return isinstance(model, OnArrival) or (
             isinstance(model, Elastic) and model.order == "arrival"
@@ -109,7 +113,10 @@ class Cluster(Config):
 
     @property
     def updates_per_step(self) -> int:
-        """The number of updates in a step of all workers: `clients` for `OnArrival`, else 1."""
+        """The number of updates in a step of all workers.
+
+        This is the number of clients if each change is applied on arrival, and otherwise 1.
+        """
         return self.clients if isinstance(self.consistency, OnArrival) else 1
 
     def placed(self, params: Params, optim: OptimizerConfig) -> Placement:
@@ -119,7 +126,8 @@ class Cluster(Config):
           params: all parameters, or their shapes.
 
         Raises:
-          ConfigError: there are more servers than ranges, or than the placement supports.
+          ConfigError: there are more servers than ranges (parts of parameters), or than the
+            placement supports.
         """
         with blamed("servers"):
             tensors = placeable_tensors(params, divisible=updates_elementwise(optim))

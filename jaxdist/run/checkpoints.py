@@ -52,7 +52,7 @@ def restore(
     step: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Restored:
-    """Restore the newest complete checkpoint, or step `step`, in the form of `program`.
+    """Restore the newest complete checkpoint, or the checkpoint of step `step`, for `program`.
 
     Args:
       say: the function that is called with a line about each part of the checkpoint that is not
@@ -116,9 +116,9 @@ class Skips(NamedTuple):
     counters, as zeros, or drop them. By default the conversions change nothing.
 
     Attributes:
-      as_saved: the function from the program's form of the optimizer state to the checkpoint's
-        form.
-      as_own: the function from the checkpoint's form to the program's form.
+      as_saved: the function from the optimizer state of the program to the optimizer state of the
+        checkpoint.
+      as_own: the inverse function.
     """
 
     as_saved: Callable[[OptState], OptState] = lambda state: state
@@ -203,7 +203,7 @@ def _finished(
     skips: Skips,
     state: TrainState,
 ) -> TrainState:
-    """Convert a state from the form of checkpoints to the form of devices.
+    """Convert a loaded state to the form that devices store between steps (`jaxdist.train.home`).
 
     Args:
       remake: the function from the program and the loaded state of the gradient exchange to the

@@ -229,7 +229,7 @@ class RunJob:
         metadata: Mapping[str, Json],
         devices: Sequence[Device] | None,
     ) -> None:
-        """Build the run again with all its batch sizes.
+        """Build the run again with the batch sizes of all attempts so far.
 
         The batch sizes determine the position in the data and the learning rate.
 

@@ -28,7 +28,8 @@ def bytes_per_device(shapes: PyTree, *, host: bool = False) -> int:
     """Return the bytes that a tree of shapes with shardings takes on each device.
 
     Args:
-      host: whether to count only the leaves in the host's memory, instead of only the others.
+      host: whether to count only the leaves in the host's memory. If false, only the leaves in the
+        devices' memory are counted.
     """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

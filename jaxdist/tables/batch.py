@@ -31,7 +31,7 @@ class Touched:
     Attributes:
       rows: the unique rows, ascending, uint32 or keys (`jaxdist.tables.keys`), `[n]`.
       blocks: for each block on this process's devices, the index in `rows` of each unique row of
-        the block. A key is the index of the block's first example in the batch.
+        the block. The arrays are by the index of the block's first example in the batch.
       looked_up: the number of ids. A row counts once for each of its ids.
     """
 
@@ -60,10 +60,12 @@ class Touched:
 
 @dataclass
 class TableRows:
-    """The reader of the rows of batches, from servers in training or from files in evaluation.
+    """The reader of the table rows that the examples of a batch look up.
+
+    The rows are read from servers in training, and from files in evaluation.
 
     Attributes:
-      form: the form of the tables.
+      form: the sizes and the initial values of the tables.
       layout: the layout of batches on the mesh.
       seed: the seed of initial rows.
       fetch: the function that returns the values of rows, or None before it is known.

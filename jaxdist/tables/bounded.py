@@ -141,7 +141,15 @@ class BoundedStore(RowStore):
 def open_store(
     form: RowForm, optimizer: RowOptimizer, seed: int, *, server: int = 0, servers: int = 1
 ) -> RowStore:
-    """Return an empty store of all rows or, with `form.most`, of a bounded number of rows."""
+    """Return an empty store of all rows or, with `form.most`, of a bounded number of rows.
+
+    Args:
+      form: the sizes and the initial values of the tables.
+      optimizer: the row-wise optimizer.
+      seed: the seed of initial rows.
+      server: the number of this server.
+      servers: the number of servers.
+    """
     kind = BoundedStore if form.most else RowStore
     return kind(form, optimizer, seed, server=server, servers=servers)
 

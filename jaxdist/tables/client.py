@@ -102,7 +102,7 @@ class TableClient:
     def take(self) -> np.ndarray:
         """Wait for the values of the rows that `begin` asked for, and return them.
 
-        The gradients of the next push are taken to be computed from these values.
+        The client assumes that the gradients of the next push are computed from these values.
 
         Raises:
           RunError: the deadline passed, or a server refused a message or has died.
@@ -177,9 +177,10 @@ class TableClient:
                 self._exchange.move(self._links[server], wire, epoch)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition that replies make true.
+        """Wait until a condition holds, which is checked again after each reply.
 
         Args:
+          condition: a function that returns whether the condition holds.
           what: a description of the condition, for errors.
 
         Raises:

@@ -1,4 +1,6 @@
-"""The numbers of rows on servers: 32-bit numbers, or keys of a field and a 64-bit id.
+"""The numbers of rows on servers: 32-bit numbers, or keys.
+
+A *key* consists of the number of a field and a 64-bit id.
 
 Rows have keys if servers keep a bounded number of rows (`RowForm.most`). Hashes divide all keys
 into *sets*, whose number depends on nothing but the bound. A set is on a single server.
@@ -96,7 +98,7 @@ def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarra
 
 
 def rows_problem(form: RowForm, rows: Any) -> str | None:
-    """Return why the tables cannot have some of the rows, or None if they can have all."""
+    """Return the reason why the tables cannot have some of the rows, or None if there is none."""
     if not len(rows):
         return None
     if not form.most:

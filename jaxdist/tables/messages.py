@@ -32,7 +32,12 @@ def payload_spec(server: int, most_rows: int, width: int, kind: np.dtype = NUMBE
 
 
 def spec_of_reply(envelope: Envelope, spec: Spec) -> Spec | None:
-    """Return the specification of the payload of a server's message, or None without a payload."""
+    """Return the specification of the payload of a server's message, or None without a payload.
+
+    Args:
+      envelope: the message.
+      spec: the specification of payloads with rows.
+    """
     return spec_for(envelope, spec, spec)
 
 
@@ -40,6 +45,10 @@ def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
     """Return the specification of the payload of a worker's message, or None without a payload.
 
     Unlike the pulls of other parameter servers, pulls of tables have payloads.
+
+    Args:
+      envelope: the message.
+      spec: the specification of payloads with rows.
     """
     return spec if envelope.op is Op.PULL else spec_for(envelope, spec, spec)
 
@@ -52,7 +61,13 @@ def pack(*arrays: np.ndarray) -> np.ndarray:
 def unpack_push(
     payload: np.ndarray, width: int, kind: np.dtype = NUMBER
 ) -> tuple[float, np.ndarray, np.ndarray] | None:
-    """Return the rate, rows and gradients of a push, or None if its length is not valid."""
+    """Return the rate, rows and gradients of a push, or None if its length is not valid.
+
+    Args:
+      payload: the bytes of the push.
+      width: the number of values in a row.
+      kind: the dtype of row numbers.
+    """
     count, rest = divmod(payload.size - RATE_BYTES, kind.itemsize + 4 * width)
     if rest or count < 0:
         return None

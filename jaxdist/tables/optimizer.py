@@ -59,9 +59,9 @@ class RowAdagrad(RowOptimizer):
     type: Literal["adagrad"] = "adagrad"
     """The name that selects this optimizer in a config."""
     per: Literal["element", "row"] = "row"
-    """The unit of the sums of squares. element keeps a sum for each value. row keeps a sum for each
-    row, of the mean square of its gradient, which needs D times less memory (D is the width of a
-    row)."""
+    """The unit of the sums of squared gradients. element keeps a sum for each value of a row. row
+    keeps one sum for each row, to which each update adds the mean square of the row's gradient.
+    This needs D times less memory (D is the width of a row)."""
     eps: PositiveFloat = 1e-8
     """A small number that is added to the root of the sum, so that no update divides by zero."""
 

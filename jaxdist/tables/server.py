@@ -174,12 +174,14 @@ class TableServer(Server):
         super()._reply(reply, payload)
 
     def kept(self, most: int = -1) -> tuple[bool, np.ndarray, np.ndarray]:
-        """Return copies of rows, and of their values with state.
+        """Return copies of the rows to save, and of their values with state.
 
         Args:
           most: the largest number of rows for an incremental result. If at most this number of rows
-            were updated since the last call, only these rows are returned. Otherwise all touched
-            rows are returned, and the first value is true.
+            were updated since the last call, only these rows are returned.
+
+        Returns:
+          Whether all touched rows are returned, the row numbers, and the values.
         """
         with self._changed:
             rows, values = self.store.kept()

@@ -21,14 +21,14 @@ def reserved(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 class RowStore:
-    """The rows that one of several servers owns, with their optimizer state.
+    """The rows that belong to one of several servers, with their optimizer state.
 
     A row exists from its first update on, and the existing rows are stored in the order of their
     first updates. The values of any other row are computed from its number when they are read. Such
     a row needs only 4 bytes of address space in an index.
 
     Args:
-      form: the form of the tables.
+      form: the sizes and the initial values of the tables.
       optimizer: the row-wise optimizer.
       seed: the seed of initial rows.
       servers: the number of servers.
@@ -62,7 +62,7 @@ class RowStore:
         self._changed = reserved((own,), np.bool_)
 
     def problem(self, rows: np.ndarray) -> str | None:
-        """Return why this server cannot have some of the rows, or None if it can have all."""
+        """Return why this server cannot have some of the rows, or None if there is no reason."""
         problem = rows_problem(self.form, rows)
         if problem is not None:
             return problem
@@ -117,11 +117,14 @@ class RowStore:
         self._changed[slots] = True
 
     def changed(self) -> np.ndarray:
-        """Return the indices in `kept` of the rows that were updated since `settle`."""
+        """Return the indices of the rows that were updated since the last call of `settle`.
+
+        The indices are positions in the arrays that `kept` returns.
+        """
         return np.flatnonzero(self._changed[: self.touched])
 
     def settle(self) -> None:
-        """Count updates for `changed` from now on."""
+        """Forget all updates so far, so that `changed` returns only rows that change later."""
         self._changed[: self.touched] = False
 
     def kept(self) -> tuple[np.ndarray, np.ndarray]:

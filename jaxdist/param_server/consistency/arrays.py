@@ -32,7 +32,8 @@ def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
     weights, rounds like a plain sum.
 
     Args:
-      change_of: the function that returns the payload of an arrival, with the model's correction.
+      change_of: the function that returns the payload of an arrival, after the correction that the
+        consistency model makes.
     """
     assert merge.parts, "a merge without parts changes nothing"
     found = None
@@ -56,12 +57,16 @@ def delay_compensated(
     then: ArrayT,
     mean_square: ArrayT | None = None,
 ) -> tuple[ArrayT, ArrayT | None]:
-    """Correct a gradient g, computed at `then`, for the parameters `now`: g + s g g (now - then).
+    """Correct a stale gradient g for newer parameters: g + s g g (now - then).
 
     The factor s is `config.strength`. If `config.decay` is set, each element of the correction is
     divided by the root of (the running mean + 1e-7).
 
     Args:
+      config: the settings of the correction.
+      gradient: the gradient g.
+      now: the current parameters.
+      then: the parameters that the gradient was computed from.
       mean_square: the running mean of squared gradients, which starts with zeros; required only if
         `config.decay` is set.
 

@@ -6,7 +6,7 @@ in the training of the range.
 A worker's *clock* counts the worker's changes that have arrived at the range. The *version* counts
 updates of the parameters. The *floor* is a clock: the current version contains all changes of all
 workers from earlier clocks. If each change is applied when it arrives, the floor is the smallest
-clock of all members.
+clock of all members. A change is *settled* when it is applied or permanently dropped.
 """
 
 from __future__ import annotations

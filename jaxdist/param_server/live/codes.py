@@ -17,9 +17,12 @@ from jaxdist.wire.contract import Spec
 
 
 class Codes:
-    """The encoding of a shard's pushes: the concatenated bytes of the messages of its ranges.
+    """The encoding of a shard's pushes: the encoded ranges of the shard, one after another.
 
     Args:
+      layout: the ranges of the shard.
+      codec: the codec of ranges.
+      feedback: the error feedback of clients.
       whole: the names of parameters that are pushed uncompressed.
       seed: the seed of random codecs.
     """

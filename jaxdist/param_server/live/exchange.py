@@ -41,7 +41,7 @@ class ServerLink:
       welcome: whether the server has bound the session to this client.
       late: the clients that the server waits for, as its last answer to LATE names them.
       idle: whether no session is kept open, because the rack has no worker.
-      asked: the request without an answer, besides the messages of the protocol.
+      asked: the unanswered request that is not a message of the protocol, or None if there is none.
     """
 
     def __init__(self, server: int, wire: Wire, state: ClientState, name: str) -> None:

@@ -62,7 +62,7 @@ class Counters:
 
 
 class Reception(ABC):
-    """A `jaxdist.wire.contract.Service` in front of one range.
+    """A `jaxdist.wire.contract.Service` that receives the messages of clients for one range.
 
     This class handles sessions and payloads; subclasses handle the messages.
 

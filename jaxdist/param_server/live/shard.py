@@ -44,7 +44,8 @@ class ServerShard:
     Parameters are never modified in place, since readers keep references to older versions.
 
     Args:
-      transform: the optimizer that is separable by tensor, made for `shapes(layout)`.
+      transform: the optimizer for a tree of `shapes(layout)`, whose update of a tensor must depend
+        on that tensor alone.
       flat: the initial parameters.
       state: the state of the optimizer, or None for a fresh state.
 

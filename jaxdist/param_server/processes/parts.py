@@ -21,7 +21,13 @@ def sharded_of(experiment: Experiment) -> Sharded:
 
 
 def part_of(experiment: Experiment, sharded: Sharded, slot: int) -> tuple[Loader, Program]:
-    """Return a worker's part of each batch, and the program that computes its gradients."""
+    """Return a worker's part of each batch, and the program that computes the part's gradients.
+
+    Args:
+      experiment: the experiment of the whole run.
+      sharded: the distribution of the experiment's state over servers.
+      slot: the number of the worker's part of each batch.
+    """
     train = experiment.config.train
     shares = sharded.cluster.shares(train.batch_size)
     loader = experiment.loader.part(sum(shares[:slot]), shares[slot])

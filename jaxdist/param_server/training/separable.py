@@ -72,7 +72,10 @@ def _halves(count: int) -> list[frozenset[int]]:
 def _moved_by(
     transform: optax.GradientTransformationExtraArgs, params: Params, half: frozenset[int]
 ) -> list[bool]:
-    """Return for each parameter whether its update may depend on `half`, the norm or the loss."""
+    """Return for each parameter whether its update may depend on the parameters in `half`.
+
+    The result is also true if the update may depend on the gradients' norm or on the loss.
+    """
     leaves, structure = jax.tree.flatten(params)
     shapes = jax.tree.unflatten(
         structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

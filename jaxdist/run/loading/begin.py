@@ -181,7 +181,10 @@ def _wanted(
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
-    """Return an initial state with the loaded arrays, which are in the form of checkpoints."""
+    """Return an initial state with the loaded arrays.
+
+    The loaded arrays have the form that checkpoints hold (`jaxdist.train.home`).
+    """
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
     # `_restarted` also initializes the loaded parts of the optimizer's state, so they are set

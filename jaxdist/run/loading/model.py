@@ -37,7 +37,9 @@ def matched(program: Program, path: Path) -> list[Leaf]:
 
 
 def load_params(program: Program, leaves: list[Leaf]) -> Params:
-    """Load parameters in the form of checkpoints; each process reads only its devices' shards.
+    """Load parameters in the form that checkpoints hold (`jaxdist.train.home`).
+
+    Each process reads only the shards of its devices.
 
     Adapters are not loaded, since a downloaded model has none.
 
@@ -61,9 +63,9 @@ def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
 
 
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
-    """Return an initial state with a model's parameters and buffers, in the form of checkpoints.
+    """Return an initial state with a model's parameters and buffers.
 
-    Adapters have their initial values.
+    The state has the form that checkpoints hold (`jaxdist.train.home`). Adapters have their initial values.
     """
     rest = program.home.to_files(program.init())
     # The randomly initialized parameters are dropped before the model's parameters are read, so

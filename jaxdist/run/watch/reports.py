@@ -41,8 +41,8 @@ class GoodputHook(LoopHook):
       life: the number of this attempt of the run, counted from 1.
       step: the last step that was taken.
       tally: the tally of energy, or None if energy is not measured.
-      seconds_between: the upper limit, in seconds, of the pause between two records at log steps.
-        Below this limit, the pause is a hundredth of the elapsed time, but at least 0.1 s.
+      seconds_between: the upper limit, in seconds, of the time between two records at log steps.
+        Below this limit, the time is a hundredth of the elapsed time, but at least 0.1 s.
     """
 
     cadence: Cadence

@@ -28,13 +28,15 @@ WARM_STEPS, LEAST_STEPS = 3, 20
 LEAST_STEPS: the smallest number of steps from which a mean step time is computed.
 """
 LAST_COSTS = 8
-"""The number of recent saves from whose costs the median is computed."""
+"""The number of recent saves that are used to compute the median cost of a save."""
 OFTEN = 64
-"""The largest pause between two choices: the interval is chosen at saves 1, 2, 4, 8 and so on up to
-this number, and then at each multiple of it."""
+"""The largest number of saves between two choices of the interval.
+
+The interval is chosen at saves 1, 2, 4, 8 and so on up to this number, and then at each multiple of
+this number."""
 CHANGED = 2.0
-"""The ratio to the interval that was printed last by which a new interval must differ to be printed
-too.
+"""The smallest ratio between a new interval and the last printed interval, or the reverse, at which
+the new interval is printed too.
 """
 _WORK = (Activity.STEP, Activity.INPUT_WAIT)
 

@@ -38,7 +38,7 @@ from jaxdist.types import JsonObject
 
 FOLDER = "tables"
 MOST_LINKS = 16
-"""The largest number of checkpoints that are added to one with all rows."""
+"""The largest number of successive checkpoints that have only changed rows."""
 KEPT = 2
 """The number of newest steps that are never deleted, since their checkpoints may not be on disk
 yet."""
@@ -52,9 +52,12 @@ def _directory(run: Path, server: int) -> Path:
 def write_tables(
     run: Path, server: int, step: int, about: JsonObject, rows: np.ndarray, values: np.ndarray
 ) -> None:
-    """Write, digest and commit the rows of a server.
+    """Write the rows of a server and the digests of the files, and commit the checkpoint.
 
     Args:
+      run: the run directory.
+      server: the number of the server, or of the range that it leads.
+      step: the step of the checkpoint.
       about: the description of the rows, which a reader's description must match, and the number of
         servers.
 
@@ -101,7 +104,7 @@ class TableWriter:
         self._room, self._links = -1, 0
 
     def write(self, step: int) -> None:
-        """Write the rows of a step: those that changed since the step before, or all.
+        """Write the rows of a step: all rows, or the rows that changed since the last written step.
 
         Raises:
           CheckpointError: the files cannot be written.
@@ -164,13 +167,15 @@ def tables_problem(run: Path, step: int, about: JsonObject) -> str | None:
 
 
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield row numbers and values from each server that saved a step, even if it no longer runs.
+    """Yield row numbers and values from each server that saved a step.
+
+    This includes servers that no longer run.
 
     Args:
       about: the description of the tables, which the files must match.
 
     Raises:
-      CheckpointError: tables of this step are missing, damaged, or of another form.
+      CheckpointError: tables of this step are missing, damaged, or do not match `about`.
     """
     kind = row_dtype("keys" in about.get("form", {}))
     count = 1

@@ -62,8 +62,8 @@ class TableProgram:
     Attributes:
       rate: the constant learning rate of rows, or None to use the learning rate of each step.
       processes: the number of processes that push.
-      next_batch: a function that returns the batch after the current one, if its rows are pulled
-        while the current step is computed; otherwise None.
+      next_batch: a function that returns the batch after the current batch, or None if the rows of
+        the next batch are not pulled while the current step is computed.
       counts: the numbers of ids, of unique rows and of bytes of payloads in training so far.
     """
 
@@ -123,7 +123,7 @@ def saved_rows(run: Path, step: int, rows: TableRows, optimizer: RowOptimizer) -
     """Return the tables that were saved at a step, read by this process alone.
 
     Raises:
-      CheckpointError: the tables of the step are missing, damaged, or of another form.
+      CheckpointError: the tables of the step are missing or damaged, or do not match the config.
     """
     store = open_store(rows.form, optimizer, rows.seed)
     for found, values in read_tables(run, step, about_tables(rows, optimizer)):

@@ -35,7 +35,10 @@ def servers_problem(strategy: Hybrid, servers: int) -> str | None:
 
 
 def write_request(run: Path, servers: int) -> Path:
-    """Ask a run for a number of servers, and return the file, which disappears when it is read."""
+    """Write a file that asks a run for a number of servers, and return the path of the file.
+
+    The run removes the file after it has read the request.
+    """
     path = run / FILE_NAME
     staged = run / f".{FILE_NAME}"
     staged.write_text(json.dumps({"servers": servers}), encoding="utf-8")

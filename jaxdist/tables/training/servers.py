@@ -90,7 +90,7 @@ def with_tables(
 def start_team(
     strategy: Hybrid, setup: JsonObject, stack: ExitStack, module: str, note: Callable[[str], None]
 ) -> tuple[TableTeam, str]:
-    """Start the servers, and return their team and the token of the team's sessions.
+    """Start the servers, and return their team and the secret token that clients need.
 
     The servers end when the stack closes.
 
@@ -136,7 +136,12 @@ class Wires:
     most: int
 
     def to(self, server: int, port: int) -> RpcWire:
-        """Return a wire to the leader of a range."""
+        """Return a connection to the leader of a range.
+
+        Args:
+          server: the number of the range.
+          port: the port of the leader.
+        """
         settings = self.strategy.processes
         kind = row_dtype(self.strategy.most_rows or 0)
         spec = payload_spec(server, self.most, self.width, kind)

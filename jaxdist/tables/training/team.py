@@ -1,4 +1,4 @@
-"""The table servers of a run, as process 0 sees them: the leaders of rows, and takeovers."""
+"""The supervision of a run's table servers by process 0, which replaces servers that die."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 
 ASK_SECONDS = 0.5
-"""The largest number of seconds without a message after which a server is asked whether it is
-alive."""
+"""The largest number of seconds without a message before a server is asked whether it is alive."""
 
 Moved = Callable[[int, int, int], None]
 """A function that receives the range, the port and the epoch of a server that begins to lead."""
@@ -82,7 +81,7 @@ class TableTeam:
 
     @property
     def safe(self) -> bool:
-        """Whether each range has a leader that answers and a follower that has everything."""
+        """Whether each range has a leader that answers and a follower that has all of its rows."""
         with self._changed:
             return all(one.safe for one in self._arbiters)
 
@@ -123,6 +122,9 @@ class TableTeam:
         """Send an order to the leader of each range, and return the answers by range, in order.
 
         If a leader dies before its answer, the next leader of the range gets the order.
+
+        Args:
+          what: the order, to which the number of the range is added.
 
         Raises:
           RunError: a server failed, or a range has no server any more.
@@ -244,7 +246,10 @@ class TableTeam:
             self._note(f"the number of table servers stays {self._count}: {problem}")
 
     def _resize(self, count: int) -> None:
-        """Start servers, to which ranges pass, or ask servers to leave without a replacement."""
+        """Change the number of servers to `count`.
+
+        New servers take over some of the ranges. Surplus servers leave without a replacement.
+        """
         staying = sorted(self.servers.keys() - self._leaving)
         self._note(f"the number of table servers changes from {len(staying)} to {count}")
         self._count, self._resizing = count, True
@@ -263,7 +268,10 @@ class TableTeam:
         self._hand_over()
 
     def _kept_by_role(self, staying: list[int]) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Return the ranges that each of some servers leads, and those that it follows."""
+        """Return the ranges that each staying server leads, and the ranges that it follows.
+
+        Ranges that the server gives up are left out.
+        """
         kept = {one: {at for at in self._seats[one] if self._keeps(one, at)} for one in staying}
         views = [one.view for one in self._arbiters]
         leads = {
@@ -276,7 +284,7 @@ class TableTeam:
         return server not in self._leaving and (server, at) not in self._passing
 
     def _hand_over(self) -> None:
-        """End the part of servers in each range that they give up and that others have."""
+        """Remove servers from the ranges that they give up, once other servers have the rows."""
         if self._asked:
             return  # A leader carries out an order to its end.
         for number in sorted(self._seats):
@@ -299,7 +307,7 @@ class TableTeam:
             self._note(f"the ranges of rows have passed on: {each}")
 
     def _is_replaced(self, number: int, at: int) -> bool:
-        """Return whether the servers that keep a range can do without one that gives it up."""
+        """Return whether a server that gives up a range is no longer needed for the range."""
         arbiter = self._arbiters[at]
         view = arbiter.view
         if view is None:
@@ -359,7 +367,7 @@ class TableTeam:
         self._fill()
 
     def _fill(self) -> None:
-        """Give each range the servers that it lacks, beginning with those that have few seats."""
+        """Assign a follower to each range that lacks one; servers with few ranges come first."""
         for arbiter in self._arbiters:
             view, at = arbiter.view, arbiter.range
             staying = [one for one in self._seats if self._keeps(one, at)]
