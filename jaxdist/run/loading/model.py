@@ -65,7 +65,8 @@ def _loaded(shapes: Any, leaves: list[Leaf], prefix: str) -> Any:
 def initial_state(program: Program, leaves: list[Leaf]) -> TrainState:
     """Return an initial state with a model's parameters and buffers.
 
-    The state has the form that checkpoints hold (`jaxdist.train.home`). Adapters have their initial values.
+    The state has the form that checkpoints hold (`jaxdist.train.home`). Adapters have their initial
+    values.
     """
     rest = program.home.to_files(program.init())
     # The randomly initialized parameters are dropped before the model's parameters are read, so

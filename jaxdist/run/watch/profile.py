@@ -49,8 +49,9 @@ class ProfiledSteps:
 
 
 _WARM_UP = 2
-"""The number of steps before the traced steps, if only a count of steps to trace is given. The first of these steps
-compiles, and the second fills the pipeline of batches.
+"""The number of steps before the traced steps, if only a count of steps to trace is given.
+
+The first of these steps compiles, and the second fills the pipeline of batches.
 """
 _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
 
