@@ -1,4 +1,4 @@
-"""The writing and reading of a tree's arrays, in any sharding, exact to the bit.
+"""The writing and reading of a tree's arrays, in any sharding, without a change of any bit.
 
 Each large array has separate files (`pieces`). Orbax writes the small arrays, as a flat mapping
 from a leaf's number to the leaf's array. The manifest has the names of the leaves. The structure
@@ -81,7 +81,7 @@ class LargeArrayFiles(NamedTuple):
     """The files that all processes together write for the large arrays of a tree.
 
     Attributes:
-      cuts: the cuts of each large array; see `Manifest`.
+      cuts: for each large array, by tree path, the positions at which it is divided into files.
       bytes: the length of each file, by its path inside the checkpoint.
     """
 

@@ -80,7 +80,8 @@ class Manifest(Config):
     leaves: dict[str, LeafRecord]
     """The records of the arrays, by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)
-    """The cuts of the arrays that are stored in separate files, by tree path; see `pieces`."""
+    """For each array that is stored in separate files, by tree path, the positions at which it is
+    divided into these files; see `pieces`."""
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
     """The records of all files except the manifest, by path inside the checkpoint."""
 

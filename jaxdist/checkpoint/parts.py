@@ -102,7 +102,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """Return a summary of paths: the first two names of each, with the number of arrays below.
+    """Return a summary of paths: the first two names of each path, with the number of its arrays.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'

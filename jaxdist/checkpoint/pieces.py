@@ -1,4 +1,6 @@
-"""Large arrays in separate files, cut by rows; a file equal to an earlier file is a hard link.
+"""Large arrays in separate files, one for each chunk of rows.
+
+A file that is equal to an earlier file is a hard link to the earlier file.
 
 pieces/000012/          array number 12
   0.0                   its chunk that begins at row 0 and column 0: raw bytes in C order
@@ -111,7 +113,13 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 
 
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
-    """Copy to the host the chunks of an array that this process writes."""
+    """Copy to the host those chunks of an array that this process has to write.
+
+    Args:
+      number: the number of the array.
+      array: the array.
+      cuts: the positions, in each dim, at which the array is divided into chunks.
+    """
     found: list[Piece] = []
     # Only replica 0 is copied, so that exactly one process writes each chunk. All copies start
     # before the first copy is awaited, so that they overlap.
@@ -195,7 +203,11 @@ def write_rows(
     """Write an array that is given in parts, and return the records of the files, by path.
 
     Args:
-      rows: the parts of the array along its first dim, in order. Each part begins at a cut.
+      staging: the folder of the checkpoint that is being written.
+      number: the number of the array.
+      rows: the parts of the array along its first dim, in order. Each part begins where a chunk
+        begins.
+      cuts: the positions, in each dim, at which the array is divided into chunks.
 
     Raises:
       OSError: a file cannot be written.

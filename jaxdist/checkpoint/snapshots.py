@@ -1,8 +1,8 @@
 """Snapshots of the state, in a machine's memory or on its disk, from which a run resumes.
 
-No process waits for another process. Each process writes the shards of the state that it holds, but
-only replica 0 of each shard, so that each shard is written once. A snapshot is complete when the
-files of all processes exist.
+No process waits for another process. Each process writes the shards that it holds, but only
+replica 0 of each shard, so that each shard of the state is written once. A snapshot is complete
+when the files of all processes exist.
 
 FOLDER/step_00000120.1_of_4      the part of step 120 that process 1 of 4 writes:
     a line of JSON               names and positions of the pieces, metadata, a digest of all

@@ -3,7 +3,7 @@
 A kill at any time loses no committed checkpoint. A save has these steps:
 
 1. The arrays are written into a hidden directory.
-2. Every file is digested and synced to disk.
+2. The digest of every file is computed, and the file is synced to disk.
 3. The manifest is written and synced.
 4. The directory is renamed, and its parent is synced.
 5. The checkpoints that the retention does not keep are deleted.

@@ -110,7 +110,8 @@ def resolve(
     Args:
       choice: the automatic choice.
       leaves: the gradients of one device, or their shapes.
-      sizes: the sizes of the axes over which gradients are summed, by name, slowest first.
+      sizes: the sizes of the axes over which gradients are summed, by name. The axis across the
+        slowest network comes first.
       device_kind: the kind of the devices, as a short name or a `jax.Device.device_kind`. The
         argument is ignored if `choice.device` is not None.
       inside: whether gradients are first summed without compression over the last axis. Messages

@@ -88,7 +88,8 @@ class Codec(Config):
 
     Attributes:
       exchange: the method by which the messages of several devices are combined.
-      flat: whether the codec ignores the shape, so that several tensors can be packed into one.
+      flat: whether the codec ignores the shape of an array, so that several arrays can be packed
+        into one array.
     """
 
     exchange: ClassVar[Exchange] = "scatter"

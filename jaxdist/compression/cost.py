@@ -121,7 +121,8 @@ def predict(
     Args:
       grads: the gradients of one device, or their shapes.
       choice: a codec, stages of codecs, or a choice for each parameter.
-      levels: the size and link of each axis over which the gradients are summed, slowest first.
+      levels: the size and link of each axis over which the gradients are summed. The axis with the
+        slowest link comes first.
       bytes_per_second: the rate of coding, such as `coding_bytes_per_second` returns.
       inside: whether gradients are first summed without compression over the last axis. The shards
         of the sums are then encoded, and are sent over the other axes.
@@ -156,7 +157,7 @@ def calls(
 
     Args:
       grads, choice, inside, bucket_bytes: the arguments of `predict`.
-      sizes: the sizes of the axes, slowest first.
+      sizes: the sizes of the axes. The axis with the slowest link comes first.
     """
     if not inside:
         return _message_calls(grads, choice, math.prod(sizes), bucket_bytes, "all")

@@ -167,7 +167,8 @@ def compressed_all_reduce(
       grads: this device's gradients, a tree of floating-point arrays.
       state: the state from `init_state` or from the previous reduction, [1, ...] on each device.
         `init_state` must have been called with the same codec, feedback and bucket_bytes.
-      axis: the name of a mesh axis, or a tuple of names, slowest first.
+      axis: the name of a mesh axis, or a tuple of names. The axis across the slowest network comes
+        first.
       codec: a codec, stages of codecs, or a choice for each parameter.
       feedback: the error feedback of every sender.
       op: "sum" or "mean". With "mean" the gradients are divided before they are encoded, so
@@ -265,6 +266,13 @@ def _run(
     group: CodecGroup, stage: int, party: ExchangeContext, xs: list[jax.Array], state: GroupState
 ) -> tuple[list[jax.Array], GroupState]:
     """Exchange all buckets of a group by the codec of a stage.
+
+    Args:
+      group: the group.
+      stage: the index of the stage in `group.codecs`.
+      party: the settings of the exchange.
+      xs: this device's buckets.
+      state: the group's state.
 
     Returns:
       The sum of each bucket, and the group's next state.

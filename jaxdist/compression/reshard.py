@@ -33,7 +33,7 @@ def reshard(
     Args:
       saved: the saved state, arrays [devices of the old mesh, ...].
       state: the shapes of the requested state, [devices of the current mesh, ...].
-      sizes: the sizes of the current mesh's axes, slowest first.
+      sizes: the sizes of the current mesh's axes. The axis across the slowest network comes first.
       axes: the indices of the mesh axes over which messages are sent. All other axes must have the
         same size in the old mesh.
 

@@ -11,7 +11,12 @@ from jaxdist.parallel.exchange.compressed import Compressed
 
 
 def with_compression(optim: OptimizerConfig, compression: Compression | None) -> OptimizerConfig:
-    """Return the optimizer's settings, changed as compressed gradients need."""
+    """Return the optimizer's settings with the changes that compressed gradients need.
+
+    Args:
+      optim: the settings in the config.
+      compression: the settings of compressed gradients, or None for uncompressed gradients.
+    """
     # Values that are not finite must not enter a residual, so such steps are skipped and counted.
     if compression is None or optim.skips:
         return optim

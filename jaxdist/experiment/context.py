@@ -1,4 +1,4 @@
-"""The choice of a method by which an experiment's devices share sequences."""
+"""The choice of the method by which an experiment's devices split sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxdist.sharding.context import share_sequences
 def with_context(
     config: ExperimentConfig, layout: Layout, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with the method to share sequences, and the reason for the method.
+    """Return the layout with the method to split sequences, and the reason for this method.
 
     Args:
       batch: the shape, dtype and sharding of each field of a batch.

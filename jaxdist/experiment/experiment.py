@@ -46,11 +46,11 @@ class Experiment:
     """An experiment whose parts are built and checked, before anything is computed.
 
     Attributes:
-      program: the step and the evaluation at train.batch_size. The programs of all stages have the
-        same form of state.
+      program: the step and the evaluation at train.batch_size. The states of the programs of all
+        train stages have the same structure.
       loader: the loader of training batches at train.batch_size.
       stages: the train stages of a run; most runs have a single stage, with `program` and `loader`.
-      explained: a line for each derived value.
+      explained: a line for each value that is derived from other settings.
       notices: a sentence for each setting that has no effect in this experiment.
       rows: the reader of the table rows that a batch needs, or None unless servers hold the model's
         tables.
@@ -226,9 +226,9 @@ def _stages(
     program: Program,
     loader: Loader,
 ) -> tuple[TrainStage, ...]:
-    """Return the stages of a plan, each with a program and a loader.
+    """Return the train stages of a plan, each with a program and a loader.
 
-    Stages of equal batch size share a program.
+    Train stages of equal batch size share a program.
     """
     train = config.train
     programs = {train.batch_size: program}

@@ -1,4 +1,4 @@
-"""The values that a configuration derives, explained before anything is built."""
+"""Explanations of the values that a run derives from its config, before anything is built."""
 
 from __future__ import annotations
 

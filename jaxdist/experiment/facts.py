@@ -43,7 +43,8 @@ OFF: Mapping[str, object] = {
     "sharding.context": "auto",
     "sharding.context_order": "auto",
 }
-"""The settings that the table of valid combinations reads, and the value that turns each off."""
+"""The settings that the table of valid combinations reads, and the value that turns each setting
+off."""
 
 
 def config_facts(

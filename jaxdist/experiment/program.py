@@ -63,7 +63,7 @@ def make_program(
 
     Args:
       batch: the shape, dtype and sharding of each field of a global batch.
-      plan: the stages of the run.
+      plan: the train stages of the run.
       rate: the learning rate of the run.
       at: a function from a setting to a context manager; errors in the context are reported at that
         setting.
@@ -151,7 +151,10 @@ def _loss_facts(
     layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Facts:
-    """Return the facts, with the loss's scalars and why evaluation needs several batches.
+    """Return the facts, to which facts about the loss are added.
+
+    The added facts are the loss's scalars, and the reason why evaluation needs several batches, if
+    there is a reason.
 
     Args:
       scalars: the names of the values that the loss returns as scalars.
@@ -250,7 +253,7 @@ def loss_of(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout | None = None,
 ) -> Loss:
-    """Return the loss to minimise: the loss of the config, or else the model's default loss.
+    """Return the loss to minimize: the loss of the config, or else the model's default loss.
 
     Args:
       layout: the layout of the model's activations, or None without constraints.

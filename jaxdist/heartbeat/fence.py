@@ -1,4 +1,6 @@
-"""Fences, which keep an earlier generation from writing into a run: marks in the run's directory.
+"""Fences, which keep an earlier generation from writing into a run.
+
+A fence consists of marks in the run's directory:
 
     RUN/generations/00000003     generation 3 has started to write
 
