@@ -99,7 +99,7 @@ def commands(name: str, python: str) -> Iterator[tuple[str, list[Command]]]:
     raced = MODELS[name]
     given = [str(raced.path), *raced.overrides, ONE, f"train.batch_size={raced.batch}"]
     yield "jaxdist", [(python_module("benchmarks.jobs.own_steps", *given), {})]
-    peer = [python, str(Path(__file__).with_name("peer_steps.py")), name]
+    peer = [python, str(Path(__file__).with_name("peer_steps")), name]
     for kind in ("eager", "compiled"):
         alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         yield kind, [([*peer, kind, str(raced.batch)], alone)]

@@ -1,7 +1,8 @@
 """A program with torch's side of `benchmarks.jobs.steps`: a process that takes steps on request.
 
-`python peer_steps.py MODEL KIND BATCH`, where MODEL is ResNet-18, BERT-small or ViT-small and KIND
-is eager or compiled, answers as `own_steps.py` does. It uses nothing of jaxdist.
+`python benchmarks/jobs/peer_steps MODEL KIND BATCH` answers as `own_steps.py` does. MODEL is
+ResNet-18, BERT-small or ViT-small, and KIND is eager or compiled. The program uses nothing of
+jaxdist.
 
 Dims: B batch, L sequence, D embed, P predicted positions.
 """
