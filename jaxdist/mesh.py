@@ -50,9 +50,10 @@ class Split(Config):
 
 
 class MeshConfig(Config):
-    """The sizes of the mesh axes, in the order of the config, slowest first.
+    """The sizes of the mesh axes, in the order of the config.
 
-    One size may be -1, which means all remaining devices.
+    The axis across the slowest network comes first. One size may be -1, which means all remaining
+    devices.
     """
 
     data: int | Split | None = None

@@ -13,8 +13,8 @@ from jax import lax
 from jaxdist.errors import CollectiveError, did_you_mean
 
 Axis = str | tuple[str, ...]
-"""The name of a mesh axis, or a tuple of names, slowest first. With several names, the devices are
-counted over all these axes."""
+"""The name of a mesh axis, or a tuple of names, of which the axis across the slowest network comes
+first. With several names, the devices are counted over all these axes."""
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs (sender, receiver) of ranks along an axis."""

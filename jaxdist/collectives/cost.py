@@ -44,7 +44,8 @@ def predict_seconds(
       algorithm: any algorithm except `Auto`, which only chooses another algorithm.
       kind: the operation.
       payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
-      levels: the size and link of each axis of the call, slowest first.
+      levels: the size and link of each axis of the call. The axis across the slowest network comes
+        first.
 
     >>> link = Link(latency_seconds=1e-5, bytes_per_second=1e9)
     >>> f"{predict_seconds(Ring(), 'all_reduce', 8e6, [Level(8, link)]):.6f}"

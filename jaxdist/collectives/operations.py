@@ -1,10 +1,11 @@
 """The collectives for users, inside `jax.shard_map`, for any shape, dtype and algorithm.
 
 `reference.py` defines the results. The docstring and the method `traffic` of an algorithm describe
-the cost. Each operation takes the name of an axis or a tuple of names, slowest first. With a tuple,
-the devices are counted over all these axes. The lengths of dims need not be multiples of the number
-of devices, except for all_to_all. Invalid arguments raise a CollectiveError at trace time. All
-devices have the same shapes and dtypes, because `jax.shard_map` traces one program for all devices.
+the cost. Each operation takes the name of an axis or a tuple of names. In a tuple, the axis across
+the slowest network comes first, and the devices are counted over all axes of the tuple. The lengths
+of dims need not be multiples of the number of devices, except for all_to_all. Invalid arguments
+raise a CollectiveError at trace time. All devices have the same shapes and dtypes, because
+`jax.shard_map` traces one program for all devices.
 
 Reverse-mode differentiation runs the transposed operation by the same algorithm: all_reduce <->
 all_reduce, reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> all_to_all. JAX

@@ -152,8 +152,8 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
-    The narrow parameters equal the master weights rounded to nearest. If this is true to the bit
-    before a step, it is true to the bit after `optax.apply_updates` too. There is one exception: a
+    The narrow parameters equal the master weights rounded to nearest. If this is exactly true
+    before a step, it is exactly true after `optax.apply_updates` too. There is one exception: a
     parameter that was rounded up to a power of two, and that the update changes to nearly zero.
     Such a parameter differs by at most 2**-23 of its old value for one step, because not every
     narrow value can be reached by a float32 update. The updates are float32, since their sum with

@@ -273,8 +273,8 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner`, but skip each step whose gradients contain a NaN or an infinity.
 
-    In a skipped step the updates are zero, the inner state is unchanged to the bit, and the outer
-    state (`SkipState`) counts the step. Cost: another read of the gradients, and a write of the
+    In a skipped step the updates are zero, no bit of the inner state changes, and the outer state
+    (`SkipState`) counts the step. Cost: another read of the gradients, and a write of the
     updates, since XLA does not fuse across the branch.
 
     >>> tx = skip_nonfinite(optax.sgd(1.0))

@@ -228,7 +228,7 @@ def explicit_exchange(
     Args:
       whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
       zero: the split of the training state, or None without ZeRO.
-      axes: the mesh axes that split the batch, slowest first.
+      axes: the mesh axes that split the batch. The axis across the slowest network comes first.
       algorithm: the algorithm of the sums over `axes`.
       settings: further fields of `jaxdist.parallel.exchange.explicit.Explicit`.
     """

@@ -31,7 +31,8 @@ class ZeroMessages:
     """The collectives of an exchange with ZeRO.
 
     Attributes:
-      axes: the manual mesh axes over which tensors are split, slowest first.
+      axes: the manual mesh axes over which tensors are split. The axis across the slowest network
+        comes first.
       algorithm: the algorithm of the collectives.
       gather_dtype: the dtype in which parameters are sent and used, or None for the dtype in which
         they are stored.

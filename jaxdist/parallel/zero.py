@@ -89,7 +89,8 @@ class ZeroSplit:
     Attributes:
       mesh: the mesh.
       stage: the stage of ZeRO, from 1 to 3.
-      axes: the mesh axes over which the state is split, slowest first.
+      axes: the mesh axes over which the state is split. The axis across the slowest network comes
+        first.
       dims: the split dim of each parameter by name, or None for a parameter that is not split.
       gather_dtype: the dtype of gathered parameters, or None for the dtype of the parameters.
       prefetch: whether the parameters of a layer are gathered while the previous layer computes.

@@ -209,7 +209,7 @@ def _finished(
       remake: the function from the program and the loaded state of the gradient exchange to the
         exchange's new state; None keeps the loaded state.
       begins: whether the strategy's state is initialized from the parameters instead of loaded.
-      skips: the conversion of the optimizer's state to the form of the program.
+      skips: the conversion of the optimizer's state to the optimizer state of the program.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:

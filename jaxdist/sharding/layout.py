@@ -163,7 +163,9 @@ class Layout:
         return PartitionSpec(*entries)
 
     def names_of(self, dim: str | None) -> tuple[str, ...]:
-        """Return the names of the mesh axes that split a logical dim, slowest first.
+        """Return the names of the mesh axes that split a logical dim.
+
+        The axis across the slowest network comes first.
 
         An axis that is split over two networks has two names. The axis of experts splits the batch
         too, inside the axis of the batch, because devices that have different experts have

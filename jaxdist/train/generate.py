@@ -118,8 +118,8 @@ class Generator:
 
         Each added token depends on at most `window` tokens before it. With `log_probs`, the forward
         pass of training runs once on the finished texts, in the shapes of training. Up to the
-        length of the window, the log-probabilities therefore equal the log-probabilities of
-        training to the bit.
+        length of the window, the log-probabilities are therefore bit-identical to the
+        log-probabilities of training.
 
         Args:
           params: the parameters, in the form in which the program stores them.

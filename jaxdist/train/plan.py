@@ -239,7 +239,10 @@ def plan_learning_rate(
 
 
 def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
-    """Return a line on each derived value, or () if the config sets all values directly."""
+    """Return a line for each value that is derived from other settings.
+
+    The result is () if the config sets all values directly.
+    """
     if len(plan.stages) == 1 or plan.rate is not None:
         return rate.explained
     return (*(stage.description for stage in plan.stages), *rate.explained)

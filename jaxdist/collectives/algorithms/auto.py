@@ -117,7 +117,7 @@ class Auto(Algorithm):
         Args:
           kind: the operation.
           payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
-          levels: the size and link of each axis, slowest first.
+          levels: the size and link of each axis. The axis across the slowest network comes first.
 
         Returns:
           The fastest algorithm, or the first of several equally fast algorithms.
@@ -153,7 +153,7 @@ class Auto(Algorithm):
         """Return the size and link of each axis.
 
         Args:
-          sizes: the size of each axis by name, slowest first.
+          sizes: the size of each axis by name. The axis across the slowest network comes first.
           kind: the device, as a short name or a `device_kind`. The argument is ignored if the
             setting `device` is not None.
 
@@ -170,7 +170,7 @@ class Auto(Algorithm):
         Args:
           kind: the operation.
           payload_bytes: the bytes of the whole tensor on one device.
-          sizes: the size of each axis by name, slowest first.
+          sizes: the size of each axis by name. The axis across the slowest network comes first.
           on: the device, as a short name or a `device_kind`. The argument is ignored if the
             setting `device` is not None.
 

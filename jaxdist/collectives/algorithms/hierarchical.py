@@ -119,8 +119,8 @@ class Hierarchical(Algorithm):
         Args:
           kind: the operation.
           payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
-          size: the number of devices on each axis, slowest first. The last axis is the fast
-            network.
+          size: the number of devices on each axis. The axis across the slowest network comes first,
+            and the last axis is the fast network.
 
         Raises:
           CollectiveError: `size` has a single axis.

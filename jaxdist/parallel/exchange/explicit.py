@@ -46,7 +46,7 @@ class Explicit(Base):
 
     Attributes:
       mesh: the mesh that the step runs on.
-      axes: the mesh axes that split the batch, slowest first.
+      axes: the mesh axes that split the batch. The axis across the slowest network comes first.
       algorithm: the algorithm of the sums over `axes`.
       reduce_dtype: the dtype in which gradients are sent and summed, or None for the dtype of the
         gradients.

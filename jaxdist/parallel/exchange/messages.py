@@ -32,7 +32,8 @@ class Messages:
 
     Attributes:
       mesh: the mesh that the step runs on.
-      axes: the mesh axes over which messages are sent, slowest first.
+      axes: the mesh axes over which messages are sent. The axis across the slowest network comes
+        first.
       blocks: the shapes of a device's blocks in float32, a tree like the trained parameters.
       choice: the codec of each parameter.
       feedback: the error feedback.

@@ -34,7 +34,8 @@ class Reduction:
 
     Attributes:
       order: the order in which shards are added up.
-      axes: the manual mesh axes over which the shards are distributed, slowest first.
+      axes: the manual mesh axes over which the shards are distributed. The axis across the slowest
+        network comes first.
       devices: the number of devices along these axes.
       zero: the split of the sums over these axes, or None without ZeRO.
     """

@@ -121,7 +121,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """None, since parameters are stored in the form of the model, and each step packs them."""
+        """None, since parameters are stored as the model has them, and each step packs them."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
