@@ -1,4 +1,4 @@
-"""The decision which ranges pass from the servers of a run to servers that join."""
+"""The choice of the ranges (of parameters or table rows) that pass to servers that join a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def passed(
     """Return the ranges that pass to servers that join, as pairs of the giving server and a range.
 
     If one server joins n others, it receives 1 of n + 1 equal parts of all ranges, rounded down,
-    and no other range moves. Each range comes from the server that then has most.
+    and no other range moves. Each range comes from the server that then has the most ranges.
 
     Args:
       held: the ranges of each server.

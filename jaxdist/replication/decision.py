@@ -9,9 +9,9 @@ result that a takeover could lose, and every version that a client has read exis
 
 The arbiter, a part of the supervisor of a run, decides which server leads. Every server that starts
 has a number that no server has had, even if it replaces a server that was given up. The arbiter
-gives each leader a new epoch, and only a follower that has everything can become the leader. A
-follower refuses the entries of older epochs, so an earlier leader that is still alive cannot
-acknowledge anything more.
+gives each leader a new epoch, and only a follower that has all acknowledged entries can become the
+leader. A follower refuses the entries of older epochs, so an earlier leader that is still alive
+cannot acknowledge anything more.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class RangeView:
     joining: int | None = None
 
     def failed(self, server: int, number: int) -> RangeView | None:
-        """Return the view after a server's failure, or None if no remaining server has everything.
+        """Return the view after a server's failure.
+
+        The result is None if no remaining server has all that the leader acknowledged.
 
         Args:
           number: the number of the view in which the failure was seen. If that is not this view,
@@ -72,7 +74,13 @@ class RangeView:
         return replace(self, number=self.number + 1, joining=server)
 
     def synced(self, server: int, number: int) -> RangeView:
-        """Return the view after the leader has reported that the joining server has everything."""
+        """Return the view in which a joining server has become the follower.
+
+        Args:
+          server: the server that has all acknowledged entries, according to the leader.
+          number: the number of the view to which the leader's report refers. A report about another
+            view or another server changes nothing.
+        """
         if number != self.number or server != self.joining:
             return self
         return replace(self, number=self.number + 1, follower=server, joining=None)

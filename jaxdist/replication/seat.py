@@ -110,7 +110,7 @@ class Arbiter:
       tell: a function that sends an order to a server.
 
     Attributes:
-      view: the current decision, or None if no server is left that has everything.
+      view: the current decision, or None if no remaining server has all that was acknowledged.
       port: the port of the leader, or None while a server takes over.
     """
 
@@ -122,7 +122,7 @@ class Arbiter:
 
     @property
     def safe(self) -> bool:
-        """Whether the range has a leader that answers, and a follower that has everything."""
+        """Whether the range has a leader that answers, and a complete follower."""
         view = self.view
         return view is not None and self.port is not None and view.follower is not None
 
