@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.audit.step import Costs, changes, costs_of, facts_of
+from jaxdist.audit.step import Costs, cost_changes, costs_of, facts_of
 from jaxdist.errors import first_line
 from jaxdist.experiment import load
 from jaxdist.hlo import compile_with_text, ledger
@@ -120,7 +120,7 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
                 yield OptionEffect(preset, name, value, "refused", first_line(error))
                 continue
             same = other_sha256 == sha256
-            effect = "" if same else changes(plain, other) or NEITHER
+            effect = "" if same else cost_changes(plain, other) or NEITHER
             yield OptionEffect(preset, name, value, "same program" if same else "changes", effect)
 
 

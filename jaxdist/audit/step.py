@@ -241,7 +241,7 @@ def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> s
     if not difference(old, new).changes and before.structure == after.structure:
         return ""
     costs = (costs_of(one.ledger, one.step_time) for one in (old, new))
-    return changes(*costs) or "program"
+    return cost_changes(*costs) or "program"
 
 
 def costs_of(found: Ledger, time: StepTime | None) -> Costs:
@@ -258,12 +258,13 @@ def costs_of(found: Ledger, time: StepTime | None) -> Costs:
     }
 
 
-def changes(before: Costs, after: Costs) -> str:
+def cost_changes(before: Costs, after: Costs) -> str:
     """Return the changes of costs as text, in percent, or in units where the cost was 0.
 
-    >>> changes({("bytes", "B"): 200, ("FLOPs", ""): 3}, {("bytes", "B"): 100, ("FLOPs", ""): 3})
+    >>> flops = {("FLOPs", ""): 3}
+    >>> cost_changes({("bytes", "B"): 200, **flops}, {("bytes", "B"): 100, **flops})
     'bytes -50%'
-    >>> changes({("bytes", "B"): 0}, {("bytes", "B"): 1500})
+    >>> cost_changes({("bytes", "B"): 0}, {("bytes", "B"): 1500})
     'bytes +1.5 kB'
     """
     changed = [(*key, old, after[key]) for key, old in before.items() if old != after[key]]

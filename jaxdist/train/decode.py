@@ -29,8 +29,8 @@ from jaxdist.models.layers import whole
 from jaxdist.types import Params
 
 SEPARATE_BYTES = 1 << 23
-"""The least size of a layer for which `separate` returns separate layers. A smaller layer stays in
-a CPU's cache between its copy and its use."""
+"""The least size of a layer for which `layer_views` returns separate layers. A smaller layer stays
+in a CPU's cache between its copy and its use."""
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see: finite, so that its weight is 0 and not NaN."""
 
@@ -85,7 +85,7 @@ def decode(
       at_BL: the positions of the tokens; if L is more than 1, they must be 0..L-1.
       cache: the cache of the earlier positions.
       window: the number of positions of a sequence in training, which exceeds all of `at_BL`.
-      layers: the parameters of the blocks as `separate` returns them, which replace the
+      layers: the parameters of the blocks as `layer_views` returns them, which replace the
         model's parameters unless they are empty.
     """
     x_BLD = model.embed(tokens_BL, at_BL=at_BL)
@@ -113,7 +113,7 @@ def decode(
     return model.hint(carry[0], *RESIDUAL), carry[1]
 
 
-def separate(params: Params, *, least: int = SEPARATE_BYTES) -> tuple[Params, ...]:
+def layer_views(params: Params, *, least: int = SEPARATE_BYTES) -> tuple[Params, ...]:
     """Return the parameters of each block of a `Gpt` as arrays that share memory with the stacks.
 
     On CPUs, XLA copies the parameters of a layer out of the stacks for each token, which takes

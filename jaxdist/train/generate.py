@@ -146,7 +146,7 @@ class Generator:
             ahead = min(self.window, _padded(longest))
             size = max(ahead, min(self.window, tokens.shape[1]))
             loop = self._begin(merged, buffers, *placed, ahead, size)
-            given = merged, buffers, decode.separate(merged, least=self.separate_bytes)
+            given = merged, buffers, decode.layer_views(merged, least=self.separate_bytes)
             loop = self._loop(*given, loop, limits, sampling)._replace(cache=None)
         if loop is None:
             loop = self._begin_whole(merged, buffers, *placed)

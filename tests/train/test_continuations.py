@@ -142,7 +142,7 @@ def test_tokens_to_choose_among(settings, kept):
 @pytest.mark.parametrize("mesh", [{"data": 1}, pytest.param({"tensor": 2}, marks=pytest.mark.full)])
 def test_separate_layers_change_no_token_and_share_memory(mesh):
     run, made, state = of(mesh)
-    layers = decode.separate(state.params, least=0)
+    layers = decode.layer_views(state.params, least=0)
     assert len(layers) == GPT["layers"]
     for name, stack in flatten_with_names(state.params["blocks"]):
         for i, layer in enumerate(layers):
@@ -159,7 +159,7 @@ def test_separate_layers_change_no_token_and_share_memory(mesh):
 
 def test_small_layers_and_split_stacks_stay_together():
     params = of()[2].params
-    assert decode.separate(params) == ()
+    assert decode.layer_views(params) == ()
     split = NamedSharding(jax.make_mesh((2,), ("stage",)), PartitionSpec("stage"))
     moved = {**params, "blocks": jax.device_put(params["blocks"], split)}
-    assert decode.separate(moved, least=0) == ()
+    assert decode.layer_views(moved, least=0) == ()
