@@ -13,6 +13,7 @@ from live_training import Training, replay_of
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.live.codes import PushEncoder
 from jaxdist.param_server.training.files import read_shard, write_shard
+from jaxdist.param_server.training.replay import Replay, _NotYetError
 from jaxdist.param_server.training.worker import computation
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import StepGradients
@@ -132,6 +133,27 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, codec, tmp_path)
         saved = run.reached[server]
         assert found.version == saved.version
         assert_same((found.params, found.optimizer), (saved.params, saved.optimizer))
+    for worker in workers:
+        worker.client.close()
+
+
+def test_a_replay_asks_again_for_the_changes_of_a_merge_that_waited(tmp_path, monkeypatch):
+    """Worker 0's change is known when the merge begins, worker 1's change at the second try."""
+    computed, late = Replay._computed, set()
+
+    def later(self, client, clock):
+        if client == 1 and clock not in late:
+            late.add(clock)
+            raise _NotYetError
+        return computed(self, client, clock)
+
+    monkeypatch.setattr(Replay, "_computed", later)
+    run = Training(consistency={"type": "bsp"}, servers=2, log=tmp_path)
+    run.run()
+    workers = [run.worker(slot) for slot in range(2)]
+    found = replay_of(run, workers, tmp_path).run()
+    assert_same(found, [server.shard.params for server in run.servers])
+    assert late == set(range(run.clocks))
     for worker in workers:
         worker.client.close()
 

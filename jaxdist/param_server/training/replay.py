@@ -92,7 +92,7 @@ class Replay:
         while moved:
             moved = False
             for server in self.servers:
-                moved |= server.advance(self._change_of)
+                moved |= server.advance(self._change_of, self._applied)
         stuck = [str(s.layout.server) for s in self.servers if s.stuck]
         if stuck:
             raise RunError(
@@ -114,11 +114,14 @@ class Replay:
         while clocks and clocks[0] <= one.clock:
             self._changes[one.client, clocks[0]] = self._computed(one.client, clocks[0])
             clocks.popleft()
-        change = self._changes[key][server]
+        return self._changes[key][server]
+
+    def _applied(self, one: Arrival) -> None:
+        """Delete a change when all servers that received a part of the change have applied it."""
+        key = one.client, one.clock
         self._left[key] -= 1
         if not self._left[key]:
             del self._changes[key]
-        return change
 
     def _computed(self, client: int, clock: int) -> Flats:
         pushes = [found.get((client, clock)) for found in self._pushes]
@@ -191,13 +194,20 @@ class _Server:
     def _newest(self) -> int:
         return max(self.versions)
 
-    def advance(self, change_of: Callable[[int, Arrival], np.ndarray]) -> bool:
-        """Execute the effects whose changes are known; return whether there was any such effect."""
+    def advance(
+        self, change_of: Callable[[int, Arrival], np.ndarray], applied: Callable[[Arrival], None]
+    ) -> bool:
+        """Execute the effects whose changes are known; return whether there was any such effect.
+
+        Args:
+          change_of: a function that returns this server's part of a change.
+          applied: a function that is called with each change that the server has applied.
+        """
         moved = False
         while self.waiting or self._log:
             while self.waiting:
                 try:
-                    self._do(self.waiting[0], change_of)
+                    self._do(self.waiting[0], change_of, applied)
                 except _NotYetError:
                     return moved
                 self.waiting.popleft()
@@ -220,7 +230,12 @@ class _Server:
             params, optimizer = self.shard.params, self.shard.kept()
             self.reached = ShardState(due, clocks.version, params, optimizer)
 
-    def _do(self, effect: Effect, change_of: Callable[[int, Arrival], np.ndarray]) -> None:
+    def _do(
+        self,
+        effect: Effect,
+        change_of: Callable[[int, Arrival], np.ndarray],
+        applied: Callable[[Arrival], None],
+    ) -> None:
         if isinstance(effect, Answer | Publish):
             # Delay compensation needs the version that each worker has read.
             self.shard.read(effect.client, effect.version)
@@ -231,6 +246,10 @@ class _Server:
             (part.arrival.client, part.arrival.sequence): change_of(at, part.arrival)
             for part in effect.merge.parts
         }
+        # Changes are deleted only now: if one change of a merge is not known yet, the merge begins
+        # again later, and asks again for the changes that were known.
+        for part in effect.merge.parts:
+            applied(part.arrival)
         self.shard.apply(effect.merge, lambda one: changes[one.client, one.sequence])
         before, self.versions[effect.version] = self._newest, self.shard.params
         if not self._wanted[before]:
