@@ -33,7 +33,7 @@ _TARGET = re.compile(r"# target: +held-out (accuracy|AUC|loss|RMSE)\b\D*(\d+\.\d
 
 @dataclass(frozen=True)
 class Target:
-    """What the head of a config says about its run.
+    """The command and the target in the head of a config.
 
     Attributes:
       arguments: the arguments of `jaxdist train` after the config.

@@ -31,7 +31,7 @@ LOADED_GOAL, READ_GOAL = "<= 1", "<= 1.5"
 
 @dataclass(frozen=True)
 class Given:
-    """What the parts of this bench share.
+    """The inputs that all parts of this bench share.
 
     Attributes:
       folder: a folder for models.

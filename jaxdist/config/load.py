@@ -7,8 +7,9 @@ base come first, then the new keys. Every other value is replaced. A mapping is 
 merged, in two cases:
 
 - Both mappings have a `type:`, and the types differ, so that the keys of the other type have no
-  meaning. - The including file lists the mapping under `replace:`, as in `replace: [mesh]`, or by a
-  dotted path if the mapping is inside another mapping.
+  meaning.
+- The including file lists the mapping under `replace:`, as in `replace: [mesh]`, or by a dotted
+  path if the mapping is inside another mapping.
 """
 
 from __future__ import annotations

@@ -165,7 +165,10 @@ class Progress:
         ]
 
     def measured(self, step_seconds: float) -> list[tuple[str, float]]:
-        """Return the measures of `efficiency` for a step of this duration, if it is set."""
+        """Return the measures of `efficiency` for a step of this duration.
+
+        Without `efficiency` there are no measures.
+        """
         if self.efficiency is None:
             return []
         return [*self.efficiency.of(self.units_per_step, step_seconds).items()]

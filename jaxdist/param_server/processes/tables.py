@@ -83,7 +83,7 @@ class TableProcess:
             case {"follow": int(at)}:
                 self._sit(at, leads=False)
             case {"drop": int(at)}:
-                self._rise(at)
+                self._give_up(at)
             case {"view": order, "ports": ports, "range": int(at)}:
                 self.seats[at].view(RangeView(*order), dict(ports))
             case {"save": int(step), "range": int(at)}:
@@ -111,7 +111,7 @@ class TableProcess:
 
     def _sit(self, at: int, *, leads: bool) -> None:
         """Become the leader of a range, or begin to follow its leader."""
-        self._rise(at)
+        self._give_up(at)
         strategy, setup = self.strategy, self._setup
         given = {"server": at, "servers": strategy.range_count}
         form = form_of(self.about, strategy.most_rows or 0)
@@ -128,7 +128,7 @@ class TableProcess:
             kind=ReplicatedTables,
         )
 
-    def _rise(self, at: int) -> None:
+    def _give_up(self, at: int) -> None:
         """Give up the role in a range, if this server has one, with its rows and its ports."""
         self._writers.pop(at, None)
         for rpc in self._rpcs.pop(at, []):
@@ -172,4 +172,4 @@ class TableProcess:
         self._orders.put(None)
         self._orderly.join()
         for at in [*self.seats]:
-            self._rise(at)
+            self._give_up(at)
