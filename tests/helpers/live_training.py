@@ -78,7 +78,7 @@ class Training:
             for client in range(self.cluster.clients):
                 server.join(client)
             self.servers.append(server)
-        self.racks = [self._rack(*one) for one in enumerate(self.cluster.racks)]
+        self.racks = [self._rack(*one, log) for one in enumerate(self.cluster.racks)]
         self.told: list[tuple[int, Clocked]] = []
         self.measured: list[Measured] = []
         self._lock = threading.Lock()
@@ -93,7 +93,9 @@ class Training:
             for service, layout, push in given
         ]
 
-    def _rack(self, number: int, workers: tuple[int, ...]) -> list[Aggregator]:
+    def _rack(
+        self, number: int, workers: tuple[int, ...], log: Path | None = None
+    ) -> list[Aggregator]:
         """Its aggregators, one for each server."""
         codes = self.sharded.codes or [None] * self.cluster.servers
         given = zip(self.sharded.layouts, self._wires(self.servers), codes, strict=True)
@@ -101,20 +103,25 @@ class Training:
 
         def gone(at: int, client: int) -> None:
             self.servers[at].leave(client)
+            self.servers[at].admit(client + racks)
+
+        def order(at: int) -> OrderLog | None:
+            return None if log is None else OrderLog(log / f"rack_{number}.server_{at}.jsonl")
 
         return [
             Aggregator(layout, model, wire, count(number, racks), workers, codes=coded,
-                       gone=partial(gone, at))
+                       gone=partial(gone, at), log=order(at))
             for at, (layout, wire, coded) in enumerate(given)
         ]  # fmt: skip
 
-    def worker(self, slot: int, stop: int | None = None) -> Worker:
+    def worker(self, slot: int, stop: int | None = None, number: int | None = None) -> Worker:
         shares = self.cluster.shares(32)
         loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
         program = self.sharded.share(loader, 1)
         rack = self.cluster.rack_of(slot)
         wires = self._wires(self.servers if rack is None else self.racks[rack])
-        given = (slot, self.cluster.of_workers, self.sharded.layouts, wires)
+        number = slot if number is None else number
+        given = (number, self.cluster.of_workers, self.sharded.layouts, wires)
         begin = partial(MaskingClient, **self.cluster.secure) if self.cluster.secure else Client
         client = begin(*given, codes=self.sharded.codes, patience=Timeouts(60.0))
 
@@ -134,10 +141,17 @@ class Training:
             worker = self.worker(slot)
             with worker.client:
                 worker.run()
-            for one in self.racks[rack] if (rack := self.cluster.rack_of(slot)) is not None else ():
-                one.leave(slot)
+            self.leave(slot, slot)
 
         at_once(work, self.cluster.workers)
+        self.close()
+
+    def leave(self, client: int, slot: int) -> None:
+        """A client of a rack has left for good."""
+        for one in self.racks[rack] if (rack := self.cluster.rack_of(slot)) is not None else ():
+            one.leave(client)
+
+    def close(self) -> None:
         for one in (one for rack in self.racks for one in rack):
             one.close()
         for server in self.servers:
@@ -162,8 +176,12 @@ class Training:
 
 
 def replay_of(run: Training, workers: list[Any], folder: Path) -> Replay:
-    """The replay of a finished run from the logs of its servers in a folder."""
-    steps = run.cluster.local_steps
+    """The replay of a finished run from the logs of its servers in a folder.
+
+    Args:
+      workers: the worker of each client, by the client's number.
+    """
+    steps, servers = run.cluster.local_steps, range(len(run.servers))
 
     def batches(client: int, clock: int) -> list[Any]:
         return [workers[client].loader.batch(clock * steps + step) for step in range(steps)]
@@ -171,9 +189,13 @@ def replay_of(run: Training, workers: list[Any], folder: Path) -> Replay:
     return Replay(
         run.sharded,
         run.sharded.parted(run.start, 0),
-        [RangeState(Clocks(len(workers)))] * len(run.servers),
-        [read_order(folder / f"server_{at}.jsonl") for at in range(len(run.servers))],
-        lambda client: computation(run.sharded, workers[client].program, client),
+        [RangeState(Clocks(run.cluster.clients))] * len(run.servers),
+        [read_order(folder / f"server_{at}.jsonl") for at in servers],
+        lambda client: computation(run.sharded, workers[client].program, workers[client].slot),
         batches,
+        racks=[
+            [read_order(folder / f"rack_{at}.server_{to}.jsonl") for at in range(len(run.racks))]
+            for to in servers
+        ],
         due=run.clocks,
     )

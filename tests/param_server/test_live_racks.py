@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import jax
 import numpy as np
 import pytest
 from live_racks import Racked
 from live_servers import Faults, FaultyWire, Servers, at_once
-from live_training import Training
+from live_training import Training, replay_of
 from test_live_kills import until
 from test_live_servers import delta
 from test_simulator import Quadratic
@@ -20,8 +21,8 @@ from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.param_server.placement.balanced import Balanced
-from jaxdist.param_server.training.replay import Replay
-from jaxdist.param_server.training.state import Sharded
+from jaxdist.param_server.protocol.messages import Answer
+from jaxdist.param_server.training.worker import computation
 from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate_training
 from jaxdist.wire import ports
@@ -259,6 +260,85 @@ def test_every_model_that_goes_with_racks_lowers_the_loss(model):
         assert not server.counters.refused
 
 
+SIGN = {"type": "sign"}
+REPLAYS = [
+    pytest.param({"type": "ssp", "bound": 2, "reads": "ahead"}, SIGN, id="ahead-sign"),
+    pytest.param({"type": "bsp", "backups": 1}, SIGN, id="backups-sign", marks=FULL),
+    pytest.param(*MODELS[3].values, None, id="async", marks=FULL),
+    pytest.param(*MODELS[5].values, SIGN, id="decoupled-sign", marks=SLOW),
+]
+
+
+def assert_replayed(run, workers, folder):
+    """The replay has the bits of the servers, at the end and where they last saved."""
+    again = replay_of(run, workers, folder)
+    wanted = [server.shard.params for server in run.servers]
+    assert [one.tobytes() for one in again.run()] == [one.tobytes() for one in wanted]
+    for server, found in enumerate(again.reached):
+        saved = run.reached[server]
+        assert found.version == saved.version
+        pairs = zip(*map(jax.tree.leaves, (found.optimizer, saved.optimizer)), strict=True)
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+        assert found.params.tobytes() == saved.params.tobytes()
+    for worker in workers:
+        worker.client.close()
+
+
+@pytest.mark.parametrize(("model", "codec"), REPLAYS)
+def test_a_run_with_racks_is_replayed_from_its_logs_to_the_same_bits(model, codec, tmp_path):
+    """Racks of two and of one: both encode again what they send, and carry what they left out."""
+    run = Training(tmp_path, {"train": {"steps": 6, "batch_size": 32}}, consistency=model,
+                   codec=codec, workers=3, batch_shares=[8, 8, 16], servers=2,
+                   aggregation={"type": "racks", "size": 2})  # fmt: skip
+    run.run()
+    assert_replayed(run, [run.worker(slot) for slot in range(3)], tmp_path)
+
+
+def test_a_repeated_answer_has_the_parameters_of_the_first():
+    """So that the worker has computed from the version that a replay takes."""
+    with Racked(BSP(), 4, 2, count=1) as racked, racked.client(0) as client:
+        one, newer = racked.aggregators[0][0], client.read()[0] + 1
+        first = one._link.copy
+        one._link.copy = newer
+        assert one._copy_for(Answer(0, 0, 0, 0, 0)) is first
+        assert one._copy_for(Answer(0, 2, 1, 1, 1)) is newer
+
+
+def test_a_replay_of_racks_with_replaced_workers(tmp_path):
+    """Worker 0 dies when only server 0 has its last push, and worker 2 was alone in its rack."""
+    run = Training(tmp_path, consistency={"type": "bsp"}, workers=3, servers=2,
+                   batch_shares=[8, 8, 16], aggregation={"type": "racks", "size": 2})  # fmt: skip
+    first = [run.worker(slot, stop=2) for slot in range(3)]
+    at_once(lambda slot: first[slot].run(), 3)
+
+    client = first[0].client
+    work = computation(run.sharded, first[0].program, 0)
+    work.begin(client.read())
+    changes, _ = work.compute([first[0].loader.batch(2)], 2)
+    client._push_to(0, changes[0], client._read[0], 8.0)
+    until(lambda: run.racks[0][0].state.inner.inboxes[0].expected == 6)
+    for slot in 0, 2:
+        first[slot].client.close()
+        run.leave(slot, slot)
+        for one in run.racks[slot // 2]:
+            one.admit(slot + 3)
+    then = {1: first[1], 3: run.worker(0, number=3), 5: run.worker(2, number=5)}
+    for number in 3, 5:
+        then[number].client.read()
+    first[1].stop = run.clocks
+
+    def finish(slot):
+        number = (3, 1, 5)[slot]
+        then[number].run()
+        then[number].client.close()
+        run.leave(number, slot)
+
+    at_once(finish, 3)
+    run.close()
+    assert [server.counters.applied for server in run.servers] == [2 * run.clocks] * 2
+    assert_replayed(run, [*first, then[3], first[0], then[5]], tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", [None, pytest.param({"type": "sign"}, marks=FULL)], ids=["whole", "sign"]
@@ -282,6 +362,3 @@ def test_what_a_run_with_racks_needs_and_cannot_do(monkeypatch):
     monkeypatch.setattr(ports, "_refused", lambda host, port: "taken" if port == 7003 else None)
     with pytest.raises(ConfigError, match=r"aggregator 0 cannot listen .* port 7003: taken"):
         ports.check_ports("127.0.0.1", 7000, 2, aggregators=2)
-    sharded = Sharded(Cluster(workers=4, aggregation=Racks(size=2)), *[None] * 3)
-    with pytest.raises(RunError, match="such a run cannot be replayed"):
-        Replay(sharded, [], [], [], lambda client: None, lambda client, clock: ())

@@ -102,6 +102,8 @@ def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: 
     assert last["server_0_applied"] == 2 * 600
     assert last["server_0_received_bytes"] == 2 * last["worker_0_sent_bytes"]
     assert last["server_0_dropped"] == last["server_0_refused"] == 0
+    replayed = jaxdist("replay", RUN)
+    assert (replayed.code, replayed.out.count("the same bits")) == (0, 1), replayed
 
 
 SECURE = strategy(workers=3, consistency={"type": "bsp"}, aggregation={"type": "secure"})

@@ -12,6 +12,7 @@ from jaxdist.param_server.consistency.contract import Arrival, Consistency
 from jaxdist.param_server.live.codes import Codes, PushEncoder
 from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.live.layout import ShardLayout
+from jaxdist.param_server.live.order import OrderLog, ProtocolCall, rack_step
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.protocol import client, rack
 from jaxdist.param_server.protocol.client import ClientState
@@ -37,6 +38,7 @@ class Aggregator(Reception):
         again.
       gone: the function that is called with the aggregator's client number when the last worker has
         left.
+      log: the log of the order of messages, or None without a log.
       failed: the function that is called with the reason when the server refuses a message.
 
     Attributes:
@@ -55,11 +57,14 @@ class Aggregator(Reception):
         codes: Codes | None = None,
         retry_seconds: float = 30.0,
         gone: Callable[[int], None] = lambda number: None,
+        log: OrderLog | None = None,
         failed: Callable[[str], None] = lambda reason: None,
     ) -> None:
         super().__init__(layout.spec, codes)
         self.model, self.forwarded = model, 0
         self._numbers, self._workers, self._gone = numbers, len(workers), gone
+        self._log = log
+        self._given: dict[int, tuple[int, int, np.ndarray | None]] = {}
         self._link = ServerLink(layout.server, wire, ClientState(-1), f"server {layout.server}")
         self._begin()
         for worker in workers:
@@ -83,8 +88,10 @@ class Aggregator(Reception):
         return self.state.inner
 
     def close(self) -> None:
-        """End the session with the server; the wire ends the sessions of the workers."""
+        """End the session with the server and close the log; the wire ends the other sessions."""
         self._exchange.close()
+        if self._log is not None:
+            self._log.close()
 
     def stats(self) -> dict[str, int]:
         """Return the aggregator's counters by name."""
@@ -102,7 +109,8 @@ class Aggregator(Reception):
         """Remove a worker permanently, so that the rest of the rack no longer waits for it."""
         with self._changed:
             if worker in self.state.inner.members:
-                self._do(rack.leave_rack(self.model, self.state, worker))
+                self._take(ProtocolCall("leave", self.seconds, worker))
+                self._given.pop(worker, None)
                 if not self.state.inner.members:
                     self._leave_server()
             peer = self._dismissed(worker)
@@ -119,13 +127,13 @@ class Aggregator(Reception):
         self._gone(before)
 
     def _join(self, client: int) -> None:
-        self._do(rack.join_rack(self.model, self.state, client))
+        self._take(ProtocolCall("join", self.seconds, client))
         if self._link.idle:
             self._link.idle = False
             self._exchange.wake()
 
     def _message(self, message: Message) -> None:
-        self._do(rack.from_worker(self.model, self.state, message, self.seconds))
+        self._take(ProtocolCall("receive", self.seconds, message=message))
 
     def _late(self) -> str:
         if self.state.answers or self.state.owed:
@@ -133,12 +141,25 @@ class Aggregator(Reception):
         return f"clients {', '.join(map(str, self.state.inner.late)) or 'none'}"
 
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
-        step = rack.from_root(self.model, self.state, reply)
-        if step.takes:
-            link.copy = payload
-        self._do(step)
+        self._take(ProtocolCall("hear", self.seconds, reply=reply), payload)
         known = self.state.outer.under_way
         link.payloads = {at: one for at, one in link.payloads.items() if at in known}
+
+    def _take(self, taken: ProtocolCall, payload: np.ndarray | None = None) -> None:
+        """Execute a call of the protocol and its effects, in order.
+
+        Args:
+          payload: the parameters of a server's reply, or None without parameters.
+        """
+        found = rack_step(self.model, self.state, taken)
+        # A call that leads to the same state repeats earlier replies, and a replay needs none.
+        if self._log is not None and found.state != self.state:
+            self._log.add(taken)
+            # The servers may save a state that contains this round before this process ends.
+            self._log.flush()
+        if found.takes:
+            self._link.copy = payload
+        self._do(found)
 
     def _do(self, step: RackStep) -> None:
         """Execute the effects of a protocol step, in order."""
@@ -158,7 +179,18 @@ class Aggregator(Reception):
     def _tell(self, reply: Reply) -> None:
         if isinstance(reply, Refuse):
             self._release(reply.client, reply.sequence)
-        self._reply(reply, self._link.copy if isinstance(reply, Answer) else None)
+        self._reply(reply, self._copy_for(reply) if isinstance(reply, Answer) else None)
+
+    def _copy_for(self, answer: Answer) -> np.ndarray | None:
+        """Return the parameters for an answer, which are the same when an answer is repeated.
+
+        A replay could not know otherwise from which of two copies the worker computed.
+        """
+        given = self._given.get(answer.client)
+        if given is None or given[:2] < (answer.sequence, answer.clock):
+            given = answer.sequence, answer.clock, self._link.copy
+            self._given[answer.client] = given
+        return given[2]
 
     def _forward(self, effect: Forward) -> None:
         sequence = effect.message.stamp.sequence

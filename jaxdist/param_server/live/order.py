@@ -1,4 +1,7 @@
-"""A log on disk of the order in which a server processed messages, so that a replay is exact."""
+"""A log on disk of the order in which a server or an aggregator processed messages.
+
+With such logs a replay is exact.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,43 @@ from typing import Literal, NamedTuple
 from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
-from jaxdist.param_server.protocol import server
-from jaxdist.param_server.protocol.messages import Message, Pull, Push, Stamp
+from jaxdist.param_server.protocol import rack, server
+from jaxdist.param_server.protocol.messages import (
+    Acknowledge,
+    Answer,
+    Message,
+    Publish,
+    Pull,
+    Push,
+    Reply,
+    Stamp,
+)
+from jaxdist.param_server.protocol.rack import RackState, RackStep
 from jaxdist.param_server.protocol.server import RangeState
 
 
 class ProtocolCall(NamedTuple):
-    """A call of the protocol (`jaxdist.param_server.protocol.server`) with its arguments.
+    """A call of the protocol with its arguments.
+
+    A server calls `jaxdist.param_server.protocol.server`, and an aggregator calls
+    `jaxdist.param_server.protocol.rack`.
 
     Attributes:
-      now: the server's time, in seconds.
+      now: the time of the server or the aggregator, in seconds.
       client: the client of a join or a leave.
       message: the received message.
+      reply: the server's reply that an aggregator hears.
     """
 
-    kind: Literal["join", "leave", "tick", "receive"]
+    kind: Literal["join", "leave", "tick", "receive", "hear"]
     now: float
     client: int = 0
     message: Message | None = None
+    reply: Reply | None = None
 
 
 def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.Step:
-    """Repeat a recorded call of the protocol, and return the resulting step."""
+    """Repeat a recorded call of a server's protocol, and return the resulting step."""
     match taken.kind:
         case "join":
             return server.join(model, state, taken.client, taken.now)
@@ -42,6 +60,25 @@ def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.S
         case "receive":
             assert taken.message is not None
             return server.receive(model, state, taken.message, taken.now)
+        case "hear":
+            raise AssertionError("a server hears no replies")
+
+
+def rack_step(model: Consistency, state: RackState, taken: ProtocolCall) -> RackStep:
+    """Repeat a recorded call of an aggregator's protocol, and return the resulting step."""
+    match taken.kind:
+        case "join":
+            return rack.join_rack(model, state, taken.client)
+        case "leave":
+            return rack.leave_rack(model, state, taken.client)
+        case "receive":
+            assert taken.message is not None
+            return rack.from_worker(model, state, taken.message, taken.now)
+        case "hear":
+            assert taken.reply is not None
+            return rack.from_root(model, state, taken.reply)
+        case "tick":
+            raise AssertionError("an aggregator applies no updates")
 
 
 def is_recorded(state: RangeState, found: server.Step) -> bool:
@@ -53,6 +90,16 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     if found.state is state:
         return False  # Effects without a new state repeat earlier replies.
     return bool(found.effects) or found.state != state
+
+
+def server_log(number: int, clock: int) -> str:
+    """Return the name of the log of a server that starts at a clock."""
+    return f"server_{number}.from_{clock}.jsonl"
+
+
+def rack_log(number: int, server: int, clock: int) -> str:
+    """Return the name of the log of a rack's aggregator for a server, which starts at a clock."""
+    return f"rack_{number}.server_{server}.from_{clock}.jsonl"
 
 
 class OrderLog:
@@ -108,7 +155,13 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
 
 
 def _fields(taken: ProtocolCall) -> list[object]:
-    match taken.message:
+    match taken.reply or taken.message:
+        case Acknowledge(client, sequence, version):
+            return ["acknowledge", taken.now, client, sequence, version]
+        case Answer(client, sequence, clock, version, floor):
+            return ["answer", taken.now, client, sequence, clock, version, floor]
+        case Publish(client, version, floor):
+            return ["publish", taken.now, client, version, floor]
         case None:
             return [taken.kind, taken.now, taken.client]
         case Pull(stamp):
@@ -116,6 +169,8 @@ def _fields(taken: ProtocolCall) -> list[object]:
         case Push(stamp, clock, version, tokens, usable):
             own = [clock, version, tokens, usable]
             return ["push", taken.now, stamp.client, stamp.sequence, stamp.epoch, *own]
+        case other:
+            raise AssertionError(other)
 
 
 def _taken(fields: list[object]) -> ProtocolCall:
@@ -126,6 +181,14 @@ def _taken(fields: list[object]) -> ProtocolCall:
             return ProtocolCall("leave", now, client)
         case ["tick", float(now), int(client)]:
             return ProtocolCall("tick", now, client)
+        case ["acknowledge", float(now), int(client), int(sequence), int() | None as version]:
+            return ProtocolCall("hear", now, reply=Acknowledge(client, sequence, version))
+        case [
+            "answer", float(now), int(client), int(sequence), int(clock), int(version), int(floor)
+        ]:  # fmt: skip
+            return ProtocolCall("hear", now, reply=Answer(client, sequence, clock, version, floor))
+        case ["publish", float(now), int(client), int(version), int(floor)]:
+            return ProtocolCall("hear", now, reply=Publish(client, version, floor))
         case ["pull", float(now), int(client), int(sequence), int(epoch)]:
             return ProtocolCall("receive", now, message=Pull(Stamp(epoch, client, sequence)))
         case [

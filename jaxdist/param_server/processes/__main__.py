@@ -21,7 +21,7 @@ from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Timeouts
-from jaxdist.param_server.live.order import OrderLog
+from jaxdist.param_server.live.order import OrderLog, server_log
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
@@ -58,7 +58,6 @@ class ServerProcess:
         model, transform = cluster.consistency, sharded.transform(self.layout)
         shard = ServerShard(self.layout, model, transform, start.params, start.optimizer)
         clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
-        name = f"server_{self.number}.from_{start.floor}.jsonl"
         begin: Callable[..., Server] = Server
         if cluster.secure:
             begin = partial(SecureServer, **cluster.secure, failed=self._fail)
@@ -70,7 +69,7 @@ class ServerProcess:
             due=setup["due"],
             reached=self._reached.put,
             applied=self._applied,
-            log=OrderLog(self.run / "order" / name),
+            log=OrderLog(self.run / "order" / server_log(self.number, start.floor)),
         )
         for client in setup["clients"]:
             self.server.join(client)

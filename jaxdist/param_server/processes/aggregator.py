@@ -8,7 +8,8 @@ from functools import partial
 from itertools import count
 
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.processes.setup import listening, run_experiment, wires_to
+from jaxdist.param_server.live.order import OrderLog, rack_log
+from jaxdist.param_server.processes.setup import listening, run_experiment, run_of, wires_to
 from jaxdist.runtime.children import Parent
 from jaxdist.types import JsonObject
 
@@ -26,7 +27,7 @@ class AggregatorProcess:
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.number, self.parent = setup["number"], parent
         _, sharded = run_experiment(setup)
-        cluster = sharded.cluster
+        cluster, order = sharded.cluster, run_of(setup) / "order"
         codes = sharded.codes or (None,) * cluster.servers
         given = zip(sharded.layouts, wires_to(sharded, setup), codes, strict=True)
         self.aggregators = [
@@ -39,6 +40,7 @@ class AggregatorProcess:
                 codes=coded,
                 retry_seconds=cluster.processes.retry_seconds,
                 gone=partial(self._gone, at),
+                log=OrderLog(order / rack_log(self.number, at, setup["clock"])),
                 failed=lambda reason: parent.say("failed", error=reason),
             )
             for at, (layout, wire, coded) in enumerate(given)

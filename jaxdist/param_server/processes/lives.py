@@ -16,7 +16,7 @@ from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment
 from jaxdist.param_server.consistency.contract import Clocks
-from jaxdist.param_server.live.order import read_order
+from jaxdist.param_server.live.order import rack_log, read_order, server_log
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import directory_of
@@ -85,14 +85,16 @@ def computed_again(
     Raises:
       RunError: an order log cannot be read, or belongs to another run.
     """
-    workers = sharded.cluster.workers
-    states = [RangeState(Clocks(workers, version=one.version, floor=one.floor)) for one in start]
-    logs = [
-        read_order(run / "order" / f"server_{at}.from_{life.first}.jsonl")
-        for at in range(len(start))
+    cluster, order, servers = sharded.cluster, run / "order", range(len(start))
+    clients = cluster.clients
+    states = [RangeState(Clocks(clients, version=one.version, floor=one.floor)) for one in start]
+    logs = [read_order(order / server_log(at, life.first)) for at in servers]
+    racks = [
+        [read_order(order / rack_log(rack, at, life.first)) for rack in range(len(cluster.racks))]
+        for at in servers
     ]
     given = _work_of(experiment, sharded, life)
-    again = Replay(sharded, [*start], states, logs, *given, due=life.last)
+    again = Replay(sharded, [*start], states, logs, *given, racks=racks, due=life.last)
     again.run()
     return [*again.reached]
 

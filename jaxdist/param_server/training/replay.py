@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import RunError
-from jaxdist.param_server.consistency.contract import Arrival
+from jaxdist.param_server.consistency.arrays import combined
+from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.codes import PushEncoder
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.live.order import ProtocolCall, step
 from jaxdist.param_server.live.shard import ServerShard
-from jaxdist.param_server.protocol.messages import Answer, Apply, Effect, Publish, Push
+from jaxdist.param_server.protocol.messages import Answer, Apply, Effect, Publish
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.received import (
+    Key,
+    received_directly,
+    received_through_racks,
+)
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.param_server.training.worker import Flats, PushComputation
 
-Key = tuple[int, int]
-"""A client and a clock, which identify a change; each server received a part of the change."""
-Pushes = Mapping[Key, Push]
-"""The pushes that a server received."""
+Applied = Callable[[int, Arrival], None]
+"""A function that is called with a server and an arrival that the server has applied."""
 BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
 """A function that returns the batches of a client's clock."""
 
@@ -32,7 +37,7 @@ class _NotYetError(Exception):
 
 
 class Replay:
-    """A replay of servers and workers in one process, in the recorded order of messages.
+    """A replay of servers, racks and workers in one process, in the recorded order of messages.
 
     The workers' changes are recomputed from the recorded versions. The replay keeps a copy of the
     parameters in memory for each version that a later change was computed from.
@@ -42,10 +47,8 @@ class Replay:
       states: the initial protocol state of each server.
       logs: the recorded messages of each server.
       work: a function that returns a new computation for a client.
+      racks: the recorded messages of all racks, for each server; () without racks.
       due: a clock at which the servers' shards are stored in `reached`, or None to store no shard.
-
-    Raises:
-      RunError: the run has racks, which combine changes.
     """
 
     def __init__(
@@ -56,29 +59,33 @@ class Replay:
         logs: Sequence[Iterable[ProtocolCall]],
         work: Callable[[int], PushComputation],
         batches_of: BatchesOf,
+        racks: Sequence[Sequence[Iterable[ProtocolCall]]] = (),
         due: int | None = None,
     ) -> None:
-        if sharded.cluster.racks:
-            raise RunError(
-                "with racks, servers log the messages of racks but not the actions of each "
-                "worker: such a run cannot be replayed. Train with aggregation type direct to "
-                "replay the run later"
-            )
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
-        taken = [list(log) for log in logs]
-        self._pushes = [_pushes(log) for log in taken]
+        self._racked, taken = bool(sharded.cluster.racks), [list(log) for log in logs]
+        if self._racked:
+            self._received = [received_through_racks(sharded.cluster, one) for one in racks]
+        else:
+            self._received = [received_directly(log) for log in taken]
         self._works: dict[int, tuple[PushComputation, list[PushEncoder]]] = {}
+        self._means: dict[tuple[int, int, int], np.ndarray] = {}
+        self._encoders: dict[tuple[int, int], PushEncoder] = {}
         self._changes: dict[Key, Flats] = {}
         self._left: Counter[Key] = Counter()
-        for pushes in self._pushes:
-            for key, push in pushes.items():
+        for found in self._received:
+            for key, push in found.pushes.items():
                 # A worker that joins pushes zeros to a server that is a round behind the others.
-                if push.tokens or all(key in one for one in self._pushes):
+                if push.tokens or all(key in one.pushes for one in self._received):
                     self._left[key] += 1
         self._clocks: dict[int, deque[int]] = {}
         for client, clock in sorted(self._left):
             self._clocks.setdefault(client, deque()).append(clock)
-        given = zip(sharded.layouts, start, states, taken, self._pushes, strict=True)
+        wanted = [
+            Counter(one.versions[key] for key in self._left if key in one.versions)
+            for one in self._received
+        ]
+        given = zip(sharded.layouts, start, states, taken, wanted, strict=True)
         self.servers = [_Server(sharded, *one, due) for one in given]
 
     def run(self) -> list[np.ndarray]:
@@ -107,6 +114,33 @@ class Replay:
         return [server.reached for server in self.servers if server.reached is not None]
 
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:
+        """Return a server's part of a worker's change, or of the mean that a rack sent."""
+        if not self._racked:
+            return self._of_worker(server, one)
+        rounds = self._received[server].rounds[one.client]
+        # Earlier rounds of the rack come first, applied or not, since the rack's encoder carries
+        # state from one round to the next.
+        while rounds and rounds[0][0] <= one.sequence:
+            sequence, merge = rounds[0]
+            if merge.parts:
+                mean = self._mean(server, one.client, sequence, merge)
+                self._means[server, one.client, sequence] = mean
+            rounds.popleft()
+        return self._means[server, one.client, one.sequence]
+
+    def _mean(self, server: int, client: int, sequence: int, merge: Merge) -> np.ndarray:
+        """Return the mean of a rack's round as the server received it."""
+        found = combined(merge, partial(self._of_worker, server))
+        for part in merge.parts:
+            self._used(part.arrival)
+        if not self.sharded.codes:
+            return found
+        codes = self.sharded.codes[server]
+        encoder = self._encoders.setdefault((server, client), PushEncoder(codes, client))
+        written, _ = encoder(found, sequence)
+        return codes.decode(written, client, sequence)
+
+    def _of_worker(self, server: int, one: Arrival) -> np.ndarray:
         key = one.client, one.clock
         # Earlier clocks of the client come first, applied or not, since workers carry state from
         # one clock to the next.
@@ -116,18 +150,25 @@ class Replay:
             clocks.popleft()
         return self._changes[key][server]
 
-    def _applied(self, one: Arrival) -> None:
-        """Delete a change when all servers that received a part of the change have applied it."""
+    def _applied(self, server: int, one: Arrival) -> None:
+        if self._racked:
+            del self._means[server, one.client, one.sequence]
+        else:
+            self._used(one)
+
+    def _used(self, one: Arrival) -> None:
+        """Delete a change when all servers that received a part of the change have used it."""
         key = one.client, one.clock
         self._left[key] -= 1
         if not self._left[key]:
             del self._changes[key]
 
     def _computed(self, client: int, clock: int) -> Flats:
-        pushes = [found.get((client, clock)) for found in self._pushes]
+        pushes = [found.pushes.get((client, clock)) for found in self._received]
+        versions = [found.versions.get((client, clock), -1) for found in self._received]
         flats: Flats = []
-        for server, push in zip(self.servers, pushes, strict=True):
-            found = None if push is None else server.versions.get(push.version)
+        for server, version in zip(self.servers, versions, strict=True):
+            found = server.versions.get(version)
             if found is None:
                 raise _NotYetError
             flats.append(found)
@@ -138,14 +179,13 @@ class Replay:
         first = work.begin(flats)
         changes, _ = work.compute(self._batches_of(client, clock), clock)
         changes = changes if first is None else first
-        taken = [push for push in pushes if push is not None]
-        for server, push in zip(self.servers, taken, strict=True):
-            server.used(push.version)
-        # A worker sends zeros for a push without tokens, and does not use the encoder.
-        for at, encoder in enumerate(encoders if taken[0].tokens else ()):
-            sequence = taken[at].stamp.sequence
-            written, _ = encoder(changes[at], sequence)
-            changes[at] = encoder.codes.decode(written, client, sequence)
+        for server, version in zip(self.servers, versions, strict=True):
+            server.used(version)
+        for at, (encoder, push) in enumerate(zip(encoders, pushes, strict=False)):
+            # A worker sends zeros for a push without tokens, and does not use the encoder.
+            if push is not None and push.tokens:
+                written, _ = encoder(changes[at], push.stamp.sequence)
+                changes[at] = encoder.codes.decode(written, client, push.stamp.sequence)
         return changes
 
 
@@ -165,15 +205,14 @@ class _Server:
         start: ShardState,
         state: RangeState,
         log: Sequence[ProtocolCall],
-        pushes: Pushes,
+        wanted: Counter[int],
         due: int | None,
     ) -> None:
         self.layout, self._model = layout, sharded.cluster.consistency
         transform = sharded.transform(layout)
         self.shard = ServerShard(layout, self._model, transform, start.params, start.optimizer)
         self.shard.merged = sharded.merged
-        self._state, self._log = state, deque(log)
-        self._wanted = Counter(push.version for push in pushes.values())
+        self._state, self._log, self._wanted = state, deque(log), wanted
         self.versions = {state.clocks.version: self.shard.params}
         self.waiting: deque[Effect] = deque()
         self._due = due
@@ -194,14 +233,12 @@ class _Server:
     def _newest(self) -> int:
         return max(self.versions)
 
-    def advance(
-        self, change_of: Callable[[int, Arrival], np.ndarray], applied: Callable[[Arrival], None]
-    ) -> bool:
+    def advance(self, change_of: Callable[[int, Arrival], np.ndarray], applied: Applied) -> bool:
         """Execute the effects whose changes are known; return whether there was any such effect.
 
         Args:
           change_of: a function that returns this server's part of a change.
-          applied: a function that is called with each change that the server has applied.
+          applied: a function that is called with the server and each change that it has applied.
         """
         moved = False
         while self.waiting or self._log:
@@ -234,7 +271,7 @@ class _Server:
         self,
         effect: Effect,
         change_of: Callable[[int, Arrival], np.ndarray],
-        applied: Callable[[Arrival], None],
+        applied: Applied,
     ) -> None:
         if isinstance(effect, Answer | Publish):
             # Delay compensation needs the version that each worker has read.
@@ -249,14 +286,8 @@ class _Server:
         # Changes are deleted only now: if one change of a merge is not known yet, the merge begins
         # again later, and asks again for the changes that were known.
         for part in effect.merge.parts:
-            applied(part.arrival)
+            applied(at, part.arrival)
         self.shard.apply(effect.merge, lambda one: changes[one.client, one.sequence])
         before, self.versions[effect.version] = self._newest, self.shard.params
         if not self._wanted[before]:
             self.versions.pop(before, None)
-
-
-def _pushes(log: Iterable[ProtocolCall]) -> Pushes:
-    """Return the pushes in a log, by client and clock."""
-    pushes = (taken.message for taken in log if isinstance(taken.message, Push))
-    return {(push.stamp.client, push.clock): push for push in pushes}

@@ -1,0 +1,90 @@
+"""The pushes that a server received, from its log, or from the logs of the racks before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.contract import Merge
+from jaxdist.param_server.live.order import ProtocolCall, rack_step
+from jaxdist.param_server.protocol.messages import Answer, Push
+from jaxdist.param_server.protocol.rack import Forward, RackEffect, begin_rack
+
+Key = tuple[int, int]
+"""A worker's client number and a clock, which identify a change; each server received a part of
+the change."""
+
+
+@dataclass
+class Received:
+    """The pushes of workers to one server, directly or through racks.
+
+    Attributes:
+      pushes: the pushes of workers, by client and clock.
+      versions: the server's versions from which the workers computed, by client and clock.
+      rounds: the sequence and the merge of each push of a rack, oldest first, by the client number
+        of the rack.
+    """
+
+    pushes: dict[Key, Push] = field(default_factory=dict)
+    versions: dict[Key, int] = field(default_factory=dict)
+    rounds: dict[int, deque[tuple[int, Merge]]] = field(default_factory=dict)
+
+    def take(self, log: Iterable[ProtocolCall]) -> None:
+        """Add the pushes of a log."""
+        for taken in log:
+            if isinstance(push := taken.message, Push):
+                self.pushes[push.stamp.client, push.clock] = push
+
+
+def received_directly(log: Iterable[ProtocolCall]) -> Received:
+    """Return the pushes in the log of a server."""
+    found = Received()
+    found.take(log)
+    found.versions = {key: push.version for key, push in found.pushes.items()}
+    return found
+
+
+def received_through_racks(cluster: Cluster, logs: Sequence[Iterable[ProtocolCall]]) -> Received:
+    """Return the pushes in the logs of all racks for one server.
+
+    The versions in the pushes of workers are rounds of the rack. The server's versions follow from
+    the rack's protocol, which is repeated here without arrays.
+    """
+    found = Received()
+    for number, (workers, log) in enumerate(zip(cluster.racks, logs, strict=True)):
+        calls = list(log)
+        found.take(calls)
+        numbers, answered = count(number, len(cluster.racks)), dict[int, Key]()
+        state = begin_rack(next(numbers), len(workers))
+        for taken in calls:
+            state, effects, _ = rack_step(cluster.consistency, state, taken)
+            _rack_did(found, effects, state.outer.version, answered)
+            if taken.kind == "leave" and not state.inner.members:
+                state = begin_rack(next(numbers), len(workers))
+    return found
+
+
+def _rack_did(
+    found: Received, effects: Iterable[RackEffect], copy: int | None, answered: dict[int, Key]
+) -> None:
+    """Record the forwarded rounds of a rack, and the version that each worker receives.
+
+    Args:
+      copy: the version of the rack's copy.
+      answered: the sequence and the clock of the newest answer, by client. A repeated answer has
+        the parameters of the first.
+    """
+    for effect in effects:
+        if isinstance(effect, Forward):
+            sent = effect.message.stamp
+            found.rounds.setdefault(sent.client, deque()).append((sent.sequence, effect.merge))
+        elif isinstance(effect, Answer):
+            now = effect.sequence, effect.clock
+            if now > answered.get(effect.client, (-1, -1)):
+                assert copy is not None, "an answer has parameters"
+                answered[effect.client] = now
+                found.versions[effect.client, effect.clock] = copy
