@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdist.models.recommend.rows import RowForm
-from jaxdist.tables.keys import KEY, WAYS, hashes, initial_rows, servers_of, sets_of
+from jaxdist.tables.keys import KEY, WAYS, hashes, initial_rows, servers_of, sets_of_hashes
 from jaxdist.tables.optimizer import RowOptimizer
 from jaxdist.tables.store import RowStore, reserved
 
@@ -44,24 +44,21 @@ class BoundedStore(RowStore):
 
         The index is -1 for a row that the store does not have.
         """
-        sets = sets_of(rows, self.form.most) // self._servers
+        hashed = hashes(rows)
+        sets = sets_of_hashes(hashed, self.form.most) // self._servers
         # 0 marks a way without a row, so tags are odd.
-        tags = hashes(rows).astype(np.uint32) | np.uint32(1)
-        at, way = np.nonzero(self._tags[sets] == tags[:, None])
-        places = self._places[sets[at], way]
-        same = self._known[places] == rows[at]  # Rows of a set may have the same tag.
+        tags = hashed.astype(np.uint32) | np.uint32(1)
+        hits = np.flatnonzero(self._tags.take(sets, 0) == tags[:, None])
+        at, way = hits // WAYS, hits % WAYS
+        places = self._places.reshape(-1).take(sets.take(at) * WAYS + way)
+        same = self._known.take(places) == rows.take(at)  # Rows of a set may have the same tag.
         found = np.full(len(rows), -1, np.int64)
         found[at[same]] = places[same]
         return sets, tags, found
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of rows (`KEY` `[N]`), without creating any row."""
-        _, _, places = self._looked_up(rows)
-        found = self._values[places, : self.form.width]
-        new = places < 0
-        if new.any():
-            found[new] = initial_rows(self.form, self._seed, rows[new])
-        return found
+        return self._read(self._looked_up(rows)[2], rows)
 
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
         """Update unique rows by their gradients; see `RowStore.update`.
@@ -72,10 +69,11 @@ class BoundedStore(RowStore):
         self.version += 1
         places = self._placed(rows, np.full(len(rows), self.version, np.uint32))
         kept = places >= 0
-        places = places[kept]
-        values = self._values[places]
-        self.optimizer.update(values[:, :-1], grads_ND[kept], rate)
-        self._values[places] = values
+        if not kept.all():
+            places, grads_ND = places[kept], grads_ND[kept]
+        values = self._values.take(places, 0)
+        self.optimizer.update(values[:, :-1], grads_ND, rate)
+        self._write(places, values)
         self._changed[places] = True
 
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
@@ -88,7 +86,7 @@ class BoundedStore(RowStore):
         versions = _versions(values)
         places = self._placed(rows, versions)
         kept = places >= 0
-        self._values[places[kept]] = values[kept]
+        self._write(places[kept], values[kept])
         self.version = max(self.version, int(versions.max(initial=0)))
 
     def _placed(self, rows: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -107,21 +105,15 @@ class BoundedStore(RowStore):
         if not len(new):
             return places
         touched, inverse = np.unique(sets[new], return_inverse=True)
-        taken = self._tags[touched] != 0
-        at, way = np.nonzero(taken)
-        own = self._places[touched[at], way]
-        stays = _stays(
-            np.concatenate([at, inverse]),
-            np.concatenate([_versions(self._values[own]), versions[new]]),
-            np.concatenate([self._known[own], rows[new]]),
-        )
-        leaves = ~stays[: len(at)]
-        taken[at[leaves], way[leaves]] = False
-        gone = own[leaves]
-        self.evicted += len(gone)
-        places[np.isin(places, gone)] = -1
-        new, inverse = new[stays[len(at) :]], inverse[stays[len(at) :]]
-        free = np.argsort(taken, axis=1, kind="stable")[inverse, _ranks(inverse)]
+        taken = self._tags.take(touched, 0) != 0
+        stays, left = self._evict(touched, taken, inverse, versions[new], rows[new])
+        gone = np.zeros(self.touched, np.bool_)
+        gone[left] = True
+        places[old[gone[places[old]]]] = -1
+        new, inverse = new[stays], inverse[stays]
+        ranks = _ranks(inverse).astype(np.uint8)
+        # The first way before which as many ways are free as the row has earlier new rows.
+        free = (np.cumsum(~taken, 1, dtype=np.uint8).take(inverse, 0) > ranks[:, None]).argmax(1)
         where = (touched[inverse], free)
         # A way that a row has left still has the index of the row's values, which the new row
         # overwrites.
@@ -136,6 +128,39 @@ class BoundedStore(RowStore):
         self._values[found, -1] = versions[new].view(np.float32)
         places[new] = found
         return places
+
+    def _evict(
+        self,
+        sets: np.ndarray,
+        taken: np.ndarray,
+        inverse: np.ndarray,
+        versions: np.ndarray,
+        rows: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which new rows their sets keep, and the indices of the rows that leave for them.
+
+        Args:
+          sets: the unique sets of the new rows.
+          taken: which ways of `sets` have rows; the ways that rows leave become false.
+          inverse: the index in `sets` of each new row's set.
+          versions, rows: the last updates and the keys of the new rows.
+        """
+        # Only sets with too many rows compare their rows, and most sets have room.
+        crowded = taken.sum(1) + np.bincount(inverse) > WAYS
+        rivals = np.flatnonzero(crowded[inverse])
+        at, way = np.nonzero(taken & crowded[:, None])
+        own = self._places[sets[at], way]
+        kept = _stays(
+            np.concatenate([at, inverse[rivals]]),
+            np.concatenate([_versions(self._values[own]), versions[rivals]]),
+            np.concatenate([self._known[own], rows[rivals]]),
+        )
+        leaves = ~kept[: len(at)]
+        taken[at[leaves], way[leaves]] = False
+        self.evicted += int(np.count_nonzero(leaves))
+        stays = np.ones(len(rows), np.bool_)
+        stays[rivals] = kept[len(at) :]
+        return stays, own[leaves]
 
 
 def open_store(

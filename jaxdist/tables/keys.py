@@ -68,8 +68,13 @@ def sets_of(rows: np.ndarray, most: int) -> np.ndarray:
 
     The set does not depend on the number of servers.
     """
+    return sets_of_hashes(hashes(rows), most)
+
+
+def sets_of_hashes(hashed: np.ndarray, most: int) -> np.ndarray:
+    """Return the number (int64) of the set of each key, given the hashes of the keys."""
     count = np.uint64(max(1, most // WAYS))
-    return ((hashes(rows) >> np.uint64(32)) % count).astype(np.int64)
+    return ((hashed >> np.uint64(32)) % count).astype(np.int64)
 
 
 def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:

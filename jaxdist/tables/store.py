@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxdist.models.recommend.rows import RowForm
-from jaxdist.tables.keys import rows_problem, servers_of, unique_rows
+from jaxdist.tables.keys import initial_rows, rows_problem, servers_of, unique_rows
 from jaxdist.tables.optimizer import RowOptimizer
 
 
@@ -52,6 +52,9 @@ class RowStore:
         self.server, self._servers = server, servers
         self.columns = form.width + optimizer.state_width(form.width)
         self._reserve(servers)
+        # An element of this view is a whole row: numpy writes one element several times faster
+        # than a row of elements.
+        self._whole = self._values.view(f"V{4 * self.columns}")[:, 0]
         self.touched = self.evicted = 0
 
     def _reserve(self, servers: int) -> None:
@@ -93,13 +96,17 @@ class RowStore:
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of rows (uint32 `[N]`), without creating any row."""
-        slots = self._slots[rows // np.uint32(self._servers)]
-        # For a row that does not exist, the index -1 reads the values of another row. These values
-        # are replaced below.
-        found = self._values[slots - 1, : self.form.width]
-        new = slots == 0
+        slots = self._slots.take(rows // np.uint32(self._servers))
+        return self._read(slots - 1, rows)
+
+    def _read(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the values of rows, given their indices, which are -1 for rows without values."""
+        # The index -1 reads the values of another row. These values are replaced below. `take`
+        # copies whole rows, in a quarter of the time of an index with a slice.
+        found = np.ascontiguousarray(self._values.take(places, 0)[:, : self.form.width])
+        new = places < 0
         if new.any():
-            found[new] = self.form.initial(self._seed, rows[new])
+            found[new] = initial_rows(self.form, self._seed, rows[new])
         return found
 
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
@@ -111,10 +118,14 @@ class RowStore:
           rate: the learning rate.
         """
         slots = self._found(rows)
-        values = self._values[slots]
+        values = self._values.take(slots, 0)
         self.optimizer.update(values, grads_ND, rate)
-        self._values[slots] = values
+        self._write(slots, values)
         self._changed[slots] = True
+
+    def _write(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Replace rows, given their indices, by values with state, float32 `[N, columns]`."""
+        self._whole[places] = np.ascontiguousarray(values).view(self._whole.dtype)[:, 0]
 
     def changed(self) -> np.ndarray:
         """Return the indices of the rows that were updated since the last call of `settle`.
@@ -138,7 +149,7 @@ class RowStore:
           rows: the saved rows of any servers.
         """
         mine = servers_of(rows, self._servers) == self.server
-        self._values[self._found(rows[mine])] = values[mine]
+        self._write(self._found(rows[mine]), values[mine])
 
 
 def summed(rows: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
