@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from jaxdist.secure.masks import SecureError
 from jaxdist.secure.rounds import ClientRound, ServerRound, Stage, of_bytes
 from jaxdist.simulation.engine.problem import Sgd
 from jaxdist.simulation.engine.run import simulate_training
+from jaxdist.wire.contract import Wire, WireError
 
 pytest.importorskip("cryptography", reason="the extra secure is not installed")
 SECURE = {"consistency": {"type": "bsp"}, "aggregation": {"type": "secure"}}
@@ -127,6 +132,62 @@ def test_as_many_dropouts_as_allowed_are_survived_and_one_more_ends_the_run(team
         "dropouts (strategy.aggregation.dropouts)"
     )
     assert one.server.state.clocks.version == 1
+
+
+@dataclass(frozen=True)
+class LateWire:
+    """A wire to a server that cannot be reached before an event is set."""
+
+    wire: Wire
+    event: threading.Event
+
+    def open(self, hear, ended):
+        if not self.event.is_set():
+            raise WireError("not yet")
+        return self.wire.open(hear, ended)
+
+
+def test_a_client_that_joins_two_servers_in_different_rounds_holds_up_no_round():
+    """Server 0 waits for its push, and server 1 would defer it to a round after that push."""
+    run = Training(**SECURE, servers=2, workers=3, sections=SGD, batch_shares=[30, 1, 1])
+    event = threading.Event()
+
+    def client(number, wires):
+        return MaskingClient(number, run.cluster.consistency, run.sharded.layouts, wires,
+                             patience=Timeouts(10.0, 0.05), **run.cluster.secure)  # fmt: skip
+
+    wires = [run._wires(run.servers) for _ in range(4)]
+    clients = [client(number, wires[number]) for number in range(3)]
+    for one in clients:
+        one.read()
+    clients[1].wait_until(lambda: all(one.ready for one in clients[1]._rounds.values()), "keys")
+    clients[1].close()
+    for server in run.servers:
+        server.leave(1)
+        server.admit(3)
+    clients[1] = client(3, [wires[3][0], LateWire(wires[3][1], event)])
+
+    def work(at):
+        while clients[at].clock < 6:
+            clients[at].read()
+            changes = [np.ones(one.shard.layout.length, np.float32) for one in run.servers]
+            clients[at].push(changes)
+        clients[at].drain()
+
+    def welcome():
+        server = run.servers[1]
+        while server.round.number < 2:
+            time.sleep(0.001)
+        deadline = time.monotonic() + 0.2
+        while not server.round.begun and time.monotonic() < deadline:
+            time.sleep(0.001)
+        event.set()
+
+    at_once(lambda at: work(at) if at < 3 else welcome(), 4)
+    assert [one.state.clocks.version for one in run.servers] == [6, 6]
+    assert not run.failed
+    for one in (*clients, *run.servers):
+        one.close()
 
 
 def test_a_client_that_ends_after_its_push_is_in_the_sum(team):

@@ -210,9 +210,23 @@ class MaskingClient(Client):
         if settled and link.asked is not None and link.asked.sequence >= Stage.ARRIVED:
             link.asked = None
         super()._heard(link, reply, payload)
+        if not isinstance(reply, Answer):
+            return
+        if self._read[0] is None:
+            # The keys of a new client do not wait for the other servers, which may not admit it
+            # before the other clients have pushed to this server.
+            self._begin(link)
+        elif all(one.state.admitted == one.state.clock for one in self._links):
+            # A server that has the keys of a round admits no further client to this round. If it
+            # had them before another server has ended the round before, a new client that this
+            # other server waits for would be deferred to a round that is never reached.
+            for one in self._links:
+                self._begin(one)
+
+    def _begin(self, link: ServerLink) -> None:
+        """Send the keys of the next round to a server, unless they are sent already."""
         clock = link.state.clock
-        # The keys do not wait for other servers, which may wait for the pushes of this round.
-        if isinstance(reply, Answer) and self._begun.get(link.server) != clock:
+        if self._begun.get(link.server) != clock:
             self._begun[link.server] = clock
             begun = self._rounds[link.server] = ClientRound(self.number, self._needed)
             self._ask(link, *begun.begin())
