@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.core.report import Figure
 from jaxdist.errors import JaxdistError
@@ -24,13 +24,15 @@ PLANS: dict[str, tuple[int, JsonObject, JsonObject]] = {
 """The number of layers, the mesh and `parallel.zero` of each plan."""
 
 
-def figures(plans: Sequence[str] = tuple(PLANS)) -> list[Figure]:
+def figures(plans: Sequence[str] = tuple(PLANS)) -> Iterator[Figure]:
     """Compare the bytes of exchanged matrices with a formula, and FLOPs with those of one copy."""
     try:
         devices = topology_devices(TOPOLOGY)
     except JaxdistError as error:
-        return [Figure.skipped(f"Muon on {TOPOLOGY}", str(error))]
-    return [figure for name in plans for figure in on(devices, name)]
+        yield Figure.skipped(f"Muon on {TOPOLOGY}", str(error))
+        return
+    for name in plans:
+        yield from on(devices, name)
 
 
 def on(devices: Sequence[Device], name: str) -> list[Figure]:

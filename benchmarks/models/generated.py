@@ -1,7 +1,8 @@
 """Generation by jaxdist and by transformers, in two processes that take turns.
 
-`python -m benchmarks.models.generated RUN PYTHON MODEL` prints as JSON, for each batch, the seconds
-of a token by the clock and of all cores: a list of rows [clock, cores, their clock, their cores].
+`python -m benchmarks.models.generated RUN PYTHON MODEL ROWS` prints as JSON the seconds of a token
+by the clock and of all cores, for a batch of ROWS: a list of [clock, cores, their clock, their
+cores].
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from jaxdist.train.generate import Generator
 from jaxdist.train.sampling import Sampling
 
 ROWS = (1, 8)
-PROMPT, SHORT, LONG, WINDOW = 65, 1, 33, 128
+PROMPT, SHORT, LONG, WINDOW = 65, 1, 13, 128
 """Tokens of a prompt, of two continuations, and of the window, which is the size of their caches.
 The time of a token is the difference, which does not have the prompt in it."""
 REPEATS = 5
 
 
-def main(run: Path, python: str, model: str) -> None:
+def main(run: Path, python: str, model: str, rows: int) -> None:
     peer = Path(__file__).with_name("peer_generate.py")
     command = [python, str(peer), model, str(PROMPT), str(SHORT), str(LONG)]
     experiment, restored = open_run(run, [], step=None, console=Console(quiet=True))
@@ -42,27 +43,26 @@ def main(run: Path, python: str, model: str) -> None:
         generator(params, state.buffers, prompts=prompts, count=count, sampling=Sampling())
         return np.array([time.perf_counter(), time.process_time()]) - begun
 
-    found: dict[int, list[list[float]]] = {}
+    found: list[list[float]] = []
     # Otherwise torch's threads wait in loops, whose seconds of cores are no work.
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-3, text=True, env=env) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        for rows in ROWS:
-            rng = np.random.default_rng(rows)
-            prompts = rng.integers(3, vocab, (rows, PROMPT)).tolist()
-            for repeat in range(REPEATS + 1):
-                ours = seconds(prompts, LONG) - seconds(prompts, SHORT)
-                child.stdin.write(json.dumps(prompts) + "\n")
-                child.stdin.flush()
-                theirs = np.array(json.loads(child.stdout.readline()))
-                if repeat:  # The first time compiles.
-                    pair = np.concatenate([ours, theirs]) / (LONG - SHORT)
-                    found.setdefault(rows, []).append(pair.tolist())
+        rng = np.random.default_rng(rows)
+        prompts = rng.integers(3, vocab, (rows, PROMPT)).tolist()
+        for repeat in range(REPEATS + 1):
+            ours = seconds(prompts, LONG) - seconds(prompts, SHORT)
+            child.stdin.write(json.dumps(prompts) + "\n")
+            child.stdin.flush()
+            theirs = np.array(json.loads(child.stdout.readline()))
+            if repeat:  # The first time compiles.
+                pair = np.concatenate([ours, theirs]) / (LONG - SHORT)
+                found.append(pair.tolist())
         child.stdin.close()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 1, "XLA_FLAGS divides the cores"
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,15 +1,17 @@
 """A program that measures the loading of a model onto 8 devices with ZeRO 3.
 
-`python -m benchmarks.models.loaded DIR` prints bytes, and seconds of all cores, as JSON, on Linux.
+`python -m benchmarks.models.loaded DIR` prints bytes, seconds of all cores from the page cache, and
+seconds by the clock from the disk, as JSON, on Linux.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxdist.runtime import environment
@@ -58,6 +60,24 @@ def cpu_seconds(act: Callable[[], object]) -> float:
     return min(found)
 
 
+def cold_seconds(acts: Sequence[Callable[[], object]], files: set[Path]) -> list[float]:
+    """Return the fewest seconds by the clock of three calls of each function, from the disk.
+
+    The functions take turns, and the page cache drops the files before each call.
+    """
+    found: list[list[float]] = [[] for _ in acts]
+    for _ in range(3):
+        for act, seconds in zip(acts, found, strict=True):
+            for path in files:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())  # A page that is not on the disk is not dropped.
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begun = time.perf_counter()
+            act()
+            seconds.append(time.perf_counter() - begun)
+    return [min(seconds) for seconds in found]
+
+
 def main(path: Path) -> None:
     source = open_source(path)
     config = {
@@ -91,9 +111,15 @@ def main(path: Path) -> None:
     held = sum(shards)
     del params, shards
     read = cpu_seconds(lambda: read_whole(files))
-    seconds = cpu_seconds(lambda: jax.block_until_ready(load_params(program, leaves)))
+
+    def load_all() -> None:
+        jax.block_until_ready(load_params(program, leaves))
+
+    seconds = cpu_seconds(load_all)
+    cold, cold_read = cold_seconds([load_all, lambda: read_whole(files)], files)
     found = {"excess": most[0] - before - held, "largest": largest(leaves), "shards": held}
-    print(json.dumps({**found, "seconds": seconds, "read": read, "through": through}))
+    found |= {"seconds": seconds, "read": read, "through": through}
+    print(json.dumps({**found, "cold": cold, "cold_read": cold_read}))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import numpy as np
 from benchmarks import muon
 from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure, Report
+from benchmarks.models import adopted, muon_plans
 from benchmarks.models import tuned as adapters
 from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_drawn
+from benchmarks.models.generated import ROWS
 from benchmarks.models.tuned import DRAWN, QUIET, small
 from jaxdist.commands.export_model import export_model
 from jaxdist.commands.import_model import import_model
@@ -63,11 +65,10 @@ class Given:
         return open_source(self.real).family.kind == "gpt"
 
 
-def families(given: Given) -> Iterator[Figure]:
-    """Compare each family, with random weights, with transformers."""
-    for name in CONFIGS:
-        yield from compared(name, given.drawn(name), given.python)
-        yield returned(name, given.drawn(name))
+def family(given: Given, name: str) -> Iterator[Figure]:
+    """Compare a family, with random weights, with transformers."""
+    yield from compared(name, given.drawn(name), given.python)
+    yield returned(name, given.drawn(name))
 
 
 def real_weights(given: Given) -> Iterator[Figure]:
@@ -80,49 +81,62 @@ def real_weights(given: Given) -> Iterator[Figure]:
         yield from compared("exported", given.real, given.python)
 
 
-def tuning(given: Given) -> Iterator[Figure]:
-    """Compare fine-tuning, of random and of real weights, with peft and trl."""
-    yield from tuned(DRAWN, given.drawn(DRAWN), given.python)
+def real_tuning(given: Given) -> Iterator[Figure]:
+    """Compare fine-tuning of real weights with peft and trl."""
     if given.weights is not None and given.is_decoder:
         yield from tuned(given.real.name, given.real, given.python)
 
 
-def generation(given: Given) -> Iterable[Figure]:
+def generation(given: Given, rows: int) -> Iterator[Figure]:
     """Compare the speed of generation with that of transformers."""
-    return generated(given.real, given.python) if given.is_decoder else ()
+    if given.is_decoder:
+        yield from generated(given.real, given.python, rows)
 
 
-PARTS: Mapping[str, Callable[[Given], Iterable[Figure]]] = {
-    "families": families,
-    "weights": real_weights,
-    "tuning": tuning,
-    "generation": generation,
-    "loading": lambda given: loaded(given.real),
-    "muon": lambda given: muon.figures(),
+Cases = Mapping[str, Iterator[Figure]]
+"""The figures of each case of a part, which are measured when they are taken."""
+PARTS: Mapping[str, Callable[[Given], Cases]] = {
+    "families": lambda given: {name: family(given, name) for name in CONFIGS},
+    "weights": lambda given: {"real": real_weights(given)},
+    "tuning": lambda given: {
+        "random": tuned(DRAWN, given.drawn(DRAWN), given.python),
+        "real": real_tuning(given),
+    },
+    "generation": lambda given: {str(rows): generation(given, rows) for rows in ROWS},
+    "loading": lambda given: {"real": loaded(given.real)},
+    "muon": lambda given: {"program": muon.figures(), "plans": muon_plans.figures()},
+    "adopt": lambda given: {name: adopted.figures(name) for name in adopted.PUBLISHED},
 }
 
 
 def bench(
     torch: str | None = None, weights: Path | None = None, part: Sequence[str] = ()
 ) -> Report:
-    """Run the named parts, or all.
+    """Run the named parts, or all; `families:gpt2` is the case gpt2 of the part families.
 
     Args:
       torch: a Python with torch, transformers, peft and trl; None means this Python.
       weights: a model with real weights, a Hugging Face directory or a GGUF file.
-      part: the names of parts.
+      part: the names of parts, or of cases of parts.
 
     Raises:
-      JaxdistError: no part has this name.
+      JaxdistError: no part or no case has this name.
     """
-    if unknown := [name for name in part if name not in PARTS]:
-        raise JaxdistError(
-            f"bench models has no part {unknown[0]!r}: {did_you_mean(unknown[0], PARTS)}"
-        )
     with tempfile.TemporaryDirectory() as folder:
         given = Given(Path(folder), torch or sys.executable, weights)
-        figures = [figure for name in part or PARTS for figure in PARTS[name](given)]
-    return Report("models", figures)
+        chosen = [one for name in part or PARTS for one in _chosen(name, given)]
+        return Report("models", [figure for case in chosen for figure in case])
+
+
+def _chosen(name: str, given: Given) -> Iterable[Iterator[Figure]]:
+    """Return the cases of a part, or the one case that is named after a colon."""
+    part, _, case = name.partition(":")
+    if part not in PARTS:
+        raise JaxdistError(f"bench models has no part {part!r}: {did_you_mean(part, PARTS)}")
+    cases = PARTS[part](given)
+    if case and case not in cases:
+        raise JaxdistError(f"part {part} has no case {case!r}: {did_you_mean(case, cases)}")
+    return [cases[case]] if case else [*cases.values()]
 
 
 def compared(name: str, path: Path, python: str) -> Iterator[Figure]:
@@ -187,25 +201,25 @@ def returned(name: str, path: Path) -> Figure:
         return Figure(f"{name}: tensors to the bit", same, count, goal=">= 1", unit="")
 
 
-def generated(path: Path, python: str) -> Iterator[Figure]:
+def generated(path: Path, python: str, rows: int) -> Iterator[Figure]:
     """Compare tokens for each second with those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
         import_model(path, Path(folder) / "run", small(path), console=QUIET)
         command = [sys.executable, "-P", "-m", "benchmarks.models.generated"]
-        command += [str(Path(folder) / "run"), python, str(path)]
+        command += [str(Path(folder) / "run"), python, str(path), str(rows)]
         env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1:] or ["no output"]
         yield Figure.skipped("generation", why[0][:200])
         return
-    for rows, timed in json.loads(done.stdout.strip().splitlines()[-1]).items():
-        clock, cores, their_clock, their_cores = int(rows) / np.array(timed).T
-        note = f"greedy, float32, without the prompt; median of {len(timed)}; processes take turns"
-        name, goal = f"generation, batch {rows}", {"goal": ">= 1", "unit": "tokens/s"}
-        yield Figure.compare(name, Sample((*clock,)), Sample((*their_clock,)), **goal, note=note)
-        given = float(np.median(cores)), float(np.median(their_cores))
-        yield Figure(f"{name}, a second of a core", *given, unit="tokens/s", note=note)
+    timed = json.loads(done.stdout.strip().splitlines()[-1])
+    clock, cores, their_clock, their_cores = rows / np.array(timed).T
+    note = f"greedy, float32, without the prompt; median of {len(timed)}; processes take turns"
+    name, goal = f"generation, batch {rows}", {"goal": ">= 1", "unit": "tokens/s"}
+    yield Figure.compare(name, Sample((*clock,)), Sample((*their_clock,)), **goal, note=note)
+    given = float(np.median(cores)), float(np.median(their_cores))
+    yield Figure(f"{name}, a second of a core", *given, unit="tokens/s", note=note)
 
 
 def loaded(path: Path) -> Iterator[Figure]:
@@ -224,3 +238,6 @@ def loaded(path: Path) -> Iterator[Figure]:
     note = "the same, over passing the files through a buffer of 4 MiB, which fills no memory"
     given = found["seconds"], found["through"]
     yield Figure("ZeRO 3 on 8: time beside a pass", *given, goal=READ_GOAL, unit="s", note=note)
+    note = "seconds by the clock, over reading the files into memory; from the disk, both"
+    given = found["cold"], found["cold_read"]
+    yield Figure("ZeRO 3 on 8: time from the disk", *given, goal=READ_GOAL, unit="s", note=note)

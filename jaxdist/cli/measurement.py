@@ -47,7 +47,8 @@ Parts = Annotated[
     typer.Option(
         "--part",
         help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
-        "families, weights, tuning, generation, loading, muon. hybrid: bytes, store, bounded, "
+        "families, weights, tuning, generation, loading, muon, adopt, or a case of a part, such as "
+        "families:gpt2. hybrid: bytes, store, bounded, "
         "worker, kills, links.",
     ),
 ]

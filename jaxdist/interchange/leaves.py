@@ -92,7 +92,11 @@ class Leaf:
             held = [one for one in blocks if _has(one[0][:outer], at)]
             if not held:
                 continue
-            whole = self.layout.read(self.tensors[number].open(), inner)
+            tensor = self.tensors[number]
+            if len(held) == 1 and (all_of := self._in_file_order(tensor, at, *held[0])) is not None:
+                tensor.read_into(all_of)
+                continue
+            whole = self.layout.read(tensor.open(), inner)
             for ranges, out in held:
                 here = tuple(i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
                 # A device may hold only padding, for which nothing is read.
@@ -102,6 +106,29 @@ class Leaf:
                 taken = tuple(slice(max(0, e - b)) for b, e in zip(begins, ends, strict=True))
                 target = out[here] if outer else out
                 target[taken] = whole[given]
+
+    def _in_file_order(
+        self, tensor: Tensor, at: tuple[int, ...], ranges: Ranges, out: np.ndarray
+    ) -> np.ndarray | None:
+        """Return the part of a block that is a whole tensor, with the tensor's bytes in order.
+
+        The result is None if the block has only a part of the tensor or its elements in another
+        order, or if elements are converted.
+
+        Args:
+          at: the layer, or the layer and the expert, of the tensor.
+          ranges, out: the ranges and the array of the block.
+        """
+        outer = len(at)
+        if tensor.decode is not None or tensor.dtype != out.dtype or self.layout.joins:
+            return None
+        if [*ranges[outer:]] != [(0, size) for size in self.filled[outer:]]:
+            return None
+        place = (i - begin for i, (begin, _) in zip(at, ranges[:outer], strict=True))
+        here = out[*place] if outer else out
+        found = here.transpose([i - outer for i in self.order[outer:]])
+        same = found.flags.c_contiguous and found.nbytes == tensor.stored_bytes
+        return found if same else None
 
 
 def _has(ranges: Ranges, at: tuple[int, ...]) -> bool:
@@ -237,6 +264,11 @@ class Room:
         start = -self._bytes.ctypes.data % _LINE + _LINE // 2
         self._bytes = self._bytes[start : start + size]
 
+    @property
+    def size(self) -> int:
+        """The number of bytes of the buffer."""
+        return self._bytes.size
+
     def arrays(
         self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, order: Sequence[int]
     ) -> list[np.ndarray]:
@@ -259,6 +291,33 @@ class Room:
             found.append(held.reshape([shape[i] for i in order]).transpose(back))
             begin += -(-size // _LINE) * _LINE
         return found
+
+
+def _arrays(
+    blocks: Sequence[Ranges], room: Room, dtype: np.dtype, order: Sequence[int]
+) -> list[tuple[Ranges, np.ndarray, list[np.ndarray]]]:
+    """Return arrays of the buffer to read into: the ranges, the array, and the blocks in it.
+
+    If the blocks join to one large block that fits into the buffer, it is the only array, so that
+    whole tensors can be read. Otherwise each of the first blocks has an array of its own.
+    """
+    hull = [(min(b for b, _ in dim), max(e for _, e in dim)) for dim in zip(*blocks, strict=True)]
+    joined = math.prod(_shape(hull)) == sum(math.prod(_shape(one)) for one in blocks)
+    if joined and math.prod(_shape(hull)) * dtype.itemsize <= room.size:
+        (whole,) = room.arrays([_shape(hull)], dtype, order)
+        cuts = [
+            (..., *(slice(b - o, e - o) for (b, e), (o, _) in zip(one, hull, strict=True)))
+            for one in blocks
+        ]
+        return [(hull, whole, [whole[cut] for cut in cuts])]
+    # In the order of the files, NumPy copies ten times faster than it transposes; jax transposes
+    # while it copies to the device.
+    arrays = room.arrays([*map(_shape, blocks)], dtype, order)
+    return [(one, array, [array]) for one, array in zip(blocks, arrays, strict=False)]
+
+
+def _shape(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in ranges)
 
 
 def largest(leaves: Sequence[Leaf]) -> int:
@@ -289,14 +348,12 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
     padded = not leaf.tensors or leaf.filled != shape.shape
     left, held = [*alike], []
     while left:
-        shapes = [tuple(e - b for b, e in one) for one in left]
-        # In the order of the files, NumPy copies ten times faster than it transposes; jax
-        # transposes while it copies to the device.
-        blocks = room.arrays(shapes, np.dtype(shape.dtype), leaf.order)
+        read = _arrays(left, room, np.dtype(shape.dtype), leaf.order)
+        blocks = [block for *_, own in read for block in own]
         now, left = left[: len(blocks)], left[len(blocks) :]
-        for block in blocks if padded else []:
-            block.fill(0)
-        leaf.fill([*zip(now, blocks, strict=True)])
+        for _, array, _ in read if padded else []:
+            array.fill(0)
+        leaf.fill([(ranges, array) for ranges, array, _ in read])
         put = [
             jax.device_put(block, device)
             for ranges, block in zip(now, blocks, strict=True)

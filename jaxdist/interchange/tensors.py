@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.errors import DataError
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -45,3 +47,20 @@ class Tensor:
             raw = np.frombuffer(held, np.uint8, self.stored_bytes, begin)
             return self.decode(raw).reshape(self.shape)
         return np.ndarray(self.shape, self.dtype, held, begin)
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Read the whole tensor into an array that is contiguous in memory and has its dtype.
+
+        A map would cost page faults, which take as long as the reading.
+
+        Raises:
+          DataError: the file ends before the tensor.
+        """
+        left = out.reshape(-1).view(np.uint8).data
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            # A call may read less than it is asked for, as Linux does beyond 2 GiB.
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise DataError(f"{self.file} ends within {self.name!r}; download the file again")

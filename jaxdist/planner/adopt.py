@@ -52,7 +52,7 @@ def adopt(
 
     Returns:
       The file, the target, the energy of a billion tokens in kWh (None if unknown), and each plan
-      with the seconds of a step and the bytes on a device.
+      with the seconds of a step, the bytes on a device, and whether its program was compiled.
 
     Raises:
       JaxdistError: the model is unknown, no plan fits, or the file cannot be written.
@@ -79,7 +79,8 @@ def adopt(
         known = found.confirmed[i] if found.confirmed else None
         seconds = one.seconds.total if known is None else known.seconds
         held = one.memory.total if known is None else known.peak_bytes
-        rows.append({"plan": one.plan.words(), "seconds": seconds, "bytes": held})
+        row = {"plan": one.plan.words(), "seconds": seconds, "bytes": held}
+        rows.append({**row, "compiled": known is not None})
     best: Any = rows[0]
     energy = energy_kwh(found, [found], load(stand_in)[1])
     words = "" if energy is None else f", {energy:,.0f} kWh for a billion tokens"

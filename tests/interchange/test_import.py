@@ -317,18 +317,38 @@ def test_each_device_reads_its_block_only(model, tmp_path, devices, monkeypatch)
     """Eight shards of a parameter are eight blocks, for which its tensors are opened once."""
     experiment = small_experiment(model, tmp_path)
     asked, opened = [], Counter()
-    fill, opening = Leaf.fill, Tensor.open
+    fill, opening, reading = Leaf.fill, Tensor.open, Tensor.read_into
     monkeypatch.setattr(Leaf, "fill", lambda leaf, some: asked.extend(some) or fill(leaf, some))
     monkeypatch.setattr(Tensor, "open", lambda t: opened.update([t.name]) or opening(t))
+    read_whole = []
+    monkeypatch.setattr(
+        Tensor,
+        "read_into",
+        lambda t, out: opened.update([t.name]) or read_whole.append(t.name) or reading(t, out),
+    )
     leaves = matched(experiment.program, model)
     params = load_params(experiment.program, leaves)
     sizes = [int(np.prod(leaf.shape)) for leaf in leaves]
     assert sum(block.size for _, block in asked) < 1.1 * sum(sizes)
     # The padded embedding exceeds its tensor, so that the room holds a part of its blocks.
     assert {opened.pop("model.embed_tokens.weight"), *opened.values()} == {2, 1}
+    # All layers of a query fit into the room together.
+    assert "model.layers.0.self_attn.q_proj.weight" in read_whole
     right = {leaf.name: leaf.block((slice(None),) * len(leaf.shape)) for leaf in leaves}
     for name, value in flatten_with_names(experiment.program.home.used_params(params)):
         np.testing.assert_array_equal(value, right[name], err_msg=name)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    value = np.arange(6, dtype=np.float32)
+    safetensors.write(file, [("x", value.shape, value.dtype)], {"x": value}.__getitem__)
+    tensor, out = safetensors.read_header(file)["x"], np.empty(6, np.float32)
+    tensor.read_into(out)
+    np.testing.assert_array_equal(out, value)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(JaxdistError, match=r"ends within 'x'; download the file again"):
+        tensor.read_into(out)
 
 
 def test_a_room_gives_as_many_arrays_as_fit_and_always_one():
