@@ -325,8 +325,9 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
             )
         except ValueError as error:
             raise MeshError(
-                f"the dcn sizes multiply to {math.prod(dcn)}, but the devices are on "
-                f"{len(granules)} hosts or slices: {error}. Set dcn sizes with this product"
+                f"the product of the dcn sizes is {math.prod(dcn)}, but the devices are on "
+                f"{len(granules)} hosts or slices: {error}. Set dcn sizes whose product is "
+                f"{len(granules)}"
             ) from error
     # There is a single host (fake devices, tests): each block of consecutive devices represents a
     # fast network.

@@ -140,8 +140,8 @@ def check_identity(run: Path, wanted: str) -> None:
         raise RunError(
             f"run directory {run} {has}, but this process continues run {wanted}: the directory "
             "was removed, moved or replaced. Put the directory back, or choose another run with "
-            "--resume run.directory=PATH. Agents also need another --rendezvous, unless "
-            "run.directory was set"
+            "--resume run.directory=PATH. If agents started this run without run.directory, also "
+            "choose another --rendezvous"
         )
 
 

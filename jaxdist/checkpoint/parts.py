@@ -137,8 +137,8 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
             "different shapes:\n  "
             + "\n  ".join(listed)
             + (
-                f"\nthe checkpoint has {outline(list(saved))}; leave out the arrays that "
-                f"do not fit, such as with '!{lines[0].split(':')[0]}', or give the model "
-                "the same shapes"
+                f"\nthe checkpoint has {outline(list(saved))}; leave out the arrays that do not "
+                f"fit, such as with '!{lines[0].split(':')[0]}', or change the model so that its "
+                "arrays have the shapes of the checkpoint"
             )
         )

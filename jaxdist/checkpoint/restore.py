@@ -187,8 +187,8 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
         metadata = _metadata(path)
     except (DamageError, OSError) as error:
         raise CheckpointError(
-            f"process {jax.process_index()} cannot read {path}, which process 0 can ({error}): put "
-            "the run directory on a file system that all hosts share"
+            f"process {jax.process_index()} cannot read {path} ({error}), although process 0 can: "
+            "put the run directory on a file system that all hosts share"
         ) from error
     target, shapes, ignored, finish = adapt(manifest.leaves)
     compared = {n: leaf for n, leaf in manifest.leaves.items() if n not in ignored}

@@ -276,7 +276,8 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
     fits = kinds <= {(str(leaf.dtype), len(leaf.shape))} and tuple(ends) == leaf.shape
     if size != leaf.size or (size and not fits):
         raise CheckpointError(
-            f"the snapshot's {name} differs from the {leaf.dtype}{list(leaf.shape)} of this state"
+            f"the snapshot's {name} has another dtype or shape than the "
+            f"{leaf.dtype}{list(leaf.shape)} of this state"
         )
 
     def part(index: Any) -> np.ndarray:

@@ -376,9 +376,9 @@ def _inspected(config: Path) -> JsonObject:
     count, code = shared.devices_of(config.parent), foreign_code(read(config).values)
     if code:
         raise ConfigError(
-            "the report shows no memory and bytes of this step, because compiling the step would "
-            f"run your own code: the config {code[0]}. For these figures run `jaxdist inspect` "
-            "with the config"
+            "the report does not show the memory and the bytes of this step, because the config "
+            f"{code[0]}, and to compile the step would run this code. To see these numbers, run "
+            "`jaxdist inspect` with the config"
         )
     if count is None:
         raise ConfigError(

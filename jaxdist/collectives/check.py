@@ -84,8 +84,8 @@ def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
     index = _index(root, f"{operation} over {axis!r}: root")
     if not 0 <= index < size:
         raise CollectiveError(
-            f"{operation} over {axis!r}: root {index} is out of range, the axis has {size} "
-            f"devices: 0 to {size - 1}"
+            f"{operation} over {axis!r}: root {index} is out of range: the axis has {size} "
+            f"devices, so use 0 to {size - 1}"
         )
     return index
 
@@ -120,7 +120,8 @@ def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
     index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
     if not 0 <= index <= total:
         raise CollectiveError(
-            f"{operation} over {axis!r}: size {index} is out of range: the gathered dim has {total}"
+            f"{operation} over {axis!r}: size {index} is out of range: the gathered dim has "
+            f"{total} elements, so use 0 to {total}"
         )
     return index
 

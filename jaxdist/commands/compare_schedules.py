@@ -130,10 +130,10 @@ def compare_schedules(
     ]
     console.print(_comparison(entries, stages, microbatches))
     console.print(
-        "bubble: idle fraction if a stage may begin its next step before other stages end; "
-        "flushed: idle fraction if all stages end together. peak: most activations that a stage "
-        "keeps, in microbatches. least: smallest number of microbatches that the schedule allows. "
-        f"  {_choices(common.chunks)}"
+        "bubble: the idle fraction of the time if a stage may begin its next step before other "
+        "stages end. flushed: the idle fraction if all stages wait for the end of the step. peak: "
+        "the most activations that a stage keeps at a time, in microbatches. least: the smallest "
+        f"number of microbatches that the schedule allows. {_choices(common.chunks)}"
     )
     for entry in entries:
         if entry.timeline is None:

@@ -229,8 +229,8 @@ def _group(
     if shaped and group.in_shards:
         other = next(codec for codec in codecs if codec.exchange == "scatter")
         raise CompressionError(
-            f"{described(shaped[0], mine[0])}: the codec cannot share stages with {other!r}, which "
-            "encodes flat shards: use codecs in all stages whose messages can be summed (whole, "
-            "randomk, lowrank), or use a single codec"
+            f"{described(shaped[0], mine[0])}: the codec cannot follow or precede {other!r}, "
+            "which encodes flat shards. Use codecs whose messages can be summed (whole, randomk, "
+            "lowrank) in all stages, or use a single codec"
         )
     return group

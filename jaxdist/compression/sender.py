@@ -77,8 +77,8 @@ class Sender:
         self.feedback.check(self.codec)
         if jax.tree.leaves(jax.eval_shape(self.feedback.common, jax.ShapeDtypeStruct((1,), "f4"))):
             raise CompressionError(
-                f"feedback {self.feedback!r} needs a state that all senders share, but here each "
-                "sender is alone: use classic, ef21 or momentum"
+                f"feedback {self.feedback!r} needs a state that all senders share, but these "
+                "senders share no state: use classic, ef21 or momentum"
             )
 
     def init(self, like: Leaf) -> SenderState:

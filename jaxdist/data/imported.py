@@ -63,7 +63,8 @@ class ImportConfig(Config):
             if not hasattr(split, "__len__") or not hasattr(split, "__getitem__"):
                 raise DataError(
                     f"data: {self.path!r} gave a {type(split).__name__}, expected an object with "
-                    "__len__ and __getitem__, a pair (train, heldout) of them, or a Dataset"
+                    "__len__ and __getitem__, a pair (train, heldout) of such objects, or a "
+                    "Dataset"
                 )
         train, heldout = cast(Source, train), cast(Source | None, heldout)
         examples = (

@@ -204,8 +204,8 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
     free = [name for name, size in dataset.fields.items() if not size]
     if free and not most:
         raise ConfigError(
-            f"the tables of {', '.join(free[:3])} have a row for each id of 64 bits, so they have "
-            "no largest size: set strategy.most_rows, or data.hash_size"
+            f"the tables of {', '.join(free[:3])} have a row for each 64-bit id that occurs, so "
+            "their size has no limit: set strategy.most_rows, or data.hash_size"
         )
     return TableRows(replace(config.model.form(dataset.fields), most=most), layout)
 

@@ -34,7 +34,7 @@ def _explain_steps(config: ExperimentConfig, at: At) -> tuple[str, ...]:
             return ()
         data = _at_hand(config.data)
         if data is None:
-            return ("learning rate, warm-up and stages: unknown before the data is read",)
+            return ("learning rate, warm-up and stages are unknown before the data is read",)
         examples = len(data.train)
     with at("train"):
         plan = plan_stages(train, examples)
@@ -48,7 +48,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
         return ()
     data = _at_hand(config.data)
     if data is None or "import" in (config.model.type, config.loss and config.loss.type):
-        return ("pipeline: unknown before the data and the model are read",)
+        return ("the pipeline is unknown before the data and the model are read",)
     batch = {
         name: jax.ShapeDtypeStruct((rows, *jnp.shape(value)), jnp.result_type(value))
         for name, value in data.train[0].items()

@@ -317,8 +317,8 @@ def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Ex
         )
     raise ConfigError(
         f"the model or its loss computes across the examples of a batch ({place}), but {cut}, so "
-        f"the result differs from the result of the whole batch. {remedy}, or set "
-        "parallel.batch_norm: local (statistics of each part)",
+        f"the result would not be that of the whole batch. {remedy}, or set parallel.batch_norm: "
+        "local (statistics of each part)",
         setting=("batch_norm",),
     )
 

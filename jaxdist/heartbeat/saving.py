@@ -71,7 +71,7 @@ class Interval:
         """Return a description of the interval, as one line.
 
         >>> print(choose_interval(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
-        a checkpoint every 597 steps (59.7 s) that takes 500 ms; assumed: a failure every 1 h
+        a checkpoint every 597 steps (59.7 s), which takes 500 ms; assumed: a failure every 1 h
         """
         failures = self.failures
         plural = "" if failures.seen == 1 else "s"
@@ -80,7 +80,7 @@ class Interval:
             f"{failures.mttf / 3600:.3g} h" if failures.mttf >= 3600 else f"{failures.mttf:.3g} s"
         )
         return (
-            f"{what} every {self.steps:,} steps ({self.work:.3g} s) that takes "
+            f"{what} every {self.steps:,} steps ({self.work:.3g} s), which takes "
             f"{1e3 * self.cost:.3g} ms; {of} a failure every {each}"
         )
 

@@ -123,11 +123,17 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
     """
     loops = tick_loops(module)
     if len(loops) != 1:
-        return f"{len(loops)} loops of the program have branches that depend on the tick"
+        return (
+            f"{len(loops)} loops of the program, instead of a single loop, have branches that "
+            "depend on the tick"
+        )
     (loop,) = loops
     trips = Frame(module, module.entry).trips(loop)
     if trips != lockstep.ticks:
-        return f"the program's loop has {trips or 'unknown'} passes, not {lockstep.ticks}"
+        return (
+            f"the program's loop has {trips or 'an unknown number of'} iterations instead of "
+            f"{lockstep.ticks}"
+        )
     inside = _decided(_reached(module, loop.called("body")))
     if len(inside) != len(_decided(module.computations.values())):
         return "branches that depend on the tick are outside of the program's loop"
@@ -144,7 +150,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
     if decision is None:
         return f"{name} does not depend on the tick"
     if count != decision.branches:
-        return f"{name} has {count} branches in the program, not {decision.branches}"
+        return f"{name} has {count} branches in the program instead of {decision.branches}"
     scope = re.escape(SCOPE + name.split("/")[-1])
     written = re.compile(rf"(?:^|[/(]){scope}\)*/cond/branch_(\d+)_fun(?:/|$)")
     for number in range(count):
@@ -154,8 +160,8 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         # The sources of a branch may name no branch at all, and then contradict nothing.
         if found and number not in found:
             return (
-                f"branch {number} of {name} contains instructions that the source has in "
-                f"{sorted(found)}"
+                f"branch {number} of {name} contains instructions of the branches {sorted(found)} "
+                "of the source"
             )
     return None
 

@@ -200,7 +200,9 @@ def _schedule_notes(found: StepTime) -> list[str]:
             "followed, and each tick is counted with its most expensive branches."
         )
     if found.seconds_low < found.seconds:
-        notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")
+        notes.append(
+            f"With the cheapest branches, the step takes {show_seconds(found.seconds_low)}."
+        )
     return notes
 
 

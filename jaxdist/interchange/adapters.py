@@ -75,9 +75,9 @@ def open_adapters(folder: Path) -> Files:
     ]
     if other:
         raise DataError(
-            f"{folder / SETTINGS}: {', '.join(other)}: each of jaxdist's adapters is a product of "
-            "two matrices, with the same rank for every kernel. Merge these adapters with PEFT "
-            "(merge_and_unload), and import the model"
+            f"{folder / SETTINGS}: {', '.join(other)} is not supported, because each of jaxdist's "
+            "adapters is a product of two matrices, with the same rank for every kernel. Merge "
+            "these adapters with PEFT (merge_and_unload), and import the model"
         )
     return Files(folder, settings, safetensors.read_header(folder / TENSORS))
 
@@ -189,8 +189,8 @@ def write_adapters(
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
     if odd:
         raise ConfigError(
-            f"{_some(odd)}: PEFT has no such adapters of embeddings, or of a part of a module: "
-            "export the merged model (--to hf)"
+            f"PEFT cannot hold the adapters of {_some(odd)}, which is an embedding or a part of a "
+            "module: export the merged model (--to hf)"
         )
     arrays: dict[str, np.ndarray] = {}
     modules: set[str] = set()

@@ -70,9 +70,9 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in SPLITS:
         raise DataError(
-            f"{path}: its tokenizer is {kind!r}, which splits text as {pre!r}. jaxdist reads "
-            f"byte pairs ('gpt2') that split it as {', '.join(SPLITS)}: put the model's "
-            f"{TOKENIZER} next to the file"
+            f"{path}: the tokenizer is of type {kind!r} and splits text by the rule {pre!r}, but "
+            "jaxdist reads only type 'gpt2' (byte pairs) with one of the rules "
+            f"{', '.join(SPLITS)}. Put the model's {TOKENIZER} next to the file"
         )
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

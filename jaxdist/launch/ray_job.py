@@ -156,8 +156,9 @@ def _room(settings: JsonObject, count: int) -> Any:
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
     if not group.wait(settings["wait_seconds"]):
         raise RunError(
-            f"waited {settings['wait_seconds']:g} s for {count} x {each}, but the cluster has only "
-            f"{_ray().cluster_resources()}: lower cpus or gpus, or wait longer (wait_seconds)"
+            f"the resources {each} for each of {count} processes were not free within "
+            f"{settings['wait_seconds']:g} s; the whole cluster has {_ray().cluster_resources()}: "
+            "lower cpus or gpus, or wait longer (wait_seconds)"
         )
     return group
 

@@ -168,7 +168,8 @@ def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.Complet
     if not command:
         kind = found.engine.model_dump()["type"]
         raise RunError(
-            f"{kind} has no {what} for a job: the job ends with the command that started it"
+            f"the engine {kind} does not support `jaxdist launch {what}`: the job ends with the "
+            "command that started it"
         )
     installed(found.engine)
     output = subprocess.PIPE if capture else None

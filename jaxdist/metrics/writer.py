@@ -202,7 +202,7 @@ class MetricsWriter(Records):
             what = (
                 "was removed"
                 if self.path.parent.is_dir()
-                else ("disappeared with its run directory")
+                else ("was removed with the run directory")
             )
         raise RunError(
             f"{self.path} {what} while the run was writing it, so the metrics from step {step} on "

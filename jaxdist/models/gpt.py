@@ -160,7 +160,8 @@ class GptConfig(PartConfig):
     def _check_kernel(cls, name: Any) -> Any:
         if name == "xla":
             raise ValueError(
-                "the name of the kernel that XLA compiles is plain: set attention: plain"
+                "attention xla is unknown: the attention that XLA compiles is called plain; set "
+                "attention: plain"
             )
         return name
 

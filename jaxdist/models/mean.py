@@ -92,8 +92,8 @@ def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
 Sums = dict[str, Mean]
 
 OPAQUE = (
-    "the means of parts add up only if every row and token has the same weight, which a scalar "
-    "does not show"
+    "the means of parts can be averaged only if every row and token has the same weight, and a "
+    "scalar does not show these weights"
 )
 AS_MEAN = """return each sum with its weight, since both add up over the parts of a batch:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token

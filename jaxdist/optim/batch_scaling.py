@@ -301,8 +301,8 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
         for p, warmup, steps in zip(phases, warmups, counts, strict=True)
     ]
     explained = tuple(
-        f"{s.description}, learning rate 0 to {p.learning_rate:.6g} in {warmup} steps, then to "
-        f"{p.learning_rate * p.end_fraction:.6g}"
+        f"{s.description}, learning rate from 0 to {p.learning_rate:.6g} in {warmup} steps, then "
+        f"to {p.learning_rate * p.end_fraction:.6g}"
         for p, s, warmup in zip(phases, stages, warmups, strict=True)
     )
     return PhasePlan(stages, optax.join_schedules(rates, ends[:-1]), explained)

@@ -189,7 +189,7 @@ def _positions(name: str, x: jax.Array, dims: Sequence[str | None] | None) -> tu
     if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
         raise ConfigError(f"{shown} no dims; {remedy}")
     if len(dims) != x.ndim:
-        raise ConfigError(f"{shown} {len(dims)} dims, but it has {x.ndim}; {remedy}")
+        raise ConfigError(f"{shown} {len(dims)} dims, but the parameter has {x.ndim}; {remedy}")
     return tuple(i for i, dim in enumerate(dims) if dim is not None)
 
 

@@ -76,8 +76,8 @@ class ZeroConfig(Config):
     def _same_each_time(cls, codec: GatherCodec | None) -> GatherCodec | None:
         if codec is not None and codec.unbiased:
             raise ValueError(
-                "rounding stochastic: both passes must see the same parameters; use nearest, "
-                "which is sound since each device keeps its shard exactly"
+                "rounding stochastic would round the parameters differently for the forward and "
+                "the backward pass: use nearest, which gives both passes the same parameters"
             )
         return codec
 

@@ -23,8 +23,8 @@ from jaxdist.planner.write import planned
 from jaxdist.runtime.topology import topology_devices
 
 OF_ONE_SLICE = (
-    "Several slices: one slice's program is compiled, with its part of the batch; a formula "
-    "adds what crosses the slow network."
+    "With several slices, the program of one slice is compiled for the slice's part of the batch, "
+    "and a formula adds the communication over the slow network."
 )
 
 

@@ -79,13 +79,17 @@ def remedies(one: Judged, model: Model) -> list[str]:
         further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
         lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:
-        lines.append(f"More microbatches: each has {rows} {examples} on a device now.")
+        lines.append(
+            f"Use more microbatches: each microbatch now has {rows} {examples} on a device."
+        )
     if plan.remat not in ("full", None) and kept.activations > over:
-        lines.append(f"remat full keeps less than the {show_bytes(kept.activations)} kept now.")
+        lines.append(
+            f"remat full keeps less than the present {show_bytes(kept.activations)} of activations."
+        )
     if len(lines) == 1:
-        axis = "A larger axis tensor, or " if known else ""
+        axis = "a larger axis tensor, or " if known else ""
         factor = one.memory.total / ((1 - SPARE) * one.limit_bytes)
-        lines.append(f"{axis}{factor:.1f} times the chips.")
+        lines.append(f"Use {axis}{factor:.1f} times as many chips.")
     return lines
 
 

@@ -99,8 +99,7 @@ def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
     every = [(result, one) for result in results for one in result.top]
     if number > len(every):
         raise ConfigError(
-            f"--explain {number}: {len(every)} plans are printed for {len(results)} targets; use a "
-            f"number from 1 to {len(every)}, or a single --on, with which other plans have numbers "
-            "too"
+            f"--explain {number}: {len(every)} plans are printed for {len(results)} targets; use "
+            f"a number from 1 to {len(every)}, or give --on once, so that all plans have numbers"
         )
     return every[number - 1]

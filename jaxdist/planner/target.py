@@ -173,7 +173,7 @@ def parse_target(text: str, slices: int = 1) -> Target:
     if several:
         text, slices = several[2], int(several[1])
         if not slices:
-            raise MeshError(f"0 x {text}: use 1 slice or more")
+            raise MeshError(f"0 slices of {text} are not a target: use 1 slice or more")
     found = _GPU.fullmatch(text)
     if found and found[1] in _GPU_NAMES:
         hosts, each = int(found[2]) * slices, int(found[3])

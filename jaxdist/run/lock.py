@@ -170,8 +170,8 @@ class RunLock:
         if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
             return True
         self._say(
-            f"{self.directory} holds the lock of {_named(holder)}: waiting up to "
-            f"{PATIENCE_SECONDS:g} s for a sign of life"
+            f"{self.directory} is locked by {_named(holder)}: waiting up to {PATIENCE_SECONDS:g} "
+            "s to see whether that process is alive"
         )
         first = _stamp(self.path)
         deadline = time.monotonic() + PATIENCE_SECONDS

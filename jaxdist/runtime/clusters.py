@@ -103,7 +103,7 @@ def open_mpi(environ: Environ) -> Sighting | None:
     else:
         host = re.match(r"prterun-(.+)-(\d+)@", read.get(job, ""))
         if host is None:
-            missing = f"neither {uri} nor {job} says where mpirun runs"
+            missing = f"neither {uri} nor {job} contains the host of mpirun"
             return Sighting("Open MPI", None, count, index, read, missing)
         name, number = host[1], int(host[2])
     port = _port(environ, number % PORTS + FIRST_PORT)
@@ -228,7 +228,7 @@ def kubernetes(environ: Environ) -> Sighting | None:
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")
-    missing = "a pod knows neither their number nor the address of the first"
+    missing = "a pod knows neither the number of processes nor the address of process 0"
     return Sighting(
         "Kubernetes", index=_number(read.get("JOB_COMPLETION_INDEX")), read=read, missing=missing
     )
@@ -241,7 +241,7 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
         read = _read(environ, rank, size)
         if len(read) < 2:
             return None
-        missing = "its variables do not say where process 0 is"
+        missing = "its variables do not contain the address of process 0"
         return Sighting(
             scheduler,
             count=_number(read[size]),

@@ -243,7 +243,7 @@ def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...
     if rest or not each:
         raise RunError(
             f"{len(members)} processes on {machine} ({_range(members)}) see the same {len(gpus)} "
-            "GPUs, which they cannot share evenly: start a number of processes that divides "
+            "GPUs and cannot share these GPUs evenly: start a number of processes that divides "
             f"{len(gpus)}, or a single process, or set {CHOICE} in each process"
         )
     shares = []
@@ -279,8 +279,8 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
             other = owners.setdefault(one.gpus[number], index)
             if other != index or share.count(number) > 1:
                 raise RunError(
-                    f"processes {other} and {index} on {one.machine} would both own the GPU with "
-                    f"number {number} of process {index}. Let all processes of a node see the same "
+                    f"processes {other} and {index} on {one.machine} would both own the GPU that "
+                    f"process {index} numbers {number}. Let all processes of a node see the same "
                     "GPUs, or let each process see only its own (CUDA_VISIBLE_DEVICES), or set "
                     f"{CHOICE} in each process"
                 )

@@ -216,12 +216,13 @@ def _admit(
     index, its_count = int(hello[1]), int(hello[2])
     if its_count != count:
         problem = (
-            f"process {index} was started as one of {its_count} processes, but process 0 as one of "
-            f"{count}"
+            f"process {index} was started with a count of {its_count} processes, but process 0 "
+            f"with a count of {count}"
         )
     elif not 0 < index < count or index in came:
         problem = (
-            f"a process {index} has already joined: use a different --process-id for each process"
+            f"another process with the number {index} has already joined: use a different "
+            "--process-id for each process"
         )
     else:
         # From now on only `_is_gone` reads from the connection, and must not block.

@@ -54,9 +54,9 @@ def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
     largest = float(np.max(np.abs(scaled), initial=0.0))
     if not largest < bound:
         raise SecureError(
-            f"a value times its weight is {largest / 2.0**FRACTION_BITS:.3g}, and secure "
-            f"aggregation of {clients} clients takes magnitudes below "
-            f"{bound / 2.0**FRACTION_BITS:.3g}: scale the loss or its weights down"
+            f"a value times its weight has magnitude {largest / 2.0**FRACTION_BITS:.3g}, but "
+            f"secure aggregation of {clients} clients needs magnitudes below "
+            f"{bound / 2.0**FRACTION_BITS:.3g}: scale down the loss or its weights"
         )
     return scaled.astype(np.int64).view(np.uint64)
 

@@ -105,7 +105,8 @@ class SecureClient:
         _check_enough(roster, self.threshold, "are on the roster of the round")
         if roster.get(self.number) != self.keys:
             raise SecureError(
-                f"the roster lacks client {self.number}, or has wrong keys for the client"
+                f"the roster lacks client {self.number}, or has other keys for this client than "
+                "the client sent"
             )
         if len({one.mask for one in roster.values()}) < len(roster):
             raise SecureError(
@@ -257,6 +258,7 @@ def _shares_of(
 def _check_enough(clients: Collection[int], threshold: int, what: str) -> None:
     if len(clients) < threshold:
         raise SecureError(
-            f"secure aggregation: {len(clients)} clients {what}, but {threshold} are needed; the "
-            "round reveals nothing: repeat the round with more clients, or allow more dropouts"
+            f"secure aggregation: {len(clients)} clients {what}, but {threshold} are needed, so "
+            "the sum of the round stays masked: repeat the round with more clients, or allow more "
+            "dropouts"
         )

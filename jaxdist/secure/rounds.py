@@ -62,7 +62,9 @@ def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
     """
     size = _CLIENT.size + _SIZES[Stage(stage)] if stage in _SIZES else 0
     if not size or len(raw) % size:
-        raise SecureError(f"secure aggregation: stage {stage} has no message of {len(raw)} bytes")
+        raise SecureError(
+            f"secure aggregation: a message of {len(raw)} bytes is not valid in stage {stage}"
+        )
     starts = range(0, len(raw), size)
     return {
         _CLIENT.unpack_from(raw, start)[0]: raw[start + _CLIENT.size : start + size]
@@ -120,7 +122,7 @@ class ClientRound:
                 return Stage.REVEAL, self._client.reveal(parts.keys())
             case Stage.REVEAL:
                 raise SecureError(
-                    "secure aggregation: the server answered a request without answer"
+                    "secure aggregation: the server sent an answer where none was expected"
                 )
 
 
@@ -246,8 +248,8 @@ def _check_clients(client: int, parts: Parts, wanted: Collection[int] | None) ->
     if wanted is None or parts.keys() != set(wanted):
         told = ", ".join(map(str, parts)) or "none"
         raise SecureError(
-            f"secure aggregation: client {client} sent data for other clients than those of its "
-            f"round: {told}"
+            f"secure aggregation: client {client} sent data for clients {told}, which are not "
+            "exactly the clients of its round"
         )
 
 

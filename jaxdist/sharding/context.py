@@ -52,8 +52,9 @@ def share_sequences(
     splits = splits_of(config.context, given.axes, given.size)
     if not splits:
         raise ConfigError(
-            f"sharding.context {config.context} needs groups of several devices, but mesh.context "
-            f"{given.size} has no such groups: use ring or ulysses, or a size such as 4 or 6",
+            f"sharding.context {config.context} divides the axis context into groups of several "
+            f"devices, but mesh.context {given.size} cannot be divided into such groups: use ring "
+            "or ulysses, or a size such as 4 or 6",
             setting=("sharding", "context"),
         )
     ordered = [replace(one, order=_order(config, one, needs, reorders=reorders)) for one in splits]

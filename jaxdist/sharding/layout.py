@@ -436,8 +436,9 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
         )
     if config.collective_matmul and axis is not None and len(axis_names(mesh, axis)) > 1:
         raise ShardingError(
-            f"sharding.collective_matmul needs a ring in a single network, but {axis} spans two "
-            f"networks: set mesh.{axis} to a single size, or set sharding.collective_matmul: false"
+            "sharding.collective_matmul needs a ring of devices in a single network, but axis "
+            f"{axis} spans two networks: set mesh.{axis} to a single size, or set "
+            "sharding.collective_matmul: false"
         )
     layout = Layout(mesh, tuple(rules.items()), config.collective_matmul, config.experts)
     if not {*layout.names_of("experts")} <= {*layout.names_of("batch")}:

@@ -150,14 +150,14 @@ def _row(row: Simulated, formula: float) -> JsonObject:
 def _head(config: FleetConfig) -> list[str]:
     failures = config.days * intervals.DAY_SECONDS / config.mttf
     return [
-        f"fleet  {config.devices:,} devices, a failure each {config.mttf / 3600:.2f} h: "
+        f"fleet  {config.devices:,} devices, a failure every {config.mttf / 3600:.2f} h: "
         f"{failures:,.0f} in {config.days:g} days; {config.runs} runs, seed {config.seed}",
-        f"  a failure: {config.detect_seconds:g} s until seen, {config.restart_seconds:g} s to "
+        f"  a failure: {config.detect_seconds:g} s to detect, {config.restart_seconds:g} s to "
         f"restart, {config.restore_seconds:g} s to load (memory: "
         f"{config.memory_restore_seconds:g} s)",
         f"  a save: {config.checkpoint_seconds:g} s to disk, {config.snapshot_seconds:g} s to "
-        f"memory, where {config.both_copies_lost:.1%} of failures take both copies",
-        f"  besides snapshots a checkpoint each {config.checkpoint_every / 3600:.2f} h",
+        f"memory ({config.both_copies_lost:.1%} of failures destroy both copies)",
+        f"  besides snapshots, a checkpoint is saved every {config.checkpoint_every / 3600:.2f} h",
     ]
 
 

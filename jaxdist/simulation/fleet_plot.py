@@ -46,7 +46,7 @@ def fleet_figure(fleet: Fleet) -> Figure:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     config = fleet.config
-    title = f"{config.devices:,} devices, a failure each {config.mttf / 3600:.2g} h"
+    title = f"{config.devices:,} devices, a failure every {config.mttf / 3600:.2g} h"
     axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=10)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     return figure

@@ -278,7 +278,7 @@ def check_stages(
         problems.append(
             f"the ramp goes from start_batch_size {ramp.start_batch_size} to train.batch_size "
             f"{train.batch_size} by increment {ramp.increment}: each batch size of the ramp must "
-            "divide"
+            "divide over the devices and microbatches"
         )
     if problems:
         setting = "phases" if ramp is None else "batch_ramp"

@@ -68,8 +68,9 @@ def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tu
     zero = program.exchange.zero
     if zero is not None and zero.stage < 3 and settings.every > 1:
         return (
-            f"train.check_replicas.every {settings.every}: with parallel.zero.stage {zero.stage} "
-            "each step gathers parameters from shards again, which makes replicas equal even if a "
-            "shard is wrong; every: 1 compares the replicas before each gather",
+            f"train.check_replicas.every {settings.every} misses differences with "
+            f"parallel.zero.stage {zero.stage}: each step gathers the parameters from shards "
+            "again, which makes replicas equal even if a shard is wrong. Set every: 1, which "
+            "compares the replicas before each gather",
         )
     return ()

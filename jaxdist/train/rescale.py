@@ -75,7 +75,10 @@ def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes)
     assert scale is not None, "it was refused without a rule"
     factor = (size / full) ** RULES[scale.rule][0]
     before, share = seen(sizes, first) / full, size / full
-    why = f"learning rate x {factor:.6g} since step {first}: batches of {size}, not {full}"
+    why = (
+        f"learning rate x {factor:.6g} since step {first}: the batches have {size} examples "
+        f"instead of {full}"
+    )
 
     def schedule(step: ArrayLike) -> jax.Array:
         since = jnp.asarray(step, jnp.float32) - first

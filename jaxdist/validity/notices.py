@@ -57,8 +57,9 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         )
     if zero.stage == 2 and facts.shards is not None and parts > 1:
         yield (
-            f"{shown_stage(facts)} saves no more than stage 1 with parallel.deterministic: the "
-            "whole gradient of a logical shard is kept until it is added to its neighbour's"
+            f"{shown_stage(facts)} saves no more memory than stage 1 with parallel.deterministic, "
+            "because the whole gradient of a logical shard is kept until it is added to the "
+            "gradient of the next logical shard"
         )
     if zero.scope == "ici" and not zero.stage:
         yield "parallel.zero.scope ici has no effect at parallel.zero.stage 0"

@@ -152,7 +152,7 @@ def parse_frame(frame: bytes) -> Header:
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(
-            f"a frame of {len(frame)} bytes: only {HEADER_BYTES} to {FRAME_BYTES} bytes are allowed"
+            f"a frame has {len(frame)} bytes, but must have {HEADER_BYTES} to {FRAME_BYTES}"
         )
     (
         magic, version, op, dtype, flag, ndim, slot, tensor, elements, offset, length,
@@ -163,7 +163,10 @@ def parse_frame(frame: bytes) -> Header:
             f"magic {magic!r} is not {MAGIC!r}: these bytes are not a frame of a parameter server"
         )
     if version != FORMAT:
-        raise FrameError(f"format {version} is not {FORMAT}: both sides need the same jaxdist")
+        raise FrameError(
+            f"the frame has format {version} instead of {FORMAT}: install the same version of "
+            "jaxdist on both sides"
+        )
     view = np.frombuffer(frame, np.uint8)
     found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])
     if (found,) != CRC.unpack_from(frame, HEAD.size):
@@ -171,18 +174,23 @@ def parse_frame(frame: bytes) -> Header:
     try:
         known = Op(op)
     except ValueError as error:
-        raise FrameError(f"op {op} is not known") from error
+        raise FrameError(f"operation {op} is unknown") from error
     envelope = Envelope(
         known, epoch, client, sequence, clock, at, floor, tokens, bool(flag), tensor
     )
     inline = len(frame) - HEADER_BYTES
     if inline != (0 if slot else length):
-        raise FrameError(f"length {length} of {inline} bytes", envelope)
+        raise FrameError(
+            (f"the frame declares a payload of {length} bytes, but contains {inline} bytes"),
+            envelope,
+        )
     if flag > 1 or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype or slot)):
-        raise FrameError(f"flag {flag}, ndim {ndim}, dtype {dtype}: out of range", envelope)
+        raise FrameError(f"flag {flag}, ndim {ndim} or dtype {dtype} is out of range", envelope)
     spec = Spec(tensor, DTYPES[dtype], elements) if ndim else None
     if spec is None and (length or offset):
-        raise FrameError(f"{length} bytes without a payload", envelope)
+        raise FrameError(
+            (f"the frame has no payload, but declares {length} bytes at offset {offset}"), envelope
+        )
     return Header(envelope, spec, offset, length, slot - 1 if slot else None)
 
 
@@ -222,11 +230,13 @@ class Assembler:
         if self._envelope is None:
             self._begin(header)
         elif envelope != self._envelope:
-            raise FrameError(f"{envelope.op.name} in the middle of another envelope", envelope)
+            raise FrameError(
+                (f"{envelope.op.name} begins before the previous envelope is complete"), envelope
+            )
         if header.offset != self._filled or header.length > self._buffer.size - self._filled:
             raise FrameError(
-                f"bytes {header.offset} to {header.offset + header.length} do not follow "
-                f"{self._filled} of {self._buffer.size}",
+                f"the frame has bytes {header.offset} to {header.offset + header.length} of the "
+                f"payload, but {self._filled} of {self._buffer.size} bytes have arrived",
                 envelope,
             )
         self._take(header, frame)
@@ -234,7 +244,7 @@ class Assembler:
             # Frames without bytes could follow one another for ever without completing the
             # envelope.
             if not header.length:
-                raise FrameError("a frame without bytes", envelope)
+                raise FrameError("a frame contains no bytes of an incomplete payload", envelope)
             return None
         spec, buffer = header.spec, self._buffer
         self._drop()
@@ -246,7 +256,10 @@ class Assembler:
         if header.slot is None:
             into[:] = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
         elif self._shared is None or not self._shared.read(header.slot, into):
-            raise FrameError(f"slot {header.slot} holds no such payload", header.envelope)
+            raise FrameError(
+                (f"slot {header.slot} of the shared memory does not hold this payload"),
+                header.envelope,
+            )
         self._filled += header.length
 
     def _begin(self, header: Header) -> None:
@@ -254,18 +267,24 @@ class Assembler:
         wanted = self._spec_of(envelope)
         if wanted is None or given is None:
             if wanted is not given:
-                which = "without its payload" if given is None else "with a payload"
+                which = (
+                    "has no payload, but needs one"
+                    if given is None
+                    else ("has a payload, but must not have one")
+                )
                 raise FrameError(f"{envelope.op.name} {which}", envelope)
         elif wanted.most or envelope.op in CARRY_BYTES:
             if given.dtype != wanted.dtype or given.length > wanted.length:
                 what = "a text" if envelope.op in CARRY_TEXT else "rows"
                 raise FrameError(
-                    f"{what} of {given.length} {given.dtype}, at most {wanted.length}", envelope
+                    f"{what} of {given.length} {given.dtype}: at most {wanted.length} "
+                    f"{wanted.dtype} are allowed",
+                    envelope,
                 )
         elif given != wanted:
             raise FrameError(
-                f"tensor {given.tensor}, {given.dtype}[{given.length}] is not tensor "
-                f"{wanted.tensor}, {wanted.dtype}[{wanted.length}]",
+                f"the payload is tensor {given.tensor}, {given.dtype}[{given.length}], but tensor "
+                f"{wanted.tensor}, {wanted.dtype}[{wanted.length}] is expected",
                 envelope,
             )
         self._envelope = envelope

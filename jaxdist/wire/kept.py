@@ -81,7 +81,7 @@ class Board:
 
     def spec(self, envelope: Envelope) -> Spec | None:
         if envelope.op is not Op.LATE:
-            raise FrameError(f"{envelope.op.name} is not a question", envelope)
+            raise FrameError(f"this service answers only LATE, not {envelope.op.name}", envelope)
         return None
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:

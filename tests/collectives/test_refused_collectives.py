@@ -53,7 +53,7 @@ REFUSED = {
     ),
     "root": (
         lambda x: broadcast(x, "data", root=4),
-        "broadcast over 'data': root 4 is out of range, the axis has 4 devices: 0 to 3",
+        "broadcast over 'data': root 4 is out of range: the axis has 4 devices, so use 0 to 3",
     ),
     "negative root": (lambda x: reduce(x, "data", root=-1), "root -1 is out of range"),
     "traced root": (

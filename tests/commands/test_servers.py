@@ -62,9 +62,13 @@ def test_a_file_that_is_no_request_changes_nothing(tmp_path: Path, text: str) ->
     ("strategy", "servers", "message"),
     [
         ({"type": "synchronous"}, 3, "has strategy.type synchronous: give a run with"),
-        (HYBRID, 7, "7 servers for 6 ranges of rows: .* strategy.ranges: 7 or more"),
-        (HYBRID, 1, "1 servers for replicas 2: .* ask for 2 or more"),
-        ({"type": "hybrid", "processes": {"port": 4000}}, 1, "processes.port 4000: .*port: 0"),
+        (HYBRID, 7, "7 servers are too many for 6 ranges of rows: .* strategy.ranges: 7 or more"),
+        (HYBRID, 1, "1 servers are too few for replicas 2: .* ask for 2 or more"),
+        (
+            {"type": "hybrid", "processes": {"port": 4000}},
+            1,
+            "processes.port is 4000, but .*port: 0",
+        ),
         (HYBRID, 3, "no process of the run .* has read the request in 0.1 s"),
     ],
 )

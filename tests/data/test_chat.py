@@ -175,5 +175,5 @@ def test_jinja_is_asked_for_by_the_extra(folder, monkeypatch):
 
 
 def test_windows_too_short_for_any_answer_are_refused(folder):
-    with pytest.raises(DataError, match="none of the 3 conversations is left to train on"):
+    with pytest.raises(DataError, match="of 3 conversations, none can be used to train on"):
         section(folder, window=4).build()

@@ -87,7 +87,7 @@ def test_earlier_answers_are_of_the_prompt(section):
             {"chosen": YES, "rejected": [{"role": "user", "content": "z"}, NO[1]]},
             "answer different prompts",
         ),
-        ({"prompt": "q" * 50, "chosen": "a", "rejected": "b"}, "none of the 1 pairs is left"),
+        ({"prompt": "q" * 50, "chosen": "a", "rejected": "b"}, "of 1 pairs, none can be used"),
     ],
 )
 def test_a_wrong_row_is_named(section, row, said):

@@ -112,9 +112,9 @@ def test_hosts_that_no_mesh_has_a_place_for_wait():
         (
             {"data": 2, "tensor": 4},
             2,
-            "needs a multiple of 4 devices for its axes other than data, .* but there are 2",
+            "needs a multiple of 4 devices, since its axes other than data .* but there are 2",
         ),
-        ({"tensor": 4}, 2, "needs 4 devices for its axes other than data"),
+        ({"tensor": 4}, 2, "needs 4 devices, since its axes other than data"),
         ({"data": 1, "stage": -1}, 2, "an axis other than data has size -1"),
         ({"data": {"dcn": 2, "ici": 2}}, 2, "set mesh.data to a single number"),
     ],

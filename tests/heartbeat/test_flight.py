@@ -94,7 +94,8 @@ def test_who_is_the_last_at_each_step():
     assert (slow.process, slow.least) == (3, True)
     assert slow.ratio == pytest.approx(STEP / (STEP - 10), rel=0.02)
     assert slow.why.startswith(
-        "the process was the last in 100% of the steps, by 9.97 ms of a step of 50"
+        "the process finished last in 100% of the steps, on average 9.97 ms after the others in a "
+        "step of 50"
     )
 
 

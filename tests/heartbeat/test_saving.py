@@ -59,6 +59,6 @@ def test_extremes_are_whole_steps_too(cost, step_seconds, failures):
 
 def test_what_is_told():
     seen = choose_interval(0.004, 0.05, Failures(39.3, 8.3, 1)).words("a snapshot")
-    assert seen == "a snapshot every 11 steps (0.55 s) that takes 4 ms; 1 failure seen, " + (
+    assert seen == "a snapshot every 11 steps (0.55 s), which takes 4 ms; 1 failure seen, " + (
         "a failure every 39.3 s"
     )

@@ -167,12 +167,16 @@ def test_what_begins_in_one_tick_is_waited_for_in_the_next():
 @pytest.mark.parametrize(
     ("module", "taken", "said"),
     [
-        (ticked({}, ticks=4), lockstep(), "0 loops of the program have branches"),
-        (ticked(COSTS, ticks=5), lockstep(), "loop has 5 passes, not 4"),
+        (
+            ticked({}, ticks=4),
+            lockstep(),
+            "0 loops of the program, instead of a single loop, have branches",
+        ),
+        (ticked(COSTS, ticks=5), lockstep(), "loop has 5 iterations instead of 4"),
         (
             ticked({"forward": (0, 3, 4), "backward": (0, 7, 4)}, ticks=4),
             lockstep(),
-            "forward has 3 branches in the program, not 2",
+            "forward has 3 branches in the program instead of 2",
         ),
         (
             ticked(COSTS, ticks=4, nested=INSIDE),
@@ -190,7 +194,7 @@ def test_branches_in_another_order_are_refused():
     names = "backward.branch.1", "backward.branch.2"
     swapped = dict(zip(names, reversed([module.computations[n] for n in names]), strict=True))
     module = dataclasses.replace(module, computations=module.computations | swapped)
-    said = "branch 1 of backward contains instructions that the source has in [2]"
+    said = "branch 1 of backward contains instructions of the branches [2] of the source"
     assert mismatch(module, lockstep()) == said
 
 

@@ -154,7 +154,10 @@ def test_another_schedule_is_not_taken_for_this_one(inspected: Inspected) -> Non
     whole = inspected.lockstep
     fewer = {n: ConditionalDecision(d.branches, d.taken[1:]) for n, d in whole.decisions.items()}
     found = step_time(*inspected.timed[:3], Lockstep("fewer", fewer))
-    assert found.unmatched == f"the program's loop has {whole.ticks} passes, not {whole.ticks - 1}"
+    assert (
+        found.unmatched
+        == f"the program's loop has {whole.ticks} iterations instead of {whole.ticks - 1}"
+    )
     assert (found.schedule, found.bubble_seconds) == ("", 0)
     bounds = step_time(*inspected.timed[:3])
     assert (found.seconds, found.seconds_low) == (bounds.seconds, bounds.seconds_low)

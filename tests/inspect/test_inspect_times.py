@@ -89,7 +89,7 @@ def test_the_table_fits_80_columns_and_says_what_is_assumed():
         "waits for data",
         "kernel: splash *",
         "Assumed: splash: FLOPs at 50% of peak.",
-        "With the cheapest branches 8 s.",
+        "With the cheapest branches, the step takes 8 s.",
         "Beside compute: 3.5 s over data.",
     ):
         assert part in text
@@ -101,10 +101,13 @@ def test_a_loop_of_unknown_length_is_said_loudly():
 
 
 def test_a_schedule_that_is_not_in_the_program_is_said_loudly():
-    time = dataclasses.replace(TIME, unmatched="the program's loop has 7 passes, not 8")
+    time = dataclasses.replace(TIME, unmatched="the program's loop has 7 iterations instead of 8")
     text = " ".join(printed(inspection(step_time=time)).split())
-    assert "NOT THE TIME OF THE PIPELINE'S STEP: the program's loop has 7 passes, not 8" in text
-    assert "With the cheapest branches 8 s." in text
+    assert (
+        "NOT THE TIME OF THE PIPELINE'S STEP: the program's loop has 7 iterations instead of 8"
+        in text
+    )
+    assert "With the cheapest branches, the step takes 8 s." in text
 
 
 def test_the_bubble_is_a_part_and_a_source():

@@ -159,7 +159,7 @@ def test_events_that_find_no_room_are_said_too(tmp_path, mount_tmpfs, monkeypatc
     [
         (lambda path: path.unlink(), "was removed"),
         (lambda path: path.with_suffix(".tmp").replace(path), "was replaced by another file"),
-        (lambda path: shutil.rmtree(path.parent), "disappeared with its run directory"),
+        (lambda path: shutil.rmtree(path.parent), "was removed with the run directory"),
     ],
 )
 def test_a_file_that_is_taken_away_is_noticed_at_the_next_record(tmp_path, take_away, said):

@@ -294,7 +294,7 @@ def test_max_pool_by_hand():
             {"attention": "cudnn"},
             r"cudnn needs compute_dtype: bfloat16, but here it is float32; use",
         ),
-        ({"attention": "xla"}, r"the name of the kernel that XLA compiles is plain"),
+        ({"attention": "xla"}, r"the attention that XLA compiles is called plain"),
     ],
 )
 def test_sizes_that_do_not_fit(changes, message):

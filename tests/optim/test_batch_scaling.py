@@ -208,8 +208,8 @@ def test_phases_are_explained():
     )
     plan = plan_phases([small, small], total_examples=160)
     assert plan.explained == (
-        "steps 1 to 10: batch 8, learning rate 0 to 0.1 in 2 steps, then to 0.05",
-        "steps 11 to 20: batch 8, learning rate 0 to 0.1 in 2 steps, then to 0.05",
+        "steps 1 to 10: batch 8, learning rate from 0 to 0.1 in 2 steps, then to 0.05",
+        "steps 11 to 20: batch 8, learning rate from 0 to 0.1 in 2 steps, then to 0.05",
     )
 
 

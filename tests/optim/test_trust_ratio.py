@@ -220,7 +220,7 @@ def update(transform, params=None):
     [
         (
             {"layer_dims": {**NAMES, "head": ["layers", None, None]}},
-            r"head \(8, 24\): \['layers', None, None\] names 3 dims, but it has 2; name",
+            r"head \(8, 24\): \['layers', None, None\] names 3 dims, but the parameter has 2; name",
         ),
         (
             {"layer_dims": {**NAMES, "head": 1}},

@@ -264,7 +264,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("three devices", {"data": 3}, {}, r"shards.* 8 logical shards do not divide over 3"),
     ("no data axis", {"tensor": 2}, {}, "but no axis splits the batch"),
     ("stages", {"data": 2, "stage": 2}, {}, "in the order of their schedule"),
-    ("context", {"data": 2, "context": 2}, {}, "whose bits may then depend on their number"),
+    ("context", {"data": 2, "context": 2}, {}, "the bits of its gradients may depend"),
     ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "an order of their own"),
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
@@ -354,4 +354,4 @@ def _without_extra(transform: Any) -> Any:
 
 def test_stage_2_says_that_it_is_stage_1() -> None:
     found = strict_cases.built(strict_cases.config("mlp", "adamw", 4, 2), {"data": 2}, 2)
-    assert [told for told in found.notices if "saves no more than stage 1" in told]
+    assert [told for told in found.notices if "saves no more memory than stage 1" in told]

@@ -213,7 +213,7 @@ def test_ids_of_64_bits_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"type": "hybrid"}, "the tables of C1, C2, C3 have a row for each id of 64 bits"),
+        ({"type": "hybrid"}, "the tables of C1, C2, C3 have a row for each 64-bit id"),
         ({"type": "synchronous"}, "on a mesh needs tables of a given size"),
     ],
 )

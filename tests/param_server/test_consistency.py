@@ -359,7 +359,7 @@ def test_reads_that_save_no_question_are_told_of():
     sgd = SgdConfig(type="sgd", momentum=0.0)
     (lazy,) = consistency_notices(SSP(reads="lazy"), sgd, 2)
     assert "type ssp: reads lazy acts like reads each_clock" in lazy
-    assert "result. Use each_clock, or ahead" in lazy
+    assert "parameters. Use each_clock, or use ahead" in lazy
     (eager,) = consistency_notices(AdaptiveSSP(reads="eager"), sgd, 2)
     assert "type adaptive: reads eager acts" in eager
     assert "the copies that servers send in addition are not used. Use each_clock" in eager

@@ -82,7 +82,9 @@ def test_a_loss_with_negative_weights_ends_the_worker_with_the_reason():
         client.read()
         zeros = [np.zeros(one.length, np.float32) for one in servers.layouts]
         client.push(zeros, tokens=-3.0)
-        with pytest.raises(RunError, match=r"-3\.0 tokens: the weights of a batch add up to 0"):
+        with pytest.raises(
+            RunError, match=r"-3\.0 tokens are impossible: the weights of a batch add up to 0"
+        ):
             client.drain()
 
 

@@ -504,8 +504,11 @@ def test_refused_messages_change_nothing(case):
 
 IMPOSSIBLE = {
     "a version to come": (Push(Stamp(0, 0, 0), 0, 1), "version 1 does not exist yet"),
-    "a clock of the past": (Push(Stamp(0, 0, 0), -1, 0), "clock -1 is not its next clock, 0"),
-    "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not its next clock, 0"),
+    "a clock of the past": (
+        Push(Stamp(0, 0, 0), -1, 0),
+        "clock -1 is not the client's next clock, 0",
+    ),
+    "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not the client's next clock, 0"),
     "less than no tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=-1.0), "-1.0 tokens"),
     "no number of tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("nan")), "nan tokens"),
     "tokens without end": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("inf")), "inf tokens"),

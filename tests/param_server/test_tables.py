@@ -360,7 +360,7 @@ def test_a_checkpoint_has_the_rows_that_changed_since_the_one_before(tmp_path: P
     assert steps_present(tmp_path / "tables/server_0") == [1, 2, 4, 5, 6, 7]
     other = np.zeros(1, np.uint32), np.ones((1, 5), np.float32)
     write_tables(tmp_path, 0, 5, {**about, "servers": 2, "id": "new"}, *other)
-    with pytest.raises(CheckpointError, match="saved on top of another"):
+    with pytest.raises(CheckpointError, match="were replaced by another save"):
         read(6)
     for server in tables.servers:
         server.close()

@@ -108,17 +108,17 @@ def test_what_has_no_payload_and_what_is_text():
 
 FIELDS = [
     (0, b"HTTP", "magic"),
-    (4, struct.pack("<H", 1), "format 1 is not 2"),
-    (6, b"\xff", "op 255 is not known"),
+    (4, struct.pack("<H", 1), "format 1 instead of 2"),
+    (6, b"\xff", "operation 255 is unknown"),
     (7, b"\x09", "dtype 9"),
-    (7, b"\x04", "float64.600000. is not tensor 3, float32.600000."),
+    (7, b"\x04", "float64.600000., but tensor 3, float32.600000. is"),
     (9, b"\x02", "ndim 2"),
-    (10, b"\x01\x00", "length .* of"),
-    (12, struct.pack("<I", 4), "tensor 4, .* is not tensor 3"),
-    (16, struct.pack("<Q", 2**62), "float32.4611686018427387904. is not"),
-    (16, struct.pack("<Q", 599_999), "float32.599999. is not"),
-    (24, struct.pack("<Q", 8), "bytes 8 to .* follow 0"),
-    (32, struct.pack("<I", 12), "length 12 of"),
+    (10, b"\x01\x00", "declares a payload of .* but contains"),
+    (12, struct.pack("<I", 4), "tensor 4, .* but tensor 3"),
+    (16, struct.pack("<Q", 2**62), "float32.4611686018427387904., but"),
+    (16, struct.pack("<Q", 599_999), "float32.599999., but"),
+    (24, struct.pack("<Q", 8), "bytes 8 to .* but 0 of"),
+    (32, struct.pack("<I", 12), "declares a payload of 12 bytes"),
 ]
 
 
@@ -147,20 +147,20 @@ def test_lengths_that_are_no_frame():
 
 def test_frames_in_another_order_and_of_two_envelopes():
     parts, into = list(frames(push())), assembler()
-    assert "do not follow 0 of" in refused(parts[1], into)
+    assert "but 0 of" in refused(parts[1], into)
     into.feed(parts[0])
-    assert "do not follow 1048576 of" in refused(parts[0], into)
+    assert "but 1048576 of" in refused(parts[0], into)
     into.feed(parts[0])
     other = list(frames(push(sequence=9)))
-    assert "in the middle" in refused(other[1], into)
+    assert "before the previous envelope is complete" in refused(other[1], into)
     assert [into.feed(part) is None for part in parts] == [True, True, False]  # it goes on
 
 
 def test_payloads_that_an_op_does_not_have():
     (frame,) = frames(Envelope(Op.PULL, payload=np.zeros(1, np.float32)))
-    assert refused(frame) == "PULL with a payload"
+    assert refused(frame) == "PULL has a payload, but must not have one"
     (frame,) = frames(push(payload=None))
-    assert refused(frame) == "PUSH without its payload"
+    assert refused(frame) == "PUSH has no payload, but needs one"
     (frame,) = frames(Envelope(Op.REFUSE, payload=np.zeros(4097, np.uint8)))
     assert "a text of 4097" in refused(frame)
 
@@ -246,7 +246,7 @@ def test_no_token_no_session():
         wire = replace(servers.wires[0], token="another token of enough letters, sorry")
         with (
             servers.client(0, wires=[wire]) as client,
-            pytest.raises(RunError, match="server 0 refuses to admit it: UNAUTHENTICATED"),
+            pytest.raises(RunError, match="server 0 refuses to admit the client: UNAUTHENTICATED"),
         ):
             client.read()
         assert servers.servers[0].counters.received_bytes == 0

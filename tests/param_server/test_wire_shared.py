@@ -68,12 +68,15 @@ def test_where_no_slot_is_free_and_where_a_payload_is_small_it_travels_in_frames
 
 def test_a_slot_that_holds_nothing_is_refused(memory):
     (frame,) = frames(push(), memory.to_server)
-    for direction, reason in ((None, "slot 0 holds"), (memory.to_worker, "slot 0 holds")):
+    for direction, reason in (
+        (None, "slot 0 of the shared memory does not hold"),
+        (memory.to_worker, "slot 0 of the shared memory does not hold"),
+    ):
         with pytest.raises(FrameError, match=reason):
             assembler(direction).feed(frame)
     into = assembler(memory.to_server)
     into.feed(frame)
-    with pytest.raises(FrameError, match="slot 0 holds"):
+    with pytest.raises(FrameError, match="slot 0 of the shared memory does not hold"):
         into.feed(frame)  # twice
 
 

@@ -45,7 +45,7 @@ def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
     other = read_tls(certified(tmp_path / "other")) if "another" in how else ours
     message = "server 0 cannot be reached"
     if tls_fails := how != "in the clear":
-        message = "server 0 refuses to admit it: the certificates .* do not match"
+        message = "server 0 refuses to admit the client: the certificates .* do not match"
     tls = {
         "in the clear": None,
         "of another authority": other,

@@ -71,7 +71,7 @@ def test_numbers_go_on_from_target_to_target(jaxdist: Jaxdist) -> None:
     refused = jaxdist.here("plan", "config.yaml", *BOTH, "--explain", 5)
     assert refused.code == 2
     assert (
-        "4 plans are printed for 2 targets; use a number from 1 to 4, or a single --on"
+        "4 plans are printed for 2 targets; use a number from 1 to 4, or give --on once"
         in refused.message
     )
 

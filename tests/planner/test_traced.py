@@ -271,7 +271,7 @@ def test_what_is_too_large_is_told_without_an_axis_that_is_not_searched(tmp_path
     assert found.refused[MEMORY] == len(found.too_large)
     smallest = found.too_large[0]
     assert smallest.plan.zero == 3
-    assert remedies(smallest, model)[-1].endswith("times the chips.")
+    assert remedies(smallest, model)[-1].endswith("times as many chips.")
     assert not any("tensor" in line or "remat" in line for line in remedies(smallest, model))
 
 

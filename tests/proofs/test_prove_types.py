@@ -213,7 +213,7 @@ def test_what_uses_a_local_maximum_is_undecided(use):
     """The maximum of the devices' sums, say, is not the sum of the maxima."""
     found = typed(lambda x: lax.pmax(use(x.max(0)), "d"), (8, 4), into=(ROWS,))
     assert (found.findings, found.proved) == ((), ())
-    assert "of a local maximum" in found.undecided["y"][0]
+    assert "a local maximum" in found.undecided["y"][0]
 
 
 def test_an_operation_without_a_rule_is_undecided_and_not_proved():

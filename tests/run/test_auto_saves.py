@@ -22,7 +22,7 @@ def test_only_when_it_saves_depends_on_it(jaxdist: Jaxdist):
     # Once soon, to know what it costs; a day without a failure asks for no more of so short a run.
     assert steps(b) == [10, 60]
     (line,) = [line for line in done.out.splitlines() if line.startswith("saves")]
-    assert "a checkpoint each" in line
+    assert "a checkpoint every" in line
     (record,) = [r for r in metrics(b) if r["split"] == "intervals"]
     assert record["step"] == 10
     assert record["checkpoint_blocked_mttf_seconds"] == 86_400

@@ -73,7 +73,7 @@ def test_a_lock_of_another_host_is_taken_when_it_shows_no_life(
     with RunLock(tmp_path / "run", say=said.append):
         assert json.loads(path.read_text())["process"] == os.getpid()
     assert len(said) == 1
-    assert "waiting up to 0.05 s for a sign of life" in said[0]
+    assert "waiting up to 0.05 s to see whether that process is alive" in said[0]
 
 
 @pytest.mark.parametrize("flock", [True, False])

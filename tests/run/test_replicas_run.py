@@ -150,7 +150,7 @@ def test_a_run_that_diverges_by_itself_goes_back_once(jaxdist):
         ),
         (
             {"mesh": MESH, "parallel": {"zero": {"stage": 1}}},
-            "train.check_replicas.every 4: with parallel.zero.stage 1 each step gathers parameters",
+            "train.check_replicas.every 4 misses differences with parallel.zero.stage 1: each step",
         ),
     ],
 )

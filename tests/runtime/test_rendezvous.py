@@ -128,14 +128,16 @@ def test_contradictions_are_told_to_the_newcomer() -> None:
     program = Program(3)
     first, second = program.start(0), program.start(1)
     wrong = program.start(2, count=4).join()
-    assert (
-        wrong == "RunError: process 2 was started as one of 4 processes, but process 0 as one of 3"
+    assert wrong == (
+        "RunError: process 2 was started with a count of 4 processes, but process 0 with a count "
+        "of 3"
     )
     twins = [second, program.start(1)]
     while all(twin.alive for twin in twins):
         time.sleep(0.01)
     refused = (
-        "RunError: a process 1 has already joined: use a different --process-id for each process"
+        "RunError: another process with the number 1 has already joined: use a different "
+        "--process-id for each process"
     )
     assert [twin.join() for twin in twins if not twin.alive] == [refused]
     third = program.start(2)

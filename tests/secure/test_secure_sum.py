@@ -129,7 +129,7 @@ def test_what_was_changed_on_its_way_is_refused():
         found.server.total(reveals)
     roster = dict(found.server.roster)
     other = SecureClient(0, 2)
-    with pytest.raises(SecureError, match="has wrong keys for the client"):
+    with pytest.raises(SecureError, match="has other keys for this client"):
         other.shares(roster)
     with pytest.raises(SecureError, match="two clients of the roster have the same key"):
         found.clients[0].shares({**roster, 2: roster[1]})
@@ -137,7 +137,7 @@ def test_what_was_changed_on_its_way_is_refused():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**31 / 3])
 def test_what_would_wrap_around_is_refused(value):
-    with pytest.raises(SecureError, match=r"3 clients takes magnitudes below 7\.16e"):
+    with pytest.raises(SecureError, match=r"3 clients needs magnitudes below 7\.16e"):
         encode(np.array([0.0, value]), 3)
 
 

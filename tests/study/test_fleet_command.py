@@ -27,7 +27,7 @@ def test_the_table_and_its_files(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
     out = fleet(*SMALL, "--json", file, "--plot", tmp_path / "plot")
     assert max(map(len, out.splitlines())) <= 80
-    assert "fleet  16,384 devices, a failure each 2.78 h: 17 in 2 days; 2 runs, seed 0" in out
+    assert "fleet  16,384 devices, a failure every 2.78 h: 17 in 2 days; 2 runs, seed 0" in out
     assert {path.name for path in (tmp_path / "plot").iterdir()} == {"fleet.png", "fleet.svg"}
     found = json.loads(file.read_text())
     assert "\n".join(found["text"]) in out

@@ -70,7 +70,7 @@ def test_what_was_derived_is_explained():
         "steps 8 to 20: batch 64",
     )
     assert explain_config(config({}, steps=20, phases=PHASES))[1] == (
-        "steps 13 to 20: batch 16, learning rate 0 to 0.01 in 0 steps, then to 0"
+        "steps 13 to 20: batch 16, learning rate from 0 to 0.01 in 0 steps, then to 0"
     )
     assert explain_config(config(steps=20)) == explain_config(config(epochs=2.0)) == ()
 
@@ -82,7 +82,7 @@ def test_the_size_of_the_data_is_read_only_where_it_counts_and_is_at_hand():
         {"scale_from": SCALE}, epochs=2.0, data={"type": "images", "source": "fashion-mnist"}
     )
     assert explain_config(fashion) == (
-        "learning rate, warm-up and stages: unknown before the data is read",
+        "learning rate, warm-up and stages are unknown before the data is read",
     )
 
 
@@ -93,7 +93,7 @@ def test_data_that_cannot_be_read_leaves_the_derived_values_open(monkeypatch):
     monkeypatch.setattr(ImagesConfig, "build", nothing)
     unread = config({"scale_from": SCALE}, epochs=2.0)
     assert explain_config(unread) == (
-        "learning rate, warm-up and stages: unknown before the data is read",
+        "learning rate, warm-up and stages are unknown before the data is read",
     )
 
 

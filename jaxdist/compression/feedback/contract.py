@@ -40,17 +40,17 @@ class Feedback(Config):
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
         why = (
-            "is unbiased: error feedback would not correct a bias, and would add up the codec's "
-            "variance"
+            "is unbiased, so error feedback has no bias to correct and would only add up the "
+            "codec's variance"
         )
         if not codec.unbiased:
             why = (
                 "scales up the elements that it sends, so the residual of error feedback would grow"
             )
         raise CompressionError(
-            f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "turn error feedback off (error_feedback: false, or NoFeedback() in code), or use a "
-            "biased codec (rounding: nearest, scaled: false)"
+            f"error feedback {getattr(self, 'type', type(self).__name__)} does not work with "
+            f"{codec!r}: the codec {why}. Turn error feedback off (error_feedback: false, or "
+            "NoFeedback() in code), or use a biased codec (rounding: nearest, scaled: false)"
         )
 
     @property

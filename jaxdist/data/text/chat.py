@@ -73,10 +73,9 @@ class ChatConfig(Config):
         ):
             if fraction and source is None:
                 raise DataError(
-                    f"data: none of the {sum(map(len, splits))} conversations is left to "
-                    f"{kind}: add conversations, change data.heldout_fraction "
-                    f"({self.heldout_fraction}), or raise data.window ({self.window}), "
-                    "within which an answer must begin"
+                    f"data: of {sum(map(len, splits))} conversations, none can be used to {kind}. "
+                    f"Add conversations, change data.heldout_fraction ({self.heldout_fraction}), "
+                    f"or raise data.window ({self.window}): an answer must begin within the window"
                 )
         train, heldout = examples
         assert train is not None

@@ -101,9 +101,9 @@ class TextConfig(Config):
             )
         if self.packing == "documents" and self.masking is None:
             raise ValueError(
-                "data.packing: documents works only with data.masking, since no window contains "
-                "the token after the end of a document; leave data.packing out, or set "
-                "data.masking: {}"
+                "data.packing: documents works only with data.masking. Without masking, each "
+                "token is predicted from the tokens before it, but no window contains the token "
+                "after the end of a document. Leave data.packing out, or set data.masking: {}"
             )
         return self
 

@@ -218,9 +218,9 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise DataError(
-                f"data: {path}:{number} has half of a surrogate pair, {half}, at index "
-                f"{error.start} of {field!r}, which UTF-8 cannot encode: correct the line, or "
-                "leave it out"
+                f"data: {path}:{number} has {half} at index {error.start} of {field!r}, "
+                "half of a surrogate pair that UTF-8 cannot encode: correct the line, or leave it "
+                "out"
             ) from error
 
 

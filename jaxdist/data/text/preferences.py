@@ -79,9 +79,9 @@ class PreferencesConfig(Config):
         ):
             if wanted and not split:
                 raise DataError(
-                    f"data: none of the {count} pairs is left to {kind}: add pairs, change "
+                    f"data: of {count} pairs, none can be used to {kind}. Add pairs, change "
                     f"data.heldout_fraction ({self.heldout_fraction}), or raise data.window "
-                    f"({self.window}), within which both answers must begin"
+                    f"({self.window}): both answers must begin within the window"
                 )
         train, heldout = splits
         return Dataset(

@@ -100,9 +100,9 @@ class ChatTemplate:
             whole = self.render(messages[: number + 1])
             if not (asked.startswith(done) and whole.startswith(asked)):
                 raise DataError(
-                    f"the tokenizer's chat template changes the text before answer {number + 1} "
-                    "when later messages follow: split the conversation into rows with one "
-                    "answer each"
+                    f"if later messages follow answer {number + 1}, the tokenizer's chat template "
+                    "changes the text before this answer: split the conversation into rows with "
+                    "one answer each"
                 )
             found += [TextPiece(asked[len(done) :], False), TextPiece(whole[len(asked) :], True)]
             done = whole

@@ -303,12 +303,12 @@ def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> 
     """
     line = file.readline(most)
     if not line:
-        raise ValueError("no answer")
+        raise ValueError("the host sent no answer")
     try:
         sealed: Any = parse_json(line)
         body, mac = sealed["body"].encode(), str(sealed["mac"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an unexpected answer: {line[:60]!r}") from error
+        raise ValueError(f"the answer of the host cannot be read: {line[:60]!r}") from error
     if not hmac.compare_digest(mac.encode(), _mac(token, nonce, body).encode()):
-        raise ValueError("the host has a different token")
+        raise ValueError("the host has a different token (give all hosts the same --token-file)")
     return json.loads(body)

@@ -109,16 +109,16 @@ class BatchRule:
         data = self.mesh.get(DATA, 1)
         if isinstance(data, Mapping) and devices != _count(data) * self.others:
             raise RunError(
-                f"data spans two networks in the mesh {_shown(self.mesh)}, which needs "
-                f"{_count(data) * self.others} devices, but there are {devices}: set mesh.data to "
-                "a single number, so that the axis can shrink"
+                f"the mesh {_shown(self.mesh)} needs {_count(data) * self.others} devices, but "
+                f"there are {devices}, and its axis data cannot shrink because it spans two "
+                "networks: set mesh.data to a single number"
             )
         if devices % self.others or (DATA not in self.mesh and devices != self.others):
             whole = "a multiple of " if DATA in self.mesh else ""
             raise RunError(
-                f"the mesh {_shown(self.mesh)} needs {whole}{self.others} devices for its axes "
-                f"other than data, which cannot shrink, but there are {devices} devices. Add "
-                "hosts, or use smaller sizes of these axes"
+                f"the mesh {_shown(self.mesh)} needs {whole}{self.others} devices, since its axes "
+                f"other than data cannot shrink, but there are {devices} devices. Add hosts, or "
+                "use smaller sizes of these axes"
             )
         return devices // self.others
 
@@ -165,8 +165,8 @@ class BatchRule:
             if self.batch_size % (data * count) == 0:
                 return count
         raise RunError(
-            f"a batch of {self.batch_size} does not divide over {data} devices along data in "
-            f"{least} microbatches or more; change train.batch_size"
+            f"a batch of {self.batch_size} cannot be divided over {data} devices along data and "
+            f"{least} or more microbatches; change train.batch_size"
         )
 
 

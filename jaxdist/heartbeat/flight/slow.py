@@ -177,7 +177,7 @@ def _last(at: int, done: Sequence[dict[int, int]], steps: Sequence[int], step_ti
     if share < LAST_SHARE or behind < BEHIND * step_time:
         return None
     told = (
-        f"the process was the last in {share:.0%} of the steps, by {1e-06 * behind:.3g} ms of a "
-        f"step of {1e-06 * step_time:.3g} ms"
+        f"the process finished last in {share:.0%} of the steps, on average {1e-06 * behind:.3g} "
+        f"ms after the others in a step of {1e-06 * step_time:.3g} ms"
     )
     return step_time / max(step_time - behind, 0.01 * step_time), told, True

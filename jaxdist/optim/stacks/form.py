@@ -63,8 +63,9 @@ class Form:
             if is_layers(node) and len({_signature(layer) for layer in node.layers}) > 1:
                 raise ConfigError(
                     "optim: the optimizer treats the layers of a stack differently, by their "
-                    "position, but all layers of a stack share one state. Choose by the "
-                    "parameter's name or number of dims, or write the layers as a list"
+                    "position, but all layers of a stack share one state. Let the optimizer "
+                    "distinguish parameters only by name or number of dims, or write the layers "
+                    "as a list"
                 )
         inner = (jax.tree.structure(n.layers[0]) if is_layers(n) else None for n in nodes)
         counts = (len(node.layers) if is_layers(node) else 0 for node in nodes)

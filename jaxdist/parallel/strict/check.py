@@ -77,7 +77,8 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
         if not axis.startswith(OTHER_AXES):
             raise ConfigError(
                 f"strict with mesh {describe_mesh(sizes)}: devices along {axis} share a logical "
-                "shard, whose bits may then depend on their number; use only data and tensor",
+                "shard, so the bits of its gradients may depend on the number of these devices; "
+                "use only the axes data and tensor",
                 setting=("deterministic",),
             )
     places = [mesh.axis_names.index(axis) for axis in batch_axes]
@@ -87,9 +88,9 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     if any(len({device.process_index for device in row}) > 1 for row in by_shard):
         raise ConfigError(
             f"strict with mesh {describe_mesh(sizes)}: devices along {', '.join(others)} are in "
-            "several processes, which add partial sums in another order than one process does. "
-            "Put data first in mesh, and start processes so that each of them has all devices "
-            f"along {', '.join(others)}",
+            "several processes, and several processes add partial sums in a different order than "
+            "a single process. Put data first in mesh, and start processes so that each of them "
+            f"has all devices along {', '.join(others)}",
             setting=("deterministic",),
         )
 

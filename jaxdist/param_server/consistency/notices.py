@@ -26,17 +26,18 @@ def _of_moments(model: OnArrival, optim: OptimizerConfig, workers: int) -> Itera
     if isinstance(optim, SgdConfig | LarsConfig) and optim.momentum:
         own = optim.momentum**workers
         yield (
-            f"consistency type {kind} with optim.momentum {optim.momentum:g}: late gradients act "
-            f"as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers (arXiv "
-            "1605.09774). The optimizer's own momentum is added to this effect, and decays with "
-            f"each update, to {own:.3g} in a clock of all workers. Lower optim.momentum, or use bsp"
+            f"consistency type {kind} with optim.momentum {optim.momentum:g}: late gradients have "
+            f"the effect of a momentum of about {1 - 1 / workers:.3g} with {workers} workers "
+            "(arXiv 1605.09774). The optimizer's momentum is added to this effect, and decays "
+            f"with each update, to {own:.3g} in a clock of all workers. Lower optim.momentum, or "
+            "use bsp"
         )
     if isinstance(optim, AdamWConfig | LambConfig):
         yield (
-            f"consistency type {kind} with optim.type {optim.type}: its moments mix gradients of "
-            f"older and newer parameters, and decay {workers} times in a clock of all workers. "
-            "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): "
-            "use sgd without momentum, a small bound, or bsp"
+            f"consistency type {kind} with optim.type {optim.type}: the optimizer's moments mix "
+            f"gradients of older and newer parameters, and decay {workers} times in a clock of "
+            "all workers. Adam suffers more from staleness than SGD does (Dai et al., arXiv "
+            "1810.03264): use sgd without momentum, a small bound, or bsp"
         )
 
 
@@ -46,7 +47,7 @@ def _of_reads(model: OnArrival) -> Iterator[str]:
         more = ", and the copies that servers send in addition are not used" * model.publishes
         yield (
             f"consistency type {getattr(model, 'type', '')}: reads {how} acts like reads "
-            "each_clock. A worker reads after each of its changes, since only the server's "
-            f"optimizer can compute the result{more}. Use each_clock, or ahead, with which a "
-            "worker does not wait for answers"
+            "each_clock. A worker must read after each of its changes, since only the server's "
+            f"optimizer can compute the changed parameters{more}. Use each_clock, or use ahead, "
+            "so that a worker does not wait for answers"
         )

@@ -212,7 +212,7 @@ class Sessions:
     def _take(self, link: ServerLink, envelope: Envelope) -> None:
         if envelope.client != link.state.client:
             if envelope.op is Op.REFUSE:
-                self._failed(f"{link.name} refused it: {envelope.text}")
+                self._failed(f"{link.name} refused the client: {envelope.text}")
         elif envelope.op is Op.WELCOME:
             link.welcomed()
         elif envelope.op is Op.WAITING:
@@ -257,7 +257,7 @@ class Sessions:
                 link.ended(over)
                 # A retry would present the same token, which the server has refused.
                 if "UNAUTHENTICATED" in reason:
-                    self._failed(f"{link.name} refuses to admit it: {reason}")
+                    self._failed(f"{link.name} refuses to admit the client: {reason}")
                 self.changed.notify_all()
                 self._lost.notify_all()
 
@@ -265,7 +265,7 @@ class Sessions:
             session = wire.open(lambda envelope: self._hear(link, over, envelope), ended)
         except RefusedError as error:
             with self.changed:
-                self._failed(f"{link.name} refuses to admit it: {error}")
+                self._failed(f"{link.name} refuses to admit the client: {error}")
                 self.changed.notify_all()
             return
         except WireError:

@@ -242,15 +242,17 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
             f"version {arrival.version} does not exist yet: the range has version {clocks.version}"
         )
     if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):
-        return f"clock {arrival.clock} is not its next clock, {clocks.clocks[arrival.client]}"
+        return (
+            f"clock {arrival.clock} is not the client's next clock, {clocks.clocks[arrival.client]}"
+        )
     if not model.reachable(clocks, arrival):
         return (
-            f"clock {arrival.clock} needs newer parameters than those that the worker can have "
-            f"read (floor {clocks.floor})"
+            f"clock {arrival.clock} needs newer parameters than the client can have read (floor "
+            f"{clocks.floor})"
         )
     # NaN tokens fail this comparison too.
     if not 0 <= arrival.tokens < float("inf"):
-        return f"{arrival.tokens} tokens: the weights of a batch add up to 0 or more"
+        return f"{arrival.tokens} tokens are impossible: the weights of a batch add up to 0 or more"
     return None
 
 

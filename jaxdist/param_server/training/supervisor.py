@@ -195,8 +195,8 @@ class Supervisor:
         if now - max(self.told, self.heard) > seconds:
             late = ", ".join(map(str, self._late()))
             raise StoppedError(
-                f"the run was asked to stop and waited {seconds:.0f} s for "
-                f"{what}{f' ({late} is behind)' if late else ''}: the run ends without a new "
+                f"the run was asked to stop, but waited {seconds:.0f} s for {what} in "
+                f"vain{f' ({late} is behind)' if late else ''}. The run ends without a new "
                 "checkpoint; --resume continues from the newest checkpoint"
             )
 
@@ -240,8 +240,9 @@ class Supervisor:
         self.team.deaths[slot] += 1
         if self.team.deaths[slot] >= self.cluster.processes.deaths:
             raise RunError(
-                f"{child} ended ({how_ended(code)}). For this worker {self.team.deaths[slot]} "
-                f"processes in a row have ended without a step: {child.last_words()}"
+                f"{child} ended ({how_ended(code)}). This worker has now lost "
+                f"{self.team.deaths[slot]} processes in a row without completing a step: "
+                f"{child.last_words()}"
             )
         # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1

@@ -224,8 +224,9 @@ def draw_page(report: Mapping[str, Json], file: str = "docs/parity_draw.json") -
         "",
         *_refusals(outcomes),
         "The tables show how many configs were drawn with each setting, and the largest relative "
-        "difference of their gradients. A config with values in bfloat16 counts only in rows "
-        "without other configs:",
+        "difference of their gradients. Configs with values in bfloat16 have larger differences, "
+        "so the largest difference of a row leaves these configs out, unless all configs of the "
+        "row have such values:",
         "",
         *_covered(outcomes),
     ]

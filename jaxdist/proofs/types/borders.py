@@ -63,9 +63,13 @@ def leaving(at: Any, value: k.Value, dim: int | None, eqn: Any) -> k.Kind:
     if isinstance(kind, k.Multiple):
         where, message = kind.where, at.copies
     elif dim is None and kind in (k.OWN, k.DOUBTFUL, k.PART, k.MESSAGE, k.CONTRACT):
-        return at.undecided(eqn, f"{kind} leaves as a whole value")
+        return at.undecided(
+            eqn, f"a value that is {kind} leaves the shard_map as a replicated value"
+        )
     elif dim is None:
-        remedy = REMEDIES.get(type(kind), "each part of it needs what it is owed")
+        remedy = REMEDIES.get(
+            type(kind), "each joined part needs the collective that its kind lacks"
+        )
         message = f"is returned as a replicated value, but is {kind} over AXIS: {remedy}"
     elif isinstance(kind, k.Whole):
         message = (
@@ -73,5 +77,5 @@ def leaving(at: Any, value: k.Value, dim: int | None, eqn: Any) -> k.Kind:
             f"result has {at.size} copies of the value"
         )
     else:
-        return at.undecided(eqn, f"a value that is {kind} leaves as shards")
+        return at.undecided(eqn, f"a value that is {kind} leaves the shard_map as shards")
     return k.Wrong(frozenset([(where, message.replace("AXIS", repr(at.axis)))]))

@@ -27,13 +27,15 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
         if op.at.axis not in op.over:
             exchanged = {op.params.get("split_axis"), op.params.get("concat_axis")}
             if isinstance(op.kinds[0], k.Shard) and op.kinds[0].dims & exchanged:
-                return op.undecided("an all-to-all over another axis along a sharded dim")
+                return op.undecided(
+                    "no rule covers an all-to-all over another axis along a sharded dim"
+                )
             ndim = op.ins[0].ndim
             at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
             values = op.values[: len(op.eqn.outvars)]
             return [value.resized(ndim, op.out.ndim - ndim, at) for value in values]
         if op.params.get("axis_index_groups") is not None:
-            return op.undecided(f"{op.name} within groups of devices")
+            return op.undecided(f"no rule covers {op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm", "jaxdist_all_reduce"))
         kinds = [k.passes([kind]) or rule(op, kind) for kind in op.kinds]
         pairs = zip(kinds, op.values, strict=True)
@@ -58,17 +60,19 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
         return k.Multiple(op.at.place(op.eqn))
     if isinstance(kind, k.Shard):
         return op.wrong(f"sums over AXIS rows that belong to different examples ({kind})")
-    return op.undecided(f"a sum over {op.at.axis!r} of {kind}")
+    return op.undecided(f"no rule covers a sum over {op.at.axis!r} of a value that is {kind}")
 
 
 def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `pmax` (`name` is "max") or `pmin` (`name` is "min")."""
     if isinstance(kind, k.Part):
-        return op.undecided(f"{op.name} of {kind}")
+        return op.undecided(f"no rule covers {op.name} of a value that is {kind}")
     if isinstance(kind, k.Shard):
-        return op.wrong(f"takes p{name} over AXIS of rows of other examples")
+        return op.wrong(
+            f"takes p{name} over AXIS, although each device has rows of different examples"
+        )
     if isinstance(kind, k.Owed) or (isinstance(kind, k.Extreme) and kind.name != name):
-        return op.wrong(f"takes p{name} of {kind} over AXIS")
+        return op.wrong(f"takes p{name} over AXIS of a value that is {kind}")
     return k.WHOLE
 
 
@@ -97,7 +101,7 @@ def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
     rows = isinstance(kind, k.Shard) and joined in kind.dims and kind.inner == 1
     if rows and split != joined and op.params.get("tiled", False):
         return k.shard(split)
-    return op.undecided(f"an all-to-all of a value that is {kind}")
+    return op.undecided(f"no rule covers an all-to-all of a value that is {kind}")
 
 
 def _permuted(op: Op, kind: k.Kind) -> k.Kind:
@@ -126,7 +130,10 @@ def parted(op: Op) -> k.Kind:
     starts = {dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)}
     indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= starts
     if not indexed and op.has(UNLIKE):
-        return op.undecided(f"{name} of entries of a stack and other shards")
+        return op.undecided(
+            f"no rule covers {name} of a device's entry of a stack together with other shards or "
+            "partial sums"
+        )
     if k.TALLY not in kinds:
         return k.PART
     # A term that is whole would be added once by each device, unless the device alone has chosen
@@ -185,12 +192,20 @@ def _crossed(op: Op, mark: str, side: str) -> k.Kind:
     states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))
     if mark == GIVES:
         made = kind == k.CONTRACT or isinstance(kind, k.Zero)
-        return states if made else op.undecided(f"a result of a contract that is {kind}")
+        return (
+            states
+            if made
+            else op.undecided(
+                f"the result of a contract is {kind}, although the contract has not computed it"
+            )
+        )
     if isinstance(kind, k.Owed):
-        return op.wrong("gives a contract a partial sum over AXIS, which it takes for a value")
+        return op.wrong(
+            "gives a contract a partial sum over AXIS, but the contract expects a complete value"
+        )
     if isinstance(kind, k.SAME) if side == "whole" else int(side) in value.held:
         return k.CONTRACT
-    return op.undecided(f"a contract takes a value that is {states}, and this is {kind}")
+    return op.undecided(f"a contract takes a value that is {states}, but this value is {kind}")
 
 
 COLLECTIVES: dict[str, Rule] = {

@@ -93,9 +93,11 @@ def _of_joined(op: Op) -> k.Kind:
     """
     all_joined = [kind for kind in op.kinds if isinstance(kind, k.Joined)]
     if len({(kind.dim, kind.sizes) for kind in all_joined}) > 1:
-        return op.undecided("arrays that are joined in different ways")
+        return op.undecided(
+            "no rule covers arrays that are joined along different dims or with different sizes"
+        )
     if op.has(k.Shard):
-        return op.undecided(f"{op.name} of joined arrays and a shard")
+        return op.undecided(f"no rule covers {op.name} of joined arrays and a shard")
     parts = []
     for place, size in enumerate(all_joined[0].sizes):
         kinds = [one.parts[place][1] if isinstance(one, k.Joined) else one for one in op.kinds]
@@ -142,7 +144,9 @@ def _of_owed(op: Op) -> k.Kind:
     """
     name, kinds = op.name, op.kinds
     if op.has(k.Own):
-        return op.undecided(f"{name} of a partial sum with what differs between devices")
+        return op.undecided(
+            f"no rule covers {name} of a partial sum and a value that differs between devices"
+        )
     owed = [isinstance(kind, k.Owed) for kind in kinds]
     adds = name in ("add", "sub", "add_any")
     scales = name == "mul" or (name == "div" and owed[0])
@@ -169,10 +173,10 @@ def _of_owed(op: Op) -> k.Kind:
     elif name in ("eq", "ne") and op.has(k.Zero):
         # The usual guard against division by zero lets a device without weight divide by 1, which
         # is right only if the program multiplies by the same number later.
-        return op.undecided("asks whether the weight of this device's rows is zero")
+        return op.undecided("the program tests whether the weight of this device's rows is zero")
     # Code may intend to compute an index from the number of rows on the device.
     if op.ins[owed.index(True)].dtype.kind in "iu":
-        return op.undecided(f"{name} of what this device counts of its own rows")
+        return op.undecided(f"no rule covers {name} of a count of this device's own rows")
     return op.wrong(message)
 
 
@@ -181,7 +185,7 @@ def _of_extreme(op: Op) -> k.Kind:
     keeps = op.name in ("convert_element_type", "stop_gradient", "copy")
     if keeps or (op.name == found.name and {*op.kinds} == {found}):
         return found
-    return op.undecided(f"{op.name} of {found} over {op.at.axis!r}")
+    return op.undecided(f"no rule covers {op.name} of {found} over {op.at.axis!r}")
 
 
 def common(shards: Sequence[k.Kind]) -> frozenset[int]:
@@ -202,9 +206,9 @@ def _of_shards(op: Op) -> k.Kind:
             dims &= value.constant | _broadcast(op, aval)
     if not dims:
         return op.wrong(
-            "combines rows that are split over AXIS with values that are the same on every device "
-            "and differ along that dim (equal random keys, or positions that count from 0 on each "
-            "device)"
+            "combines rows that are split over AXIS with values that differ along that dim but "
+            "are the same on every device (equal random keys, or positions that count from 0 on "
+            "each device)"
         )
     inner = {found.inner for found in shards}
     return k.Shard(dims, inner.pop() if len(inner) == 1 else 1)

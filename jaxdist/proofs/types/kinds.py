@@ -128,7 +128,7 @@ class Joined(Kind):
         """The size of each joined array along `dim`."""
         return tuple(size for size, _ in self.parts)
 
-    said = "arrays of unlike kinds joined in one"
+    said = "a concatenation of arrays of different kinds"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Multiple(Kind):
 
     where: str
 
-    said = "a sum over the devices of what is whole on each"
+    said = "a sum over devices of a value that is complete on each of them"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ SAME, APART = Whole | Zero | Count, Own | Rank
 kinds that may differ between devices."""
 PART, MESSAGE = Part("this device's own entry of a stack"), Part("a message")
 TALLY = Part("a sum of the terms that this device computed")
-CONTRACT = Part("from inside a contract")
+CONTRACT = Part("a value inside a contract")
 DOUBTFUL = Owed(sure=False)
 """The kind of a sum over the sharded dim or over another dim: the program does not show which. Only
 a sum over the sharded dim is a partial sum."""

@@ -53,7 +53,9 @@ def _product(op: Op, *uses: Uses) -> Found:
     roles = [{use for dim, use in used.items() if dim in one.held} for used, one in pairs]
     lost = any(isinstance(op.kinds[side], k.Shard) and not roles[side] for side in (0, 1))
     if lost or not op.all(k.Shard | k.SAME):
-        return op.undecided(f"{op.name} of {op.kinds[0]} with {op.kinds[1]}")
+        return op.undecided(
+            f"no rule covers {op.name} of operands that are {op.kinds[0]} and {op.kinds[1]}"
+        )
     for side, other in enumerate(op.kinds[::-1]):
         free = [number for role, number in roles[side] if role == "free"]
         if free and isinstance(other, k.Whole | k.Count):
@@ -62,7 +64,7 @@ def _product(op: Op, *uses: Uses) -> Found:
         if role != "free":
             return k.OWED if role == "contract" else k.shard(number)
     left, right = op.kinds
-    said = f"the left is {left}, the right {right}, over AXIS"
+    said = f"over AXIS, the left matrix is {left}, and the right matrix is {right}"
     return op.wrong(f"multiplies matrices whose dims do not meet: {said}")
 
 
@@ -78,14 +80,16 @@ def gather(op: Op) -> Found:
         shared = {batch[index] for dim, index in pairs if dim in op.values[0].held} & dims
         if isinstance(table, k.Whole) or shared:
             return k.Shard(frozenset(shared)) if shared else k.Shard(dims, indices.inner)
-        return op.undecided(f"rows of {table} by indices {indices}")
+        return op.undecided(
+            f"no rule covers indices that are {indices} into a table that is {table}"
+        )
     if isinstance(indices, k.APART):
-        return op.undecided("rows by indices that differ between devices")
+        return op.undecided("no rule covers indices that differ between devices")
     if isinstance(table, k.Shard):
         gone = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
         to = dict(zip(dropped(gone, op.ins[0].ndim), numbers.offset_dims, strict=True))
         if table.dims & {*numbers.start_index_map} or not table.dims & to.keys():
-            return op.undecided("rows of a table whose rows are sharded")
+            return op.undecided("no rule covers indices into a table whose rows are sharded")
         return k.shard(*(to[dim] for dim in table.dims if dim in to))
     return table
 

@@ -68,7 +68,9 @@ class Pass:
         If an operand is `DOUBTFUL`, nothing is reported, and the result is `Unknown`.
         """
         if self._doubts:
-            return self.undecided(eqn, "sums over a dim that may be sharded, or may not be")
+            return self.undecided(
+                eqn, "the operand is a sum over a dim that may or may not be sharded"
+            )
         library = jaxprs.lines_of(eqn)[1]
         inside = f" (in {library})" if library != jaxprs.LIBRARY else ""
         return self.wrong_at(self.place(eqn), message + inside)
@@ -180,7 +182,9 @@ class Pass:
         at = kind.dim if isinstance(kind, k.Joined) else -1
         if not isinstance(kind, k.Joined) or aval.shape[at : at + 1] == (sum(kind.sizes),):
             return value
-        said = f"{eqn.primitive.name} of one array that joins arrays of different kinds"
+        said = (
+            f"no rule covers {eqn.primitive.name} of an array that joins arrays of different kinds"
+        )
         return k.Value(self.undecided(eqn, said))
 
     def _by_rule(self, op: Op) -> list[k.Value]:
@@ -284,7 +288,11 @@ class Pass:
         """
         kind = value.kind
         if getattr(kind, "dims", None) == {0} or getattr(kind, "dim", None) == 0:
-            value = value.of_kind(self.undecided(eqn, f"a loop goes over the dim of {kind}"))
+            value = value.of_kind(
+                self.undecided(
+                    eqn, f"a loop iterates over the leading dim of an array that is {kind}"
+                )
+            )
         return value.resized(var.aval.ndim, -1)
 
     def _settle(self, eqn: Any, carry: list[k.Value], turn: Turn) -> tuple[list[k.Value], ...]:

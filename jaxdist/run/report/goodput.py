@@ -119,7 +119,13 @@ def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
             for later in events[at:]
             if later["event"] == "copied" and {name: later[name] for name in mine} == mine
         )
-        end = next((f"; made again after {e['time'] - event['time']:.0f} s" for e in again), "")
+        end = next(
+            (
+                f"; the copies were made again after {e['time'] - event['time']:.0f} s"
+                for e in again
+            ),
+            "",
+        )
         yield f"copies generation {event['generation']}, {event['host']}: {event['why']}{end}"
 
 

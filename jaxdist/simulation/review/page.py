@@ -112,8 +112,9 @@ class Review:
         yield "## Optimizers"
         yield ""
         yield (
-            "Largest batch: up to it, each mean is within one point (of a loss: 1%) of the best at "
-            f"batch {scaling.batches[0]}. Stability: at batch {scaling.batches[-1]}, the mean and "
+            "The largest batch is the last batch size whose mean, like the means of all smaller "
+            f"batches, is within one point of the best mean at batch {scaling.batches[0]} (for a "
+            f"loss, within 1%). The stability is the mean at batch {scaling.batches[-1]}, with "
             f"its standard deviation over the seeds. Recorded: {scaling.source}."
         )
         yield ""

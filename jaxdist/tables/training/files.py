@@ -214,7 +214,9 @@ def _checked(path: Path, given: str | None) -> JsonObject:
     check_files(path, read_manifest(path))
     found = _metadata(path)
     if given not in (None, found.get("id")):
-        raise ValueError("a later step was saved on top of another one")
+        raise ValueError(
+            "the files of this step, on which a later step builds, were replaced by another save"
+        )
     return found
 
 

@@ -18,18 +18,19 @@ def servers_problem(strategy: Hybrid, servers: int) -> str | None:
     """Return why a run cannot have a number of servers, or None if it can."""
     if strategy.processes.port:
         return (
-            f"strategy.processes.port {strategy.processes.port}: a server that joins needs another "
-            "port; resume the run with strategy.processes.port: 0"
+            f"strategy.processes.port is {strategy.processes.port}, but a server that joins needs "
+            "another port; resume the run with strategy.processes.port: 0"
         )
     if servers > strategy.range_count:
         return (
-            f"{servers} servers for {strategy.range_count} ranges of rows: each server needs at "
-            f"least one range; resume the run with strategy.ranges: {servers} or more"
+            f"{servers} servers are too many for {strategy.range_count} ranges of rows: each "
+            f"server needs at least one range; resume the run with strategy.ranges: {servers} or "
+            "more"
         )
     if servers < strategy.replicas:
         return (
-            f"{servers} servers for replicas {strategy.replicas}: the copies of a row must be on "
-            f"different servers; ask for {strategy.replicas} or more"
+            f"{servers} servers are too few for replicas {strategy.replicas}: the copies of a row "
+            f"must be on different servers; ask for {strategy.replicas} or more"
         )
     return None
 

@@ -222,8 +222,8 @@ class TableTeam:
         """Start another server, which takes the rows of a server that was asked to leave."""
         if self._strategy.processes.port:
             self._note(
-                f"{child} was asked to leave and stays, because the server that would replace it "
-                "needs another port: set strategy.processes.port: 0"
+                f"{child} was asked to leave but stays, because its replacement would need "
+                "another port: set strategy.processes.port: 0"
             )
         elif child.number not in self._leaving:
             self._leaving.add(child.number)

@@ -109,29 +109,31 @@ class Hybrid(Config):
     def _replicated(self) -> Hybrid:
         if self.replicas > self.servers:
             raise ValueError(
-                f"replicas {self.replicas} of {self.servers} servers: the copies of a row must be "
-                f"on different servers; set servers: {self.replicas} or more, or replicas: 1"
+                f"replicas {self.replicas} exceeds servers {self.servers}: the copies of a row "
+                f"must be on different servers; set servers: {self.replicas} or more, or "
+                "replicas: 1"
             )
         if self.range_count < self.servers:
             raise ValueError(
-                f"ranges {self.ranges} of {self.servers} servers: each server needs at least one "
-                f"range; set ranges: {self.servers} or more"
+                f"ranges {self.ranges} is less than servers {self.servers}: each server needs at "
+                f"least one range; set ranges: {self.servers} or more"
             )
         if self.most_rows is not None and self.most_rows // 32 < self.range_count:
             kind = "servers: each server" if self.ranges is None else "ranges: each range"
             raise ValueError(
-                f"most_rows {self.most_rows} of {self.range_count} {kind} needs at least "
-                f"one set of 32 rows; set most_rows: {32 * self.range_count} or more"
+                f"most_rows {self.most_rows} is too small for {self.range_count} {kind} needs at "
+                f"least one set of 32 rows; set most_rows: {32 * self.range_count} or more"
             )
         if self.range_count > self.servers and self.processes.port:
             raise ValueError(
-                f"strategy.processes.port {self.processes.port} with ranges {self.ranges}: each "
-                "range has a port of its own; set strategy.processes.port: 0"
+                f"strategy.processes.port {self.processes.port} does not work with ranges "
+                f"{self.ranges}: each range has a port of its own; set strategy.processes.port: 0"
             )
         if self.replicas > 1 and self.processes.port:
             raise ValueError(
-                f"strategy.processes.port {self.processes.port} with replicas {self.replicas}: "
-                "servers that take over open further ports; set strategy.processes.port: 0"
+                f"strategy.processes.port {self.processes.port} does not work with replicas "
+                f"{self.replicas}: servers that take over open further ports; set "
+                "strategy.processes.port: 0"
             )
         return self
 

@@ -138,7 +138,7 @@ def pack_model(
         dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(found)})
         if len(dtypes) > 1:
             raise ConfigError(
-                f"a pipeline whose chunks differ packs {what} into one array, but they are "
+                f"a pipeline whose chunks differ packs {what} into one array, but the dtypes are "
                 f"{' and '.join(dtypes)}: use a single dtype"
             )
     return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))

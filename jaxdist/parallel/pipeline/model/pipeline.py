@@ -392,9 +392,10 @@ def plan_pipeline(
         and layout.mesh.devices.flat[0].platform == "cpu"
     ):
         raise ConfigError(
-            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would deadlock on CPU: XLA "
-            "permutes sequences within a stage's task, where a permute waits for the devices of "
-            f"all stages. Set sharding.rules.{RESIDUAL[1]}: null (TPU programs support it)"
+            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would deadlock on CPU. XLA "
+            "would exchange shards of sequences within a task of one stage, but on CPU the "
+            f"exchange waits for the devices of all stages. Set sharding.rules.{RESIDUAL[1]}: "
+            "null (TPU programs support it)"
         )
     ticks, forward = lowered(config, plan.schedule)
     return Pipeline(model, loss, layout, dims, ticks, forward, Cut(plan.layers))

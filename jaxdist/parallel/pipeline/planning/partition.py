@@ -340,10 +340,11 @@ class _Problem:
             f"partition: no division of {self.size} layers into {self.chunks} chunks fits the "
             f"memory. {len(caps)} stages have {sum(caps) / 1000000000.0:.4g} GB (the smallest "
             f"{min(caps) / 1000000000.0:.4g} GB), but the training state alone needs "
-            f"{everything / 1000000000.0:.4g} GB. Over all layers, each of up to "
-            f"{max(self.live):g} microbatches keeps {self.activations[-1] / 1000000000.0:.4g} GB "
-            "of activations. Use more stages, recomputation, a schedule that keeps fewer "
-            "activations, or smaller microbatches"
+            f"{everything / 1000000000.0:.4g} GB. Each microbatch keeps "
+            f"{self.activations[-1] / 1000000000.0:.4g} GB of activations, summed over all "
+            f"layers, and up to {max(self.live):g} microbatches are kept at a time. Use more "
+            "stages, recomputation, a schedule that keeps fewer activations, or smaller "
+            "microbatches"
         )
 
 

@@ -193,7 +193,10 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
     if max(given.seconds) <= max(best.seconds) * (1 + ROUNDING):
         return given, "as given"
     shown = ", ".join(map(str, best.counts))
-    return given, f"as given; balanced counts are {shown}, slowest {max(best.seconds):.4g}"
+    return given, (
+        f"as given; the balanced counts {shown} would give a slowest chunk of "
+        f"{max(best.seconds):.4g}"
+    )
 
 
 def _check_counts(
@@ -247,9 +250,9 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     if hasattr(made, "parts"):
         return len(made.parts()), True
     raise ConfigError(
-        f"{where} has no blocks to divide among stages. It needs one stack of layers (made "
-        "by jaxdist.models.layers.stack or nnx.vmap, run by one scan), and the methods "
-        "embed, trunk and head of jaxdist.models.layers.Stacked (missing: "
-        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}). Or give it a "
-        "method parts, which returns its functions in order, or leave out mesh.stage"
+        f"{where} has no blocks to divide among stages. The model needs one stack of layers (made "
+        "by jaxdist.models.layers.stack or nnx.vmap, run by one scan), and the methods embed, "
+        "trunk and head of jaxdist.models.layers.Stacked (missing: "
+        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}). Alternatively, give the "
+        "model a method parts that returns its functions in order, or leave out mesh.stage"
     )

@@ -88,7 +88,10 @@ def test_a_heavy_head_makes_the_last_chunk_shorter(devices):
 
 def test_layers_as_given_are_explained_beside_the_balanced_cut(devices):
     first = experiment({"stage": 2}, {"layers": [5, 1]}).explained[0]
-    assert "6 layers in 2 chunks, as given; balanced counts are 3, 3, slowest 5" in first
+    assert (
+        "6 layers in 2 chunks, as given; the balanced counts 3, 3 would give a slowest chunk of 5"
+        in first
+    )
     (even,) = experiment({"stage": 2}).explained
     assert even == "pipeline 1f1b: 6 layers in 2 chunks, 3 in each"
     interleaved = {"schedule": {"type": "interleaved", "chunks": 2}}
@@ -123,7 +126,7 @@ def test_stages_send_activations_and_gather_what_they_found_for_whole_layers(dev
         ({"data": 4}, TOKENS, ()),
         ({"stage": 2}, TOKENS, ("pipeline 1f1b: 6 layers in 2 chunks, 3 in each",)),
         ({"stage": 2}, {"type": "text", "files": "none.txt"},
-         ("pipeline: unknown before the data and the model are read",)),
+         ("the pipeline is unknown before the data and the model are read",)),
     ],
 )  # fmt: skip
 def test_a_config_explains_its_pipeline_where_data_is_at_hand(mesh, data, explained):
