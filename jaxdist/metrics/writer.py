@@ -206,7 +206,7 @@ class MetricsWriter(Records):
             )
         raise RunError(
             f"{self.path} {what} while the run was writing it, so the metrics from step {step} on "
-            "would be lost; do not change the files of a run before the run ends, then resume the "
+            "would be lost. Do not change the files of a run before the run ends, then resume the "
             "run"
         )
 

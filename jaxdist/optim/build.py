@@ -162,7 +162,7 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
     if not finite:
         raise ConfigError(
             f"optim.path {path}: the first update of a parameter of 1 with a gradient of 1 is not "
-            "finite; check optim.args: decays such as b1 and b2 must be below 1, and eps above 0"
+            "finite. Check optim.args: decays such as b1 and b2 must be below 1, and eps above 0"
         )
 
 

@@ -61,9 +61,9 @@ def threshold(clients: int, dropouts: int) -> int:
     if needed < 2 or 2 * needed <= clients:
         most = max(0, (clients - 1) // 2)
         raise ConfigError(
-            f"secure aggregation of {clients} clients with {dropouts} dropouts: the clients that "
-            f"complete a round must be at least 2 and more than half; allow at most {most} "
-            "dropouts, of 2 or more clients"
+            f"secure aggregation of {clients} clients with {dropouts} dropouts: at least 2 "
+            "clients, and more than half of all clients, must complete a round. Use 2 or more "
+            f"clients, and allow at most {most} dropouts"
         )
     return needed
 

@@ -209,8 +209,8 @@ class ServerRound:
             raise SecureError(
                 f"secure aggregation: {len(left)} of {self._clients} clients are left in round "
                 f"{self.number}, but {self._needed} are needed, so the sum of the round stays "
-                "masked; continue from the newest checkpoint with --resume, or allow more dropouts "
-                "(strategy.aggregation.dropouts)"
+                "masked. Continue from the newest checkpoint with --resume, or allow more "
+                "dropouts (strategy.aggregation.dropouts)"
             )
 
     def answer(self, client: int, stage: Stage) -> Parts | None:

@@ -181,11 +181,11 @@ def _caption(experiment: Experiment, plan: StudyPlan) -> str:
             f"Held-out {metric} after the last step: mean ± sample standard deviation over "
             f"{len(plan.seeds)} seeds.",
             f"By rule: rule {RULE} scales the best learning rate at batch {plan.base} with the "
-            f"square root of the batch; the warm-up is {100 * plan.warmup_fraction:.3g}% of the "
+            f"square root of the batch. The warm-up is {100 * plan.warmup_fraction:.3g}% of the "
             "run times the growth of the batch, and the decay is linear to 0.",
             "Tuned: the best learning rate at each batch size, with the same warm-up and decay.",
             f"The rates of a search differ by a factor of {FACTOR:g} and are compared by the mean "
-            f"of {len(plan.tuning_seeds)} other seeds on the same held-out split, so by chance a "
-            "tuned mean can be worse than the mean by rule.",
+            f"of {len(plan.tuning_seeds)} other seeds on the same held-out split. By chance, a "
+            "tuned mean can therefore be worse than the mean by rule.",
         ]
     )

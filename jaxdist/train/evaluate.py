@@ -104,7 +104,7 @@ def evaluate(
     if not totals.get("loss", (0.0, 0.0))[1]:
         raise RunError(
             f"held-out loss: all examples of the split have weight 0 ({len(parts)} batches were "
-            "read), so the mean is undefined; give some held-out example a 'weight' above 0, or "
+            "read), so the mean is undefined. Give some held-out example a 'weight' above 0, or "
             "give no example a 'weight'"
         )
     means = {

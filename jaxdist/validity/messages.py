@@ -58,7 +58,7 @@ MESSAGES: tuple[ValidityRow, ...] = (
         for name in ("rules", "warmup_steps")
     ),
     ValidityRow(
-        (("a codec that sums no shards",), *_BY_LAYER),
+        (("a codec that cannot add up shards",), *_BY_LAYER),
         (
             "here the backward pass reduce-scatters the gradients of each layer, with the same "
             "computation in every step"

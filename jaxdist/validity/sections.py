@@ -72,7 +72,11 @@ def _codec(facts: Facts) -> str:
     found = facts.compression
     assert found is not None
     assert not isinstance(found, CompressAuto)
-    why = "draws alike in every step" if found.codec.unbiased else "sums no shards"
+    why = (
+        ("would round with the same random numbers in every step")
+        if found.codec.unbiased
+        else "cannot add up shards"
+    )
     # The text ends with a comma, since the message continues after this relative clause.
     return f"parallel.compression.type {getattr(found, 'type', '')}, which {why},"
 
@@ -169,7 +173,7 @@ SECTIONS: Mapping[str, Feature] = {
         lambda f: f.compression is not None and f.compression.warmup_steps > 0, _warmup
     ),
     "parallel.compression": Feature(lambda f: f.compression is not None, _warmup),
-    "a codec that sums no shards": Feature(_sums_no_shards, _codec),
+    "a codec that cannot add up shards": Feature(_sums_no_shards, _codec),
     "mesh.context": Feature(
         lambda f: bool(_context(f)), lambda f: f"mesh.context of {math.prod(_context(f))}"
     ),

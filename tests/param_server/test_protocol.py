@@ -257,7 +257,7 @@ def check_history(name, seed, **more):
     """Once each, in order, none of a living worker lost; no floor falls; the bound holds; the log
     replays to the same bits."""
     found = history(name, seed, **more)
-    assert not any("tokens" in reason or "its next" in reason for reason in found.refused)
+    assert not any("tokens" in reason or "client's next" in reason for reason in found.refused)
     order = [part.arrival for _, merge in found.applied for part in merge.parts]
     settled = [(one.client, one.sequence) for one in order]
     settled += [(client, sequence) for client, sequence, _ in found.dropped]

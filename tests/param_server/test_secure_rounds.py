@@ -128,7 +128,7 @@ def test_as_many_dropouts_as_allowed_are_survived_and_one_more_ends_the_run(team
     (failed,) = one.run.failed
     assert failed == (
         "secure aggregation: 1 of 3 clients are left in round 1, but 2 are needed, so the sum of "
-        "the round stays masked; continue from the newest checkpoint with --resume, or allow more "
+        "the round stays masked. Continue from the newest checkpoint with --resume, or allow more "
         "dropouts (strategy.aggregation.dropouts)"
     )
     assert one.server.state.clocks.version == 1

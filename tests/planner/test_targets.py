@@ -143,5 +143,5 @@ def test_slices_are_of_those_that_do_not_say() -> None:
     assert parse_target("2xh100:4x8").words == "h100:8x8"
     with pytest.raises(MeshError, match="2 x v5e:2x2 is named twice"):
         parse_targets(["v5e:2x2", "2xv5e:2x2"], 2)
-    with pytest.raises(MeshError, match="0 x v5e:2x2: use 1 slice or more"):
+    with pytest.raises(MeshError, match="0 slices of v5e:2x2 are not a target"):
         parse_target("0xv5e:2x2")

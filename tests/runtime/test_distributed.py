@@ -143,7 +143,7 @@ def test_steps_of_one_job_have_ports_of_their_own():
         ("slurm_22_batch", "Slurm: SLURM_STEP_NODELIST not set: this shell belongs to job 2, but"),
         ("slurm_22_het", r"Slurm: the job has 2 components \(SLURM_HET_SIZE\), and srun sets"),
         ("torchrun_without_address", "torchrun: MASTER_ADDR not set"),
-        ("intel_mpi", r"MPI \(PMI\): its variables do not say where process 0 is"),
+        ("intel_mpi", r"MPI \(PMI\): its variables do not contain the address of process 0"),
     ],
 )
 def test_what_a_scheduler_does_not_say_is_asked_for(name, reason):

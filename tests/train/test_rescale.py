@@ -84,7 +84,10 @@ def test_the_rate_is_that_of_as_many_examples_times_the_rule(rule):
         wanted = factor * whole.schedule((64 + 2 * (step - 11)) / 8)
         np.testing.assert_allclose(rate.schedule(step), wanted, rtol=1e-5, atol=1e-9)
     assert plan.total_steps == 11 + (160 - 64) / 2
-    assert f"x {factor:.6g} since step 11: batches of 2, not 8, rule {rule}" in rate.explained[-1]
+    assert (
+        f"x {factor:.6g} since step 11: the batches have 2 examples instead of 8, rule {rule}"
+        in rate.explained[-1]
+    )
 
 
 def test_a_run_of_one_size_is_as_without():

@@ -58,8 +58,8 @@ class Hierarchical(Algorithm):
         for name in ("accumulate", "bucket_bytes"):
             if getattr(level, name) != Algorithm.model_fields[name].default:
                 raise ValueError(
-                    f"{name} has no effect in an algorithm of hierarchical: set {name} of "
-                    "hierarchical itself"
+                    f"{name} has no effect in the algorithms inside and across: set {name} of "
+                    "hierarchical"
                 )
         return level
 

@@ -83,7 +83,7 @@ class EncodedImages:
                 raise DataError(
                     f"data: {self.places[index]} has {image.shape[1]} x {image.shape[0]} pixels, "
                     f"and {self.places[0]} has {first[1]} x {first[0]}: all images need the same "
-                    "size; set data.size, the side of the square to which images are scaled and "
+                    "size. Set data.size, the side of the square to which images are scaled and "
                     "cropped"
                 )
         image = np.stack(images) if images else np.empty((0, *first), np.uint8)

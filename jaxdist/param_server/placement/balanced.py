@@ -36,6 +36,6 @@ class Balanced(PlacementRule):
     def law(self, servers: int) -> str:
         ratio = Fraction(4, 3) - Fraction(1, 3 * servers)
         return (
-            "the largest range is placed first, on the emptiest server: the fullest server has at "
-            f"most {ratio} times the bytes of the best placement"
+            f"largest range first, to the emptiest server: at most {ratio} of the best "
+            "placement's bytes"
         )

@@ -62,7 +62,7 @@ class Placement:
              1       2        0.9  52.9%
         fullest server: 1, 0.9 MB; mean 0.85 MB; lower bound for these ranges 0.9 MB
         cut by rows: embed (3)
-        largest range first, to the emptiest server: at most 7/6 of the best placement
+        largest range first, to the emptiest server: at most 7/6 of the best placement's bytes
         """
         return "\n".join([*self._table(), *self._reasons()])
 

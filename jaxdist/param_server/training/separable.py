@@ -52,8 +52,8 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
             what = "other parameters" if half else "the global norm or the loss"
             raise ConfigError(
                 f"the update of {names[wrong[0]]} depends on {what}, which the server of this "
-                "parameter does not have: use an optimizer that updates one tensor at a time (sgd, "
-                "adamw, lars, lamb with max_grad_norm: off)"
+                "parameter does not have. Use an optimizer that updates one tensor at a time "
+                "(sgd, adamw, lars, lamb with max_grad_norm: off)"
             )
 
 
