@@ -64,7 +64,7 @@ def sightings(environ: Environ) -> list[Sighting]:
 
     >>> found = sightings({"PMI_RANK": "1", "PMI_SIZE": "2"})
     >>> found[0].scheduler, found[0].index, found[0].missing
-    ('MPI (PMI)', 1, 'its variables do not say where process 0 is')
+    ('MPI (PMI)', 1, 'its variables do not contain the address of process 0')
     """
     return [found for look in DETECTORS if (found := look(environ)) is not None]
 
