@@ -306,7 +306,7 @@ def test_the_program_for_a_tpu_sends_as_few():
         (
             Quantize(rounding="stochastic"),
             CLASSIC,
-            r"is unbiased: .*feedback: false, .*or use a b",
+            r"is unbiased, .*feedback: false, .*or use a b",
         ),
         (RandomK(scaled=True), Ef21(), "error feedback ef21 does not work with .*is unbiased"),
         (
