@@ -269,11 +269,14 @@ def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
 def _texts(source: Source) -> dict[str, str]:
     """Return the contents of the tokenizer files of a GGUF model, by name.
 
-    For a directory, which already has these files, the result is empty.
+    For a directory, which already has these files, and for a model without a tokenizer, the result
+    is empty.
     """
     if not source.is_gguf:
         return {}
     metadata = gguf_files.read(source.path).metadata
     own = source.path.parent / TOKENIZER
+    if not own.is_file() and "tokenizer.ggml.model" not in metadata:
+        return {}
     found = own.read_text(encoding="utf-8") if own.is_file() else from_gguf(source.path, metadata)
     return {TOKENIZER: found, "tokenizer_config.json": tokenizer_config(metadata)}

@@ -28,6 +28,9 @@ from jaxdist.errors import ConfigError, closest
 
 MAX_FILES = 64
 
+RUN_CONFIG = "config.yaml"
+"""The config in a run directory."""
+
 
 def read(
     path: str | os.PathLike[str] | Mapping[str, Any] | None, overrides: Iterable[str] = ()
@@ -35,9 +38,9 @@ def read(
     """Return the merged values of a YAML file, each with its origin, without validation.
 
     Args:
-      path: the path of a YAML 1.2 file of UTF-8 text, or the values of such a file, as
-        `jaxdist.config.given.node_of` accepts them. None reads only the overrides. A file and its
-        includes have at most MAX_BYTES bytes together.
+      path: the path of a YAML 1.2 file of UTF-8 text or of a run directory with `config.yaml`, or
+        the values of such a file, as `jaxdist.config.given.node_of` accepts them. None reads only
+        the overrides. A file and its includes have at most MAX_BYTES bytes together.
       overrides: the texts `section.key=value`, which are applied in order after all includes.
 
     Raises:
@@ -51,6 +54,9 @@ def read(
         root = node_of(path)
     else:
         file = Path(path)
+        own = file / RUN_CONFIG
+        # `Path.is_file` would raise for a name that is too long.
+        file = own if os.path.isfile(own) else file
         root = loader.load(file, None, ())
     for text in overrides:
         root = apply_override(root, text)

@@ -181,6 +181,13 @@ def test_a_missing_file_suggests_a_neighbour(folder: Path):
     )
 
 
+def test_a_run_directory_is_the_config_in_it(folder: Path):
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/config.yaml").write_text("a: 1\n", encoding="utf-8")
+    found = read("runs/one", ["b=2"])
+    assert (found.values, found.path) == ({"a": 1, "b": 2}, Path("runs/one/config.yaml"))
+
+
 def test_what_is_no_file_is_refused(folder: Path):
     Path("x.yaml").mkdir()
     refused("x.yaml is a directory; name a YAML file")

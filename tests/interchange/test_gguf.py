@@ -120,6 +120,13 @@ def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
             np.testing.assert_array_equal(held[inside], wanted, err_msg=leaf.name)
 
 
+def test_a_file_without_a_tokenizer_is_imported_without_one(tmp_path):
+    drawn_file(tmp_path / "m.gguf", "qwen3", "F32")
+    data = f"data={{type: synthetic, kind: tokens, vocab_size: {VOCAB}, window: 16}}"
+    import_model(tmp_path / "m.gguf", tmp_path / "run", [data], console=QUIET)
+    assert [file.name for file in (tmp_path / "run" / "source").iterdir()] == ["config.json"]
+
+
 def test_pairs_side_by_side_are_not_our_halves(tmp_path):
     """Converters write the halves of a head in turn, (H, 2, d/2) as (H, d/2, 2); we read halves."""
     family, name = family_of(CONFIGS["llama"], where=""), "blocks/attention/query"
