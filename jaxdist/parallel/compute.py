@@ -24,7 +24,7 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 class Unstaged:
     """The base class of computations without pipeline stages: every device runs all layers.
 
-    Evaluation computes a whole batch at once, whatever the number of microbatches.
+    Evaluation computes a whole batch at once, for any number of microbatches.
     """
 
     objective: Objective

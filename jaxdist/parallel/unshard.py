@@ -4,7 +4,7 @@ Inside a `jax.shard_map` that is manual on the data axes, the classes of this mo
 parameters of a model. Differentiation then returns this device's shard of the summed gradient, so
 that a device never holds the gradients of the whole model. In stage 3 the parameters of a layer are
 gathered when the layer runs, so that a device does not hold the parameters of the whole model. With
-`once` all parameters are instead gathered once per step, and a device holds all of them.
+`once`, all parameters are instead gathered once per step, and each device holds all parameters.
 """
 
 from __future__ import annotations

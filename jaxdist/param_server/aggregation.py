@@ -102,16 +102,17 @@ class Racks(Config):
 class Secure(Config):
     """Secure aggregation: servers learn the sum of a round's pushes, and no single push.
 
-    Workers push fixed-point integers with masks that cancel in the sum (`jaxdist.secure`), which
-    takes twice the bytes of float32. The rounds work like the rounds of bsp, whose mean is weighted
-    by tokens.
+    Workers push fixed-point integers with masks that cancel in the sum (`jaxdist.secure`). A masked
+    push has twice the bytes of a float32 push. The rounds work like the rounds of bsp, whose mean
+    is weighted by tokens.
     """
 
     type: Literal["secure"] = "secure"
     """The name that selects secure aggregation in a config."""
     dropouts: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    """The number of workers that a round can lose. Null takes the largest number that leaves more
-    than half of the workers, and at least two. If a round loses more, the run ends."""
+    """The number of workers that a round can lose. With null, the number is the largest number that
+    leaves more than half of the workers, and at least two workers. If a round loses more, the run
+    ends."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return an empty tuple, because masked pushes go to the servers directly."""

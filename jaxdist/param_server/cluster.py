@@ -139,7 +139,7 @@ class Cluster(Config):
         return ErrorFeedback() if self.error_feedback else NoFeedback()
 
     def clocks(self, steps: int) -> int:
-        """Return the number of pushes with which a worker takes at least `steps` steps.
+        """Return the smallest number of pushes for at least `steps` steps of a worker.
 
         >>> Cluster(workers=2, consistency=Elastic(every=4)).clocks(10)
         3

@@ -159,7 +159,7 @@ class SimulationConfig(Config):
 
 
 def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int, ...]:
-    """Return the shares of a batch for which workers of unequal speed take about equal time.
+    """Return the shares of a batch that workers of unequal speed compute in about equal times.
 
     Args:
       step_seconds: for each worker, the seconds for one example.

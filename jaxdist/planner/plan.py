@@ -103,8 +103,9 @@ class Plan:
     def shares_embed(self) -> bool:
         """Whether devices along axis context or expert split the parameters that they share.
 
-        They do so with ZeRO 3, and if there is only one replica besides. In a pipeline they do not,
-        since each task would gather the parameters again.
+        The devices split these parameters with ZeRO 3. Devices along axis expert also split them
+        with a lower stage if axis data has size 1. In a pipeline the parameters are not split,
+        since each task would gather them again.
         """
         alone = self.expert > 1 and self.slices * self.data == 1
         return self.stage == 1 and self.context * self.expert > 1 and (self.zero == 3 or alone)

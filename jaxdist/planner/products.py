@@ -58,7 +58,7 @@ def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
 def mean_share(
     target: Target, products: Sequence[tuple[int, int]], otherwise: float, *, scoped: bool
 ) -> float:
-    """Return the mean fraction of the peak that products with equal FLOPs reach.
+    """Return the mean fraction of the peak that several products of equal FLOPs reach.
 
     Args:
       target: the chips.

@@ -117,7 +117,7 @@ class Target:
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
-    """Return the largest number of hops of a message if each chip sends to its successor.
+    """Return the largest number of hops of a message if each chip sends to the next chip of a ring.
 
     On a line, the message from the last chip to the first passes all other chips.
 

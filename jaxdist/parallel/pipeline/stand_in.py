@@ -95,7 +95,7 @@ class RoutedHead(HeadOnly):
     """A `HeadOnly` of a model with routers, whose statistics came with the input of the head.
 
     Attributes:
-      found: the function from the weight of each token to the auxiliary losses.
+      found: the function that computes the auxiliary losses from the weight of each token.
       deterministic: whether the model evaluates.
     """
 

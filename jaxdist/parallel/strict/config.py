@@ -19,5 +19,5 @@ class StrictConfig(Config):
     """The name that selects this guarantee in a config."""
     shards: Annotated[int, Field(ge=1, le=4096)] = 8
     """The number of logical shards into which each batch is divided by index, on any number of
-    devices. Another number of shards gives other bits. The fewest bytes are sent with a power of
-    two."""
+    devices. Another number of shards gives other bits. With a power of two, the devices send the
+    fewest bytes."""

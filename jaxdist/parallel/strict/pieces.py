@@ -1,4 +1,4 @@
-"""Functions that are applied to a shard in pieces, with the same code on any number of devices.
+"""The application of functions to a shard in pieces, with the same code on any number of devices.
 
 XLA:CPU decides for each loop whether it rounds a product before it adds the product to a sum. XLA
 may decide differently for a loop over a shard of another length. A shard is therefore divided into

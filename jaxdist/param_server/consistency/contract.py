@@ -183,7 +183,7 @@ class Consistency(Config):
         return clocks.clocks[client]
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
-        """Return why a change is dropped, or None to use it.
+        """Return the reason why a change is dropped, or None if the change is used.
 
         The client's clock advances in both cases.
         """
@@ -223,7 +223,10 @@ class Consistency(Config):
         return False
 
     def wake(self, clocks: Clocks) -> float | None:
-        """Return when an update becomes due without a further message, or None for never."""
+        """Return the time at which an update becomes due without a further message.
+
+        The result is None if there is no such time.
+        """
         return None
 
 

@@ -15,7 +15,7 @@ from jaxdist.param_server.consistency.contract import Consistency
 def consistency_notices(
     model: Consistency, optim: OptimizerConfig, workers: int
 ) -> tuple[str, ...]:
-    """Return the warnings about a run's settings, a sentence each."""
+    """Return the warnings about a run's settings, as sentences."""
     if workers == 1 or not isinstance(model, OnArrival):
         return ()
     return (*_of_moments(model, optim, workers), *_of_reads(model))

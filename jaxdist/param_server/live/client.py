@@ -157,7 +157,9 @@ class Client:
                 link.send(message)
 
     def push(self, changes: Sequence[np.ndarray], *, tokens: float = 1.0) -> None:
-        """Send changes computed from the last read; wait only if too many messages are pending.
+        """Send changes that were computed from the last read.
+
+        The call waits only if too many messages are pending.
 
         The arrays of the changes must not be modified afterwards.
 
@@ -184,8 +186,8 @@ class Client:
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
         may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,
-        and the encoder's error feedback would be lost with it. The same holds for a number of
-        tokens that is not finite.
+        and the encoder's error feedback would be lost with it. Zeros are also sent if the number of
+        tokens is not finite.
         """
         if tokens == 0 or not math.isfinite(tokens):
             spec = self._encoders[at].codes.spec if self._encoders else None

@@ -1,4 +1,4 @@
-"""The payload of masked pushes and the mean of their sum, for code that has no connection."""
+"""The payload of masked pushes, and the mean of their sum, as functions that need no connection."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def fixed_point_mean(
 
 
 def mean_of_sum(merge: Merge, total: np.ndarray) -> np.ndarray:
-    """Return the mean, weighted by tokens, of encoded changes with this sum."""
+    """Return the mean, weighted by tokens, of changes whose encodings have the sum `total`."""
     return decode(total) / sum(part.arrival.tokens for part in merge.parts)

@@ -93,7 +93,7 @@ class Reception(ABC):
         """Add a member; the caller holds the lock, here and in the methods below."""
 
     def _resume(self, client: int, sequence: int) -> None:
-        """Begin a session of a member, whose messages before a sequence all have final replies."""
+        """Begin a session of a member that has all final replies before `sequence`."""
         del client, sequence  # This server has received all messages, so it learns nothing new.
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Reception(ABC):
 
     @abstractmethod
     def _late(self) -> str:
-        """Return the names of the processes that clients wait for, as text."""
+        """Return, as text, the names of the processes for which clients wait."""
 
     @property
     def seconds(self) -> float:

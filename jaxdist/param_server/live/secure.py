@@ -1,4 +1,4 @@
-"""Secure aggregation of the rounds of workers: a server sees the sum of pushes, and no push."""
+"""Secure aggregation of rounds of workers: a server sees the sum of pushes, but no single push."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class SecureServer(Server):
         self._carry_on()
 
     def _carry_on(self) -> None:
-        """Execute effects in order, up to a sum that must be unmasked first."""
+        """Execute effects in order, and stop at a merge whose sum is still masked."""
         while self._waits and self._open is None:
             self._do(self._waits.popleft())
         if self._open is None:

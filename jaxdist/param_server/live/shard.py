@@ -54,7 +54,8 @@ class ServerShard:
       staleness: the number of applied changes for each staleness, in updates.
       square: the squared norm of the last applied change.
       moved: the last applied change.
-      merged: the function from a merge and the function of its changes to the merged change.
+      merged: the function that computes a merge's change. Its arguments are the merge, and a
+        function that returns the payload of an arrival.
     """
 
     def __init__(
@@ -156,7 +157,10 @@ class ServerShard:
 
     @property
     def arrays(self) -> PyTree:
-        """The parameters, and the optimizer's state, whose memory the next update overwrites."""
+        """The parameters and the optimizer's state.
+
+        The next update overwrites the memory of the state.
+        """
         return self.params, self.optimizer
 
     def restore(self, raw: Sequence[np.ndarray]) -> None:

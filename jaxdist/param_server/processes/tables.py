@@ -129,7 +129,7 @@ class TableProcess:
         )
 
     def _give_up(self, at: int) -> None:
-        """Give up the role in a range, if this server has one, with its rows and its ports."""
+        """Give up this server's role in a range, if any, and the rows and ports of the range."""
         self._writers.pop(at, None)
         for rpc in self._rpcs.pop(at, []):
             rpc.close()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from jaxdist.param_server.protocol.messages import Acknowledge, Message, Refuse
 
 WINDOW = 64
-"""The number of messages that a client may have pending, and the number of outcomes that are kept
-for its retries."""
+"""The largest number of messages that a client may have pending, which is also the number of
+outcomes that are kept for the client's retries."""
 
 
 @dataclass(frozen=True)

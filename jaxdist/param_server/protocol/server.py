@@ -236,7 +236,7 @@ def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
 
 
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
-    """Return the reason why no correct worker can have sent this change, or None if one can."""
+    """Return why no correct worker can have sent this change, or None if a correct worker can."""
     if arrival.version > clocks.version:
         return (
             f"version {arrival.version} does not exist yet: the range has version {clocks.version}"

@@ -52,12 +52,12 @@ class ClockReports:
 
     @property
     def clock_seconds(self) -> float:
-        """The duration of the fastest worker's last clock, in seconds; 1 before the first."""
+        """The seconds of the fastest worker's last clock, or 1 before the first clock."""
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
 
     @property
     def longest_seconds(self) -> float:
-        """The duration of the slowest worker's last clock, in seconds; 0 before the first."""
+        """The seconds of the slowest worker's last clock, or 0 before the first clock."""
         return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:

@@ -272,7 +272,7 @@ class Supervisor:
                 raise RunError(f"{event.child}: {what['error']}")
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
-        """Report each clock in turn, do the work due after it, and return the last state."""
+        """Report the clocks in turn, do the work due after each, and return the last state."""
         hooks, clock = self.prepared.hooks, self.first
         while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):
@@ -321,7 +321,7 @@ class Supervisor:
             child.say({"stop": self.stop})
 
     def _end(self) -> None:
-        """Terminate all processes, so that none outlives the run."""
+        """Terminate all processes, so that no process outlives the run."""
         end_together([*self.team.workers.values()])
         self.fleet.end()
         for forks in self.forks.values():

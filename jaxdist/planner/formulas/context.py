@@ -44,8 +44,8 @@ def needs_of(model: Decoder, plan: Plan, target: Target, rows: int) -> ContextNe
 def split_of(model: Decoder, plan: Plan, target: Target, rows: int) -> SequenceSplit | None:
     """Return the algorithm with which devices share `rows` sequences.
 
-    The method is the choice of `sharding.context: auto`. The result is None if no algorithm is
-    possible.
+    The result is the algorithm that `sharding.context: auto` chooses. The result is None if no
+    algorithm is possible.
     """
     needs = needs_of(model, plan, target, rows)
     found = best_split(splits_of("auto", ("context",), plan.context), needs)

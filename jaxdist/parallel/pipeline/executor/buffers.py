@@ -15,7 +15,7 @@ from jaxdist.types import Grads, Params, PyTree, Specs, TreeT
 
 
 def buffer(shapes: PyTree, slots: int) -> PyTree:
-    """Create a buffer of zeros with `slots` slots, but at least one slot.
+    """Create a buffer of zeros with `slots` slots, or with one slot if `slots` is 0.
 
     Args:
       shapes: the shapes and dtypes of a value, a pytree.

@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 class LayerCosts:
     """The costs of a model's layers, which are measured or estimated.
 
-    All times may be in any unit, but in the same unit.
+    All times must be in one unit, which may be any unit.
 
     Attributes:
       seconds: for each layer, the time of the forward and the backward pass of a microbatch.
