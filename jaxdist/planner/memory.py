@@ -63,7 +63,7 @@ class LiveFactors:
 
 STREAMED = 3 / GROUPS
 """The fraction of a state in the host's memory that is on the device at once: the compiled program
-has one group on the way in, one that is updated, and one on the way out."""
+copies one group to the device, updates a second group, and copies a third group back."""
 WORK: Mapping[str, LiveFactors] = {
     "whole": LiveFactors(logits=2.05, ends=1.95, block=2.36),
     "whole, tensor": LiveFactors(ends=1.69, sequences=11.04, gathered=0.74),

@@ -16,8 +16,9 @@ def block_seconds(
 ) -> float:
     """Return the seconds of a block's forward matrix products on a single device.
 
-    The assumed fraction of the peak is the mean for the forward product and for the product of the
-    backward pass that contracts the other dim, which gives the gradient of the input.
+    The assumed fraction of the peak is the mean of two fractions: the fraction of the forward
+    product, and the fraction of the backward product for the gradient of the input, which contracts
+    the other dim of the weight.
 
     Args:
       model: the model.
@@ -40,7 +41,7 @@ def block_seconds(
 
 
 def _as_matrix(one: PlannedParameter, tensor: int) -> tuple[int, int]:
-    """Return the number of rows, which are contracted, and of columns of a weight on a device.
+    """Return the size of the contracted dim, and the number of columns, of a weight on a device.
 
     Args:
       one: the weight.

@@ -26,7 +26,7 @@ Model = Decoder | Traced
 
 
 def model_of(config: ExperimentConfig, document: Document) -> Model:
-    """Return the model of a config, from which formulas compute.
+    """Return the description of a config's model that the formulas need.
 
     A gpt without experts is described by the sizes of a decoder, and any other model by the figures
     of a traced step.
@@ -169,11 +169,11 @@ MOST_SLICES = 4096
 
 
 def least_chips(model: Model, target: Target) -> int | None:
-    """Return the number of chips of a target with more slices, on which the model fits.
+    """Return the number of chips on which the model fits if the target has more slices.
 
     The number of slices is doubled until the model fits. The batch grows too, so that the slices
-    divide it. The result is None if the model does not fit on any number of slices up to
-    `MOST_SLICES` times as many.
+    divide it. The result is None if the model does not fit even with `MOST_SLICES` times as many
+    slices.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
@@ -202,9 +202,9 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
-    """Return the `top` fastest plans that fit, but no plan that is worse in both time and memory.
+    """Return the `top` fastest plans that fit, without dominated plans.
 
-    A plan is left out if a faster plan with the same mesh takes no more memory.
+    A plan is dominated if a faster plan with the same mesh takes no more memory.
     """
     chosen: list[Judged] = []
     for one in found.valid:

@@ -223,9 +223,9 @@ class Places:
 
 
 def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
-    """Yield every layout of the axes of `meshes` and a further axis that is larger than 1.
+    """Yield every layout of the axes stage, data and tensor with a further axis.
 
-    The further axis is context or expert.
+    The further axis is context or expert, and its size is 2 or more.
 
     Args:
       target: the chips.

@@ -389,7 +389,7 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
-    """Return the seconds that a block of a microbatch waits for collectives over axis data."""
+    """Return the seconds that a block waits, in one microbatch, for collectives over axis data."""
     layer = share(model, plan).layer * model.width
     if plan.zero < 2:
         # XLA reduces the gradients of each microbatch. An explicit reduction sends only the

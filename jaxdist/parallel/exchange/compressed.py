@@ -108,7 +108,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather, from its shards, each tensor that `zero` splits, and keep the other tensors."""
+    """Gather the tensors that `zero` splits from `shards`, and return other tensors unchanged."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -186,7 +186,7 @@ class CompressedUnsharded(Compressed, Unsharded):
         return found._replace(grads=zero.cut(grads)), state
 
     def _unsummed(self, specs: PyTree) -> PyTree:
-        """Add a first dim to each spec, split over the axes on which the leaf is to be summed.
+        """Add a first dim to each spec, which is split over the axes that are not summed yet.
 
         A leaf that ZeRO does not split is to be summed over all axes of the batch. A leaf that ZeRO
         splits is already summed over ZeRO's axes, and is to be summed over the other axes of the
@@ -207,7 +207,7 @@ def compressed_exchange(
 
     Args:
       zero: the split of the training state, or None without ZeRO.
-      inside: the field of `CompressedAllReduce`, used without ZeRO only.
+      inside: the field of `CompressedAllReduce` with this name, which is used only without ZeRO.
       settings: further fields of `Compressed`.
     """
     if zero is None:

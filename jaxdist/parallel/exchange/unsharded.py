@@ -43,7 +43,7 @@ class Unsharded(Sharding):
         return found._replace(grads=mean), state
 
     def _deferred(self, params: Params) -> PyTree:
-        """Replace by a deferred parameter (see `defer`) each parameter that ZeRO splits.
+        """Replace each parameter that ZeRO splits by a deferred parameter (see `defer`).
 
         A deferred parameter is gathered when a layer uses it, and its gradient is then
         reduce-scattered in the backward pass.

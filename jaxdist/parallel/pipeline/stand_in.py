@@ -18,9 +18,9 @@ from jaxdist.types import PyTree
 class StandIn:
     """The base class of objects that a loss may call like its model, but that have no parameters.
 
-    No stage has all parameters. A loss that adds a penalty on the parameters would find none, and
-    the penalty would be lost without an error. Reading an attribute of a stand-in, or flattening
-    it, therefore raises ConfigError.
+    No stage has all parameters. If a loss adds a penalty on the parameters, a stand-in without
+    parameters would silently remove the penalty. An attempt to read an attribute of a stand-in, or
+    to flatten the stand-in, therefore raises ConfigError.
     """
 
     # Built-in losses read only these attributes of a model, and `deterministic` with routers.
@@ -57,7 +57,7 @@ class HeadOnly(StandIn):
     Attributes:
       head: the head of the model.
       x: the input of the head, for any arguments with which a loss calls the model.
-      padded_head: the model's head with a padded vocabulary, or None if the model has none.
+      padded_head: the model's head with a padded vocabulary, or None if there is no such head.
     """
 
     head: Callable[[jax.Array], PyTree]

@@ -46,7 +46,13 @@ def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
 
 
 def elastic_difference(x: ArrayT, centre: ArrayT, alpha: float) -> ArrayT:
-    """Return alpha (x - c), which an exchange of EASGD moves from the worker to the centre."""
+    """Return alpha (x - c), which an exchange of EASGD moves from the worker to the centre.
+
+    Args:
+      x: the parameters of the worker.
+      centre: the parameters of the centre, c.
+      alpha: the fraction of the distance between worker and centre.
+    """
     return (x - centre) * alpha
 
 

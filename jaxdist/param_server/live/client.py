@@ -188,6 +188,11 @@ class Client:
         may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,
         and the encoder's error feedback would be lost with it. Zeros are also sent if the number of
         tokens is not finite.
+
+        Args:
+          at: the index of the server.
+          change: the change of the server's shard.
+          tokens: the weight of the change.
         """
         if tokens == 0 or not math.isfinite(tokens):
             spec = self._encoders[at].codes.spec if self._encoders else None
@@ -202,6 +207,11 @@ class Client:
 
         An epoch that is not newer than the known epoch changes nothing. Otherwise all messages
         without a final reply are sent again, and the new server counts each message once.
+
+        Args:
+          server: the number of the shard.
+          wire: the connection to the server that leads the shard now.
+          epoch: the epoch of the new leader.
         """
         with self._changed:
             if epoch > self._links[server].state.epoch:

@@ -189,7 +189,7 @@ class Sessions:
         self._lost.notify_all()
 
     def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
-        """Continue with another server, which leads in an epoch; the caller holds the lock."""
+        """Connect a link to the server that leads in a new epoch; the caller holds the lock."""
         link.wire, link.state = wire, protocol.client_in_epoch(link.state, epoch)
         session = link.end()
         if session is not None:

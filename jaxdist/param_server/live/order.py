@@ -98,7 +98,13 @@ def server_log(number: int, clock: int) -> str:
 
 
 def rack_log(number: int, server: int, clock: int) -> str:
-    """Return the name of the log of a rack's aggregator for a server, which starts at a clock."""
+    """Return the name of the file in which an aggregator logs its messages for a server.
+
+    Args:
+      number: the number of the rack.
+      server: the number of the server.
+      clock: the clock at which the log begins.
+    """
     return f"rack_{number}.server_{server}.from_{clock}.jsonl"
 
 

@@ -180,7 +180,13 @@ class WorkerProcess:
 def serve(
     role: type[ServerProcess | AggregatorProcess | TableProcess], setup: JsonObject, parent: Parent
 ) -> None:
-    """Run a server or an aggregator until its input ends."""
+    """Run a server or an aggregator until its input ends.
+
+    Args:
+      role: the class of the process.
+      setup: the setup of the process, from the supervisor.
+      parent: the connection to the supervisor, which sends orders.
+    """
     process = role(setup, parent)
     for what in parent.hear():
         process.order(what)

@@ -103,7 +103,7 @@ def join_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
 
 
 def leave_rack(model: Consistency, state: RackState, worker: int) -> RackStep:
-    """Remove a worker, for whom the rack's round no longer waits."""
+    """Remove a worker, so that the rack's round no longer waits for the worker."""
     answers = tuple(one for one in state.answers if one.client != worker)
     state = replace(state, answers=answers)
     return _heard(model, state, server.leave(WITHIN, state.inner, worker))

@@ -69,11 +69,12 @@ def context_refusal(model: Decoder, plan: Plan) -> str | None:
 
 
 def piecewise(model: Decoder, plan: Plan, target: Target, rows: int) -> tuple[float, float] | None:
-    """Return the times of attention block by block, in the forward and in the backward pass.
+    """Return the times of the two passes of attention that plain jax computes block by block.
 
     The unit is an ideal forward pass, which computes all products at the peak, including products
-    that the mask discards. The result is None if a kernel exists: for whole sequences, and on TPU
-    for gathered keys.
+    that the mask discards. The first time is for the forward pass. The result is None if a kernel
+    computes attention instead. There are kernels for whole sequences and, on TPUs, for gathered
+    keys.
     """
     split = None if plan.context == 1 else split_of(model, plan, target, rows)
     if split is None or split.groups == 1:

@@ -400,10 +400,11 @@ def _tensor(
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
     """Return the traced figures of a forward and backward pass over `rows` examples.
 
-    "scanned" has the bytes that scans leave for the backward pass, and "left" has the bytes that
-    the forward pass leaves besides. "products" has the bytes of the factors and results of
-    products, and "products outside scans" has a part of them. "narrow" is whether any of the arrays
-    that are left has two-byte floats. "flops" has the FLOPs of both passes.
+    "scanned" has the bytes that scans leave for the backward pass, and "left" has the other bytes
+    that the forward pass leaves for the backward pass. "products" has the bytes of the factors and
+    results of products, and "products outside scans" has the part of these bytes outside scans.
+    "narrow" is true if any array that the forward pass leaves has two-byte floats. "flops" has the
+    FLOPs of both passes.
     """
     program = alone.program
     compute = program.compute

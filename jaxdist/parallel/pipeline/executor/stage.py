@@ -146,8 +146,8 @@ class StageContext:
     def x_specs(self) -> Specs:
         """The partition specs, over auto axes, of the activations between chunks.
 
-        If `StageSpecs.x` is a single spec, a leaf that has as many dims gets this spec. The other
-        leaves are not split.
+        If `StageSpecs.x` is a single spec, the leaves with the same number of dims as this spec get
+        this spec, and other leaves are not split.
         """
         assert self.specs is not None
         spec = self.specs.x

@@ -67,8 +67,8 @@ def assign(
       jaxpr: the traced function, with calls inlined.
       at_hand: for each argument, whether both halves receive it at no cost in memory. Equations
         that depend only on these arguments may run in both halves.
-      outside: for each argument, whether W can read it without the help of B, for arguments that
-        are not at hand. W can read the arguments of a scan's body that are not carries.
+      outside: for each argument that is not at hand, whether W can read the argument without
+        the help of B. W can read the arguments of a scan's body that are not carries.
       in_b: for each result, whether B computes it. W computes the other results.
     """
     steps, needed = _steps_of_b(jaxpr, in_b), _made(jaxpr, [not early for early in in_b])
