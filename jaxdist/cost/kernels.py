@@ -23,6 +23,7 @@ OTHERS = 0.5
 """The assumed fraction of the peak at which kernels that are not in `SPLASH` compute."""
 
 _FLOATS = ("bf16", "f32")
+_GROUPED = re.compile(r"(?:^|_)(t?gmm)(?:_|$)")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 
@@ -78,6 +79,14 @@ SPLASH = {
 }
 """The kernels of jax's splash attention for heads of size `HEAD`, compiled by libtpu 0.0.52. A head
 of 128 fills half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
+GROUPED = {
+    "gmm": {(1024, 1024): 0.96, (1024, 512): 0.94, (512, 512): 0.91},
+    "tgmm": {(1024, 1024): 0.92, (1024, 512): 0.90, (512, 512): 0.87},
+}
+"""For each kernel of megablox, the fraction of the peak on computed tiles in bfloat16, by the last
+two sides of a tile (`python -m benchmarks.tpu.grouped`; v5p, libtpu 0.0.52)."""
+GROUPED_ROWS = 512
+"""The largest number of rows of a tile of megablox."""
 HEAD = 128
 """The size of a head in the compiled kernels of `SPLASH`."""
 LANES = 128
@@ -129,6 +138,32 @@ def splash_block(
     return min(fitting, key=lambda size: computed_share(length, size, window) / rates[size])
 
 
+def grouped_tiles(rows: int, depth: int, width: int, *, narrow: bool) -> tuple[int, int, int]:
+    """Return the tile of megablox for a product `[rows, depth]` by `[depth, width]` of each expert.
+
+    Wider tiles take less time to start and await copies. A chip with two cores divides the tiles
+    along `width` between the cores (along `depth` in the backward pass), so an even number of tiles
+    is preferred.
+
+    Args:
+      rows: the number of rows of all experts.
+      depth: the number of input features of an expert.
+      width: the number of output features of an expert.
+      narrow: whether numbers have two bytes; for wider numbers, a side of a tile has at most 512.
+
+    >>> grouped_tiles(32768, 4096, 14336, narrow=True), grouped_tiles(8192, 7168, 2048, narrow=True)
+    ((512, 1024, 1024), (512, 1024, 512))
+    """
+    sides = [n for n in (1024, 512, 256, LANES) if narrow or n <= GROUPED_ROWS]
+    fitting = [n for n in sides if width % n == 0]
+    even = [n for n in fitting if not (width // n % 2 or (depth % n == 0 and depth // n % 2))]
+    return (
+        next(n for n in sides if n <= GROUPED_ROWS and rows % n == 0),
+        next(n for n in sides if depth % n == 0),
+        (even or fitting)[0],
+    )
+
+
 def computed_share(length: int, block: int, window: int | None = None) -> float:
     """Return the fraction of blocks that have an unmasked element, and are therefore computed.
 
@@ -156,6 +191,8 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
       family: the family of the chip, for example "v5e".
     """
     found = _SPLASH.match(effort.kernel)
+    if found is None and (grouped := _GROUPED.search(effort.kernel)):
+        return _grouped_work(effort, grouped[1])
     if found is None:
         return effort.flops, OTHERS, f"{effort.what}: {OTHERS:.0%} of peak"
     kernel = SPLASH[found[1]]
@@ -172,6 +209,22 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     share = splash_share(found[1], family, block, query.dims[-1])
     words = f"{found[0]}, blocks of {block}: causal blocks at {share:.0%} of peak"
     return flops, share, words
+
+
+def _grouped_work(effort: Effort, kernel: str) -> tuple[float, float, str]:
+    """Return what `kernel_work` returns, for a product of rows with the kernels of their experts.
+
+    A tile whose rows belong to several experts is computed once for each of them. The program has
+    room for one such tile between each two experts, and all of this room is counted.
+    """
+    floats = [s for s in effort.operands if s.dtype in _FLOATS]
+    tiles = max(s.dims[0] for s in effort.operands if s.dtype == "s32" and s.dims)
+    kernels = next(s for s in (*floats, *effort.results) if len(s.dims) == 3)
+    experts, *widths = kernels.dims
+    _, *sides = grouped_tiles(GROUPED_ROWS, *widths, narrow=floats[0].dtype == "bf16")
+    share = GROUPED[kernel].get((max(sides), min(sides)), OTHERS)
+    flops = effort.flops * tiles / (tiles - experts + 1)
+    return flops, share, f"{kernel} of {experts} experts: {tiles} tiles at {share:.0%} of peak"
 
 
 def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:

@@ -30,7 +30,8 @@ class Plan:
     Attributes:
       data: the size of axis data inside the fast network.
       tensor, stage: the sizes of the axes tensor and stage, or 1 for an absent axis.
-      slices: the number of slices, which divide axis data across the slow network.
+      slices: the size of axis data across the slow network, which is the number of slices or of
+        hosts with GPUs unless `wide` is set.
       zero: the ZeRO stage, 0 to 3.
       scope: "all" if ZeRO splits state over both networks, or "ici" if it splits state only over
         the fast network.
@@ -44,6 +45,8 @@ class Plan:
       context: the number of devices that share a sequence.
       expert: the number of devices with different experts, which have different parts of the batch.
       offload: whether the optimizer's state is in the host's memory.
+      wide: whether the axes stage, data and context are across the slow network, while axis tensor
+        has all GPUs of a host.
     """
 
     data: int = 1
@@ -62,6 +65,7 @@ class Plan:
     context: int = 1
     expert: int = 1
     offload: bool = False
+    wide: bool = False
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -115,8 +119,11 @@ class Plan:
         sizes: dict[str, Json] = {}
         if self.stage > 1:
             sizes["stage"] = self.stage
-        sizes["data"] = {"dcn": self.slices, "ici": self.data} if self.slices > 1 else self.data
-        for name in ("tensor", "context", "expert"):
+        data: Json = {"dcn": self.slices, "ici": self.data} if self.slices > 1 else self.data
+        sizes["data"] = self.slices if self.wide else data
+        # The last axis connects the nearest devices: if the plan is wide, the GPUs of a host.
+        order = ("context", "tensor") if self.wide else ("tensor", "context")
+        for name in (*order, "expert"):
             if (size := getattr(self, name)) > 1:
                 sizes[name] = size
         return sizes
@@ -174,7 +181,8 @@ class Plan:
         >>> Plan(data=8, tensor=4, remat="minimal").words()
         'data 8 x tensor 4, ZeRO 3, minimal'
         """
-        data = f"data {self.slices}x{self.data}" if self.slices > 1 else f"data {self.data}"
+        parted = self.slices > 1 and not self.wide
+        data = f"data {self.slices}x{self.data}" if parted else f"data {self.slices * self.data}"
         axes = [f"stage {self.stage}"] * (self.stage > 1) + [data]
         for name in ("tensor", "context", "expert"):
             if (size := getattr(self, name)) > 1:

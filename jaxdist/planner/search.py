@@ -18,7 +18,7 @@ from jaxdist.planner.formulas.traced import Traced, TracedFormulas, traced_of
 from jaxdist.planner.memory import PlanMemory
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import Plan
-from jaxdist.planner.target import Places, Target, inner_meshes, meshes
+from jaxdist.planner.target import Places, Target, inner_meshes, meshes, wide_meshes
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
@@ -112,7 +112,8 @@ def search(model: Model, target: Target) -> SearchResults:
     refused: Counter[str] = Counter()
     alone = isinstance(model, Traced)
     further = inner_meshes(target, alone=alone) if formulas.has_inner else ()
-    for places in (*meshes(target), *further):
+    wide = () if alone else wide_meshes(target, context=formulas.has_inner)
+    for places in (*meshes(target), *further, *wide):
         for plan in formulas.plans(target, places):
             why = formulas.refusal(plan)
             if why is not None:

@@ -102,9 +102,11 @@ class Target:
         """Return the bytes per second that a device sends on a link in a collective over `dims`.
 
         The devices of a chip share the chip's links, unless the collective includes both devices
-        (as in `jaxdist.cost.torus`).
+        (as in `jaxdist.cost.torus`). On GPUs, an axis without dims crosses the slow network.
         """
         rate, far = self.device.fast.bytes_per_second, self.far(dims)
+        if not self.is_tpu:
+            return rate if dims else self.device.slow.bytes_per_second
         if self.per_chip == 1:
             return rate
         if len(far) == len(dims):
@@ -214,12 +216,38 @@ class Places:
       dims: the dims of the torus that the axes stage, data and tensor occupy.
       inner: the size of a further axis, context or expert, or 1 without such an axis.
       inner_dims: the dims of the torus that the further axis occupies.
+      slices: the size of axis data across the slow network if other axes cross this network too, or
+        None if axis data alone does.
     """
 
     sizes: tuple[int, int, int]
     dims: tuple[Dims, Dims, Dims]
     inner: int = 1
     inner_dims: Dims = ()
+    slices: int | None = None
+
+
+MOST_WIDE = 64
+"""The largest size of the axes stage and context across hosts with GPUs in the search."""
+
+
+def wide_meshes(target: Target, *, context: bool) -> Iterator[Places]:
+    """Yield layouts in which the axes stage, data and context divide the hosts with GPUs.
+
+    Axis tensor has all GPUs of a host. Sizes are powers of two up to `MOST_WIDE`. On TPUs there is
+    no such layout.
+
+    Args:
+      target: the devices.
+      context: whether axis context may be larger than 1.
+    """
+    if target.is_tpu:
+        return
+    sizes = [2**n for n in range(MOST_WIDE.bit_length())]
+    for stage, inner in itertools.product(sizes, sizes if context else [1]):
+        if stage * inner > 1 and target.slices % (stage * inner) == 0:
+            slices = target.slices // (stage * inner)
+            yield Places((stage, 1, target.shape[0]), ((), (), (0,)), inner, (), slices)
 
 
 def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:

@@ -137,13 +137,18 @@ def gather_seconds(target: Target, dims: Dims, size: int, total_bytes: float) ->
     return wire + target.hops(dims) * link.latency_seconds
 
 
-def across(target: Target, total_bytes: float) -> float:
+def across(target: Target, total_bytes: float, count: int | None = None) -> float:
     """Return the seconds of an all-reduce across S slices, of `total_bytes` on each device.
 
     A device sends 2 (S - 1) / S times the bytes, through its share of the host's network. For a
     single slice the result is 0.
+
+    Args:
+      target: the chips.
+      total_bytes: the bytes on each device.
+      count: the number of slices or hosts, or None for all of them.
     """
-    count = target.slices
+    count = target.slices if count is None else count
     if count == 1:
         return 0.0
     link = target.device.slow
@@ -412,9 +417,11 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]
-    fast = 0.0
-    if plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
+    fast, crossing = 0.0, plan.slices
+    if plan.wide and not plan.shares_embed:
         # Devices that share a sequence have gradients of their own tokens.
+        crossing *= plan.context
+    elif plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
         among = dims + (places.inner_dims if plan.context > 1 else ())
         parts = plan.data * plan.context
         fast += 2 * gather_seconds(target, among, parts, mine.whole * sum_bytes)
@@ -422,11 +429,12 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
         fast += gather_seconds(target, dims, plan.data, mine.whole * model.param_bytes)
     # Gradients are first reduced inside the slice, so that each device sends only its shard across
     # the slow network.
-    part = mine.whole / plan.data
-    slow = across(target, part * sum_bytes)
+    part = mine.whole / (plan.data * (plan.context if plan.shares_embed else 1))
+    slow = across(target, part * sum_bytes, crossing)
     if plan.zero == 3 and plan.scope == "all":
         # Parameters are gathered in both passes, and a gather sends half as much as an all-reduce.
-        slow += 0.5 * across(target, 2 * part * model.width) * plan.microbatches
+        gathers = across(target, 2 * part * model.width, crossing)
+        slow += 0.5 * gathers * plan.microbatches
     return fast, slow
 
 

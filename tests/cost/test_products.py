@@ -9,7 +9,14 @@ import pytest
 from benchmarks.planner.cases import llama_70b
 from benchmarks.tpu.products import TOPOLOGIES
 from benchmarks.tpu.program import CONFIG
-from jaxdist.cost.kernels import SPLASH, computed_share, kernel_work, splash_block, splash_share
+from jaxdist.cost.kernels import (
+    SPLASH,
+    computed_share,
+    grouped_tiles,
+    kernel_work,
+    splash_block,
+    splash_share,
+)
 from jaxdist.cost.products import product_share, shares
 from jaxdist.experiment import load
 from jaxdist.hlo.estimates import Effort
@@ -162,3 +169,33 @@ def test_only_a_fused_backward_kernel_also_computes_the_gradient_of_the_queries(
         return kernel_work(ask, "v5p")[0] / (2 * q.elements * 1024)
 
     assert [products(8, 8), products(8, 2), products(8, 8, 2), products(8, 2, 2)] == [4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("widths", [(4096, 14336), (7168, 2048), (2048, 7168), (384, 640)])
+@pytest.mark.parametrize("narrow", [True, False])
+def test_tiles_of_experts_divide_their_sizes(widths, narrow):
+    sizes = 32768, *widths
+    tile = grouped_tiles(*sizes, narrow=narrow)
+    assert all(size % side == 0 for size, side in zip(sizes, tile, strict=True))
+    assert max(tile) <= (1024 if narrow else 512)
+
+
+def test_two_cores_get_equal_numbers_of_tiles_in_both_passes():
+    """Seven tiles of 1,024 along 7,168 features leave a core idle for an eighth of the time."""
+    assert grouped_tiles(8192, 2048, 7168, narrow=True) == (512, 1024, 512)
+    assert grouped_tiles(8192, 7168, 2048, narrow=True) == (512, 1024, 512)
+
+
+@pytest.mark.parametrize(("kernel", "share"), [("gmm", 0.96), ("tgmm", 0.92)])
+def test_a_tile_with_rows_of_two_experts_is_computed_twice(kernel, share):
+    rows, into, out, tiles = 4096, 2048, 4096, ArrayShape("s32", (8 + 3,))
+    left, right = ArrayShape("bf16", (rows, into)), ArrayShape("bf16", (rows, out))
+    weights = ArrayShape("bf16", (4, into, out))
+    arrays = (left, weights, right) if kernel == "gmm" else (left, right, weights)
+    work = Effort(
+        what="", flops=1.0, bytes=0, kernel=f"transpose_jvp_jit_{kernel}___",
+        operands=(ArrayShape("s32", ()), tiles, *arrays[:2]), results=arrays[2:],
+    )  # fmt: skip
+    assert kernel_work(work, "v5p") == (
+        pytest.approx(11 / 8), share, f"{kernel} of 4 experts: 11 tiles at {share:.0%} of peak"
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from jaxdist.planner.search import (
     no_plan,
     search,
 )
-from jaxdist.planner.target import meshes, parse_target
+from jaxdist.planner.target import meshes, parse_target, wide_meshes
 from jaxdist.planner.time import gather_seconds
 
 SMALL = Decoder(8, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=32, tied=False)
@@ -290,6 +290,34 @@ def test_the_best_plans_of_llama_405b_at_131072_tokens_combine_tensor_and_contex
     long = Decoder(*widths, vocab=128256, window=131072, batch=64, tied=False)
     top = best(search(long, parse_target("v5p:8x8x8")), 5)
     assert any((one.plan.tensor, one.plan.context) == (8, 64) for one in top)
+
+
+@pytest.mark.slow
+def test_the_best_plans_of_llama_405b_on_16384_gpus_contain_the_published_mesh() -> None:
+    """Tensor 8 inside a host, and context 16, stage 16 and data 8 across hosts."""
+    widths = (128, 16384, 128, 8, 128, 53248)
+    long = Decoder(*widths, vocab=128256, window=131072, batch=128, tied=False)
+    top = best(search(long, parse_target("h100:2048x8")), 5)
+    mesh = {"stage": 16, "data": 8, "context": 16, "tensor": 8}
+    assert mesh in [one.plan.mesh() for one in top]
+
+
+def test_hosts_of_gpus_are_divided_among_stages_and_parts_of_sequences() -> None:
+    """Axis tensor is the last axis, so that it connects the GPUs of a host."""
+    target = parse_target("h100:4x8")
+    sizes = {(one.sizes[0], one.slices, one.inner) for one in wide_meshes(target, context=True)}
+    assert sizes == {(1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)}
+    assert not list(wide_meshes(parse_target("2xv5e:2x4"), context=True))
+    model = dataclasses.replace(SMALL, batch=8)
+    found = search(model, target)
+    wide = next(one for one in found.valid if one.plan.wide and one.plan.slices == 2)
+    assert wide.plan.mesh() == {"stage": 2, "data": 2, "tensor": 8}
+    assert list(wide.plan.mesh())[-1] == "tensor"
+    assert wide.plan.words().startswith("stage 2 x data 2 x tensor 8")
+    assert wide.plan.devices == target.devices
+    # Messages between stages cross the slow network.
+    near = dataclasses.replace(wide.places, dims=((0,), (), (0,)))
+    assert judge_plan(model, wide.plan, near, target).seconds.bubble < wide.seconds.bubble
 
 
 @pytest.mark.parametrize(

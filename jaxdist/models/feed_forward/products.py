@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.cost.kernels import LANES, grouped_tiles
 from jaxdist.errors import ConfigError
 from jaxdist.models.feed_forward.config import ProductName
 
-TILE = 128
+TILE = LANES
 """The number of rows, and of columns, of a tile in a TPU's matmul unit."""
 
 
@@ -144,8 +145,7 @@ class Megablox:
 
         rows = len(x_RD)
         x_RD = jnp.pad(x_RD, ((0, -rows % TILE), (0, 0)))
-        sizes = *x_RD.shape, w_EDF.shape[2]
-        tiling = tuple(next(t for t in (512, 256, TILE) if n % t == 0) for n in sizes)
+        tiling = grouped_tiles(*x_RD.shape, w_EDF.shape[2], narrow=x_RD.dtype.itemsize == 2)
         y_RF = gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)
         # The kernel leaves the rows after the last expert's rows undefined.
         used_R1 = (jnp.arange(rows) < counts_E.sum())[:, None]

@@ -53,7 +53,9 @@ class DecoderFormulas:
 def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
     """Yield every plan of a decoder on a mesh, even if it is invalid."""
     stage, data, tensor = places.sizes
-    base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices, context=places.inner)
+    wide = places.slices is not None
+    slices = target.slices if places.slices is None else places.slices
+    base = Plan(data, tensor, stage, slices, context=places.inner, wide=wide)
     counts = counts_of(model.batch, base)
     kinds: list[tuple[Schedule | None, int]] = [(None, 1)]
     if stage > 1:
@@ -62,8 +64,12 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
     # Devices that share sequences share parameters too, as ZeRO 3 does, except in a pipeline.
     zeros = range(3, 4) if places.inner > 1 and stage == 1 else range(4)
+    if wide:
+        # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so one stage is enough.
+        zeros = [3 if stage == 1 else int(slices > 1)]
+        counts = [count for count in counts if count >= stage]
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, zeros, kinds):
-        scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
+        scopes = ("all", "ici") if zero and slices > 1 and not wide else ("all",)
         stashes = (False,) if kind is None else (False, True)
         # Only 1F1B becomes shorter when forward tasks run ahead of its schedule.
         aheads = (False, True) if kind == "1f1b" else (False,)
@@ -102,7 +108,7 @@ def plan_refusal(model: Decoder, plan: Plan) -> str | None:
     if plan.bfloat16_reduction and plan.zero >= 2:
         return "ZeRO 2 and 3 sum gradients in the compute dtype already"
     return invalid(
-        plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1,
+        plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1 and not plan.wide,
         plan.bfloat16_reduction,
     )  # fmt: skip
 
