@@ -193,7 +193,8 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
     For a mesh with axis stage the result is False.
     """
     stage, data, tensor = places.sizes
-    # A plan takes least memory with one sequence at a time, `remat: full` (the default) and ZeRO 3.
+    # A plan takes the least memory with one sequence at a time, ZeRO 3 and `remat: full`, which is
+    # the default.
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)

@@ -184,7 +184,7 @@ class Aggregator(Reception):
     def _copy_for(self, answer: Answer) -> np.ndarray | None:
         """Return the parameters for an answer, which are the same when an answer is repeated.
 
-        A replay could not know otherwise from which of two copies the worker computed.
+        Otherwise a replay could not know from which of two copies the worker computed.
         """
         given = self._given.get(answer.client)
         if given is None or given[:2] < (answer.sequence, answer.clock):

@@ -93,7 +93,12 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
 
 
 def server_log(number: int, clock: int) -> str:
-    """Return the name of the log of a server that starts at a clock."""
+    """Return the name of the file in which a server logs its messages.
+
+    Args:
+      number: the number of the server.
+      clock: the clock at which the log begins.
+    """
     return f"server_{number}.from_{clock}.jsonl"
 
 

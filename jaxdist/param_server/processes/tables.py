@@ -46,12 +46,12 @@ class TableProcess:
         self._rpcs: dict[int, list[RpcServer]] = {}
         self.seats: dict[int, Seat] = {}
         self._writers: dict[int, TableWriter] = {}
-        # A separate thread follows orders, which may take long: questions whether this process is
-        # alive need an answer meanwhile.
+        # Orders may take long, so a separate thread executes them. Meanwhile this process must
+        # answer the question whether it is alive.
         self._orders: SimpleQueue[JsonObject | None] = SimpleQueue()
         self._orderly = threading.Thread(target=self._follow_orders)
         self._orderly.start()
-        # The handler may interrupt a report, so that another thread sends the wish to leave.
+        # The signal may interrupt a report, so the other thread sends the request to leave.
         signal.signal(signal.SIGTERM, lambda *_: self._orders.put({"leave": True}))
         for at in setup["leads"]:
             self._orders.put({"lead": at})
@@ -70,7 +70,7 @@ class TableProcess:
             except JaxdistError as error:
                 self.parent.say("failed", error=str(error))
             except Exception:
-                # Without this thread the process would be alive and follow no order.
+                # Without this thread the process would be alive, but would execute no order.
                 traceback.print_exc()
                 os._exit(1)
 

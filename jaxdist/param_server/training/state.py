@@ -194,7 +194,8 @@ class Sharded:
                 continue
             part = pieces[key].range
             whole = np.atleast_1d(saved[path.replace(key, part.name)])
-            # A leaf in the shape of the range has its rows; any other leaf is of a whole parameter.
+            # A leaf with the shape of the range has the rows of the range. Any other leaf belongs
+            # to the whole parameter.
             rows = whole[part.start : part.stop] if leaf.shape == pieces[key].shape else whole
             leaves.append(np.ascontiguousarray(rows.reshape(leaf.shape)))
         return jax.tree.unflatten(jax.tree.structure(begun), leaves)

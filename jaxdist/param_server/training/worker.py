@@ -254,7 +254,7 @@ class Worker:
         def small() -> bool:
             found = [self.client.under_way(at) for at in range(len(self.sharded.layouts))]
             sums = (sum(changes[1:], start=changes[0]) for changes in found if changes)
-            # NumPy's maximum is NaN where any number is, whatever their order.
+            # NumPy's maximum is NaN if any number is NaN, in any order of the numbers.
             largest = float(np.max([np.abs(one).max(initial=0) for one in sums], initial=0.0))
             return not model.holds_back(unit * largest, workers)
 
