@@ -44,14 +44,16 @@ def test_a_model_of_ones_own(run: Any) -> None:
     assert float(printed.split("held-out accuracy")[-1]) > 0.6
 
 
+TENSOR = ["mesh={data: 2, tensor: 4}"]
+STAGES = ["mesh={data: 2, stage: 4}", "train.microbatches=4", "parallel.zero.stage=3"]
+
+
+# A user's decoder on an axis tensor: tests/models/test_imported_models.py.
+@pytest.mark.parametrize("other", [pytest.param(TENSOR, marks=pytest.mark.slow), STAGES], ids=str)
 @pytest.mark.full
-def test_a_vision_transformer_of_ones_own(run: Any) -> None:
+def test_a_vision_transformer_of_ones_own(run: Any, other: list[str]) -> None:
     """The plans that its first lines name: the same held-out accuracy to a few images."""
-    plans = (
-        ["parallel.zero.stage=3"],
-        ["mesh={data: 2, tensor: 4}"],
-        ["mesh={data: 2, stage: 4}", "train.microbatches=4", "parallel.zero.stage=3"],
-    )
+    plans = (["parallel.zero.stage=3"], other)
     few = ["train.steps=60", "eval.every=60", "checkpoint.every=60"]
     found = [
         float(run("own_vit.py", *plan, *few, f"run.directory=runs/{i}").split()[-1])

@@ -18,6 +18,13 @@ def row(request: pytest.FixtureRequest, name: str, *marks: pytest.MarkDecorator)
     return item
 
 
+def test_of_three_rows_one_stays_and_one_comes_next(request: pytest.FixtureRequest) -> None:
+    items = [row(request, f"test_table[{i}]", pytest.mark.every(3)) for i in range(5)]
+    thin_rows(items)
+    marks = [[mark.name for mark in item.iter_markers() if mark.name != "every"] for item in items]
+    assert marks == [[], ["full"], ["slow"], [], ["full"]]
+
+
 def test_each_second_row_stays_in_its_part(request: pytest.FixtureRequest) -> None:
     every, full = pytest.mark.every(2), pytest.mark.full
     items = [

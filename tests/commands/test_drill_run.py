@@ -8,7 +8,8 @@ import pytest
 from runs import Jaxdist, metrics
 
 
-@pytest.mark.full
+# Strikes and figures: tests/elastic/test_drill.py; processes that are killed: run/test_elastic.py.
+@pytest.mark.slow
 def test_a_run_stands_what_it_is_made_to(jaxdist: Jaxdist):
     jaxdist.config(train={"steps": 900, "batch_size": 64, "log_every": 1}, eval={"every": None})
     options = ("--failures", 2, "--processes", 2, "--devices", 1, "--json", "drill.json")

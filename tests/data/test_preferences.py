@@ -96,7 +96,9 @@ def test_a_wrong_row_is_named(section, row, said):
     assert said in str(refused.value)
 
 
-@pytest.mark.full
+# The loss of pairs: tests/models/test_dpo.py; a run's own, beside another library's:
+# tests/interchange/test_tuned.py.
+@pytest.mark.slow
 def test_a_model_trains_on_pairs(section):
     sections = {
         "model": {"type": "gpt", "layers": 1, "embed": 8, "heads": 2, "mlp": 8,

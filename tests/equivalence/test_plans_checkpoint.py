@@ -86,7 +86,7 @@ ALONE = {STAGED: full}
 
 def pair(writer, reader):
     always = HUB in (writer, reader) or (writer, reader) in AWKWARD
-    return pytest.param(writer, reader, marks=() if always else full)
+    return pytest.param(writer, reader, marks=() if always else slow)
 
 
 @pytest.mark.parametrize(

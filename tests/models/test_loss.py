@@ -34,7 +34,7 @@ B, L, VOCAB = 4, 32, 1000
 
 
 @pytest.mark.parametrize(
-    "chunks", [pytest.param(2, marks=pytest.mark.slow), 8, pytest.param(32, marks=pytest.mark.full)]
+    "chunks", [pytest.param(2, marks=pytest.mark.slow), 8, pytest.param(32, marks=pytest.mark.slow)]
 )
 @pytest.mark.full
 def test_chunks_change_nothing_but_memory(chunks):

@@ -110,7 +110,6 @@ def test_an_update_in_pieces_is_the_update() -> None:
     np.testing.assert_array_equal(found["w"], 2 - grads["w"])
 
 
-QUICK = [("mlp", "adamw", 4, 1, {})]
 FULL = [
     ("nnx", "guarded", 4, 1, {"lookahead": 2, "microbatches": 2}),
     ("gpt bfloat16", "masters", 8, 1, {}),
@@ -118,6 +117,7 @@ FULL = [
 ]
 """A row for each kind of model and of state."""
 SLOW = [
+    ("mlp", "adamw", 4, 1, {}),  # in processes: tests/run/test_strict_run.py
     ("gpt", "adamw", 8, 3, {"lookahead": 2}),
     ("mlp", "moments", 12, 0, {"microbatches": 2}),
     ("linen", "lamb", 8, 0, {}),
@@ -130,8 +130,7 @@ SLOW = [
     ("mlp", "lars", 8, 0, {}),
 ]
 CASES = [
-    *QUICK,
-    *(pytest.param(case, marks=pytest.mark.full) for case in FULL),
+    *FULL,
     *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
 ]
 

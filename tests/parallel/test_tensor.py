@@ -141,7 +141,8 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        ({"data": 2, "tensor": 4}, {}),
+        # Without a reduction of ours: tests/equivalence.
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
         pytest.param(
             {"tensor": 4, "data": 2},
             {"reduce": {"type": "ring"}, "remat": "dots"},

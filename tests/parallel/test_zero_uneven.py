@@ -223,7 +223,7 @@ def pushing():
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@pytest.mark.parametrize(("stage", "reduce"), [(1, XLA), full(3, None)])
+@pytest.mark.parametrize(("stage", "reduce"), [(1, XLA), slow(3, None)])
 @pytest.mark.full
 def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     program = program_of(FIVE, stage, reduce, optim=pushing(), microbatches=1)
@@ -256,7 +256,7 @@ def test_noise_and_rounding_are_those_of_one_device(devices):
     assert same.mean() > 0.95
 
 
-@pytest.mark.parametrize("reduce", [full(None), XLA], ids=["auto", "manual"])
+@pytest.mark.parametrize("reduce", [slow(None), XLA], ids=["auto", "manual"])
 @pytest.mark.full
 def test_an_evaluation_is_that_of_one_device(reduce, devices):
     program = program_of(FIVE, 3, reduce)

@@ -353,7 +353,7 @@ def two_cells(monkeypatch):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [pytest.param("dropout", "random layers draw for each part of the batch separately",
-                  marks=pytest.mark.full),
+                  marks=pytest.mark.slow),  # another reason on the same way
      ("norm", "batch statistics are those of a microbatch")],
 )  # fmt: skip
 @pytest.mark.full

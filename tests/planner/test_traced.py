@@ -208,7 +208,8 @@ def test_memory_is_near_that_of_the_compiler(
         assert judged.memory.total / 1e9 == pytest.approx(gb, rel=0.05), plan.words()
 
 
-@pytest.mark.full
+# Memory of experts is below, and the choice among plans is in the two tests after this one.
+@pytest.mark.slow
 def test_the_best_plans_of_deepseek_v3_are_the_published_ones() -> None:
     """MaxText's configs: expert 256 with a capacity, and FSDP on 512 chips without one."""
     shape = ["data.window=8192", "model.experts.capacity_factor=1.0", "train.batch_size=1024"]

@@ -166,9 +166,16 @@ def planned(name: str, **sections: Any) -> Typed:
     return types_of(build(config, devices=jax.devices()[:4]).program)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in PLANNED]
-)
+FULL = ("an exchange by rings", "stages")
+"""The others have an exchange of these, on other axes."""
+
+
+def shown(name: str) -> Any:
+    marks = () if name == QUICK else pytest.mark.full if name in FULL else pytest.mark.slow
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [shown(name) for name in PLANNED])
 def test_a_plan_with_experts_is_proved(name):
     found = planned(name)
     assert (found.findings, dict(found.undecided)) == ((), {})

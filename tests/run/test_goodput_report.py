@@ -49,7 +49,8 @@ def test_two_clocks_agree(trained: Jaxdist) -> None:
     assert counted == pytest.approx(passed, rel=0.01, abs=0.01)
 
 
-@pytest.mark.full
+# Records of several attempts: tests/metrics/test_goodput.py; a run that is killed: test_resume.py.
+@pytest.mark.slow
 def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) -> None:
     energy = {"meter": "model", "watts": 100}
     given = {"checkpoint": {"every": 40}, "eval": {"every": 40}, "energy": energy}

@@ -99,8 +99,7 @@ def test_bytes_of_each_axis_and_memory_are_those_of_the_compiled_step(trained: J
     assert "is not what `jaxdist inspect --json` writes" in found["why_no_program"]
 
 
-@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.full)])
-@pytest.mark.every(2)
+@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_a_million_steps_fit_a_page(tmp_path: Path, count: int) -> None:
     lines = [
         f'{{"step": {step}, "split": "train", "time": 1.0, "loss": {3 + 1 / step:.7f}, '

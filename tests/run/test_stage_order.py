@@ -56,7 +56,9 @@ def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -
     assert losses(last, "train") == pytest.approx(losses(whole, "train"), rel=1e-5)
 
 
-@pytest.mark.full
+# Every plan loads such a checkpoint: tests/equivalence/test_plans_checkpoint.py; runs that begin
+# with another: test_begin.py and test_begin_with.py.
+@pytest.mark.slow
 def test_a_run_with_several_chunks_begins_with_the_layers_of_one_without(config: Path) -> None:
     whole = train(config, ["run.directory=whole", *NO_STAGES], console=QUIET).directory.path
     seen = evaluate_run(whole, console=QUIET)["loss"]

@@ -31,14 +31,9 @@ def assert_same(jaxdist: Jaxdist, name: str, reference: str) -> None:
         assert found[name].tobytes() == expected[name].tobytes(), name
 
 
-@pytest.mark.parametrize(
-    "plans",
-    [
-        pytest.param([(2, 2), (1, 4)], marks=pytest.mark.full),
-        pytest.param([(2, 1), (1, 2)], marks=pytest.mark.slow),  # below, one after the other
-    ],
-    ids=str,
-)
+# Two processes, and four devices of one, are in the run below, one after the other.
+@pytest.mark.parametrize("plans", [[(2, 2), (1, 4)], [(2, 1), (1, 2)]], ids=str)
+@pytest.mark.slow
 def test_processes_have_the_bits_of_one_device(
     jaxdist: Jaxdist, plans: list[tuple[int, int]]
 ) -> None:

@@ -56,8 +56,9 @@ def wide_loss():
     ("compute_dtype", "dtype", "optim"),
     [
         ("bfloat16", "bfloat16", {"bf16_moments": True}),
+        # In shards: test_guarded_step.py; in stages: tests/parallel/pipeline/model.
         pytest.param(
-            "float32", "float16", {"loss_scale": {"type": "dynamic"}}, marks=pytest.mark.full
+            "float32", "float16", {"loss_scale": {"type": "dynamic"}}, marks=pytest.mark.slow
         ),
     ],
 )

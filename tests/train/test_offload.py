@@ -41,7 +41,9 @@ PLANS = {
     ),
     "skips": ({"data": 2}, {"zero": {"stage": 1}}, MLP, ADAMW | {"skip_nonfinite": True}),
 }
-HEAVY = {"pipeline", "muon", "zero 3", "zero 3, ring", "zero 1"}
+FULL = {"pipeline", "zero 3"}
+SLOW = {"muon", "zero 3, ring", "zero 1"}
+"""Plans whose stages, scopes and reductions are in the others; Muon is an optimizer as any."""
 
 
 def experiment(plan, *, offload):
@@ -80,7 +82,11 @@ def on_host(state):
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(p, marks=pytest.mark.full if p in HEAVY else ()) for p in PLANS if p != "skips"],
+    [
+        pytest.param(p, marks=[pytest.mark.full] * (p in FULL) + [pytest.mark.slow] * (p in SLOW))
+        for p in PLANS
+        if p != "skips"
+    ],
 )
 def test_a_run_has_the_same_bits_with_its_state_in_the_hosts_memory(plan, devices):
     device, host = (experiment(plan, offload=offload) for offload in (False, True))

@@ -35,7 +35,8 @@ def alone():
     ("mesh", "pipeline"),
     [
         pytest.param({"stage": 2}, {}, marks=pytest.mark.slow),
-        pytest.param({"stage": 4}, {"schedule": {"type": "zb_h1"}}, marks=pytest.mark.full),
+        # The schedule: tests/parallel/pipeline/executor.
+        pytest.param({"stage": 4}, {"schedule": {"type": "zb_h1"}}, marks=pytest.mark.slow),
         ({"data": 2, "stage": 2}, {"layers": [1, 3], "activations": "stash"}),
     ],
     ids=str,

@@ -72,8 +72,9 @@ PLANS = {
 }
 
 
-# Each form of a gather has a row of the full ones.
-FULL = ("task, in a V, tensor", "step, chunks, loss scale", "task, uneven")
+# Each form of a gather has a row of the full ones. Stages in a V beside an axis tensor:
+# tests/equivalence/test_meshes.py.
+FULL = ("step, chunks, loss scale", "task, uneven")
 ROWS = [
     *quick("task", of=[name for name in PLANS if name not in FULL], slow=True),
     *(pytest.param(name, marks=pytest.mark.full) for name in FULL),
