@@ -208,7 +208,7 @@ def test_memory_is_near_that_of_the_compiler(
         assert judged.memory.total / 1e9 == pytest.approx(gb, rel=0.05), plan.words()
 
 
-# Memory of experts is below, and the choice among plans is in the two tests after this one.
+# Memory of experts is in the test above, and the choice among plans in the two tests below.
 @pytest.mark.slow
 def test_the_best_plans_of_deepseek_v3_are_the_published_ones() -> None:
     """MaxText's configs: expert 256 with a capacity, and FSDP on 512 chips without one."""
