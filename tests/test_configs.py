@@ -61,7 +61,7 @@ def test_resolves_and_round_trips(path, tmp_path):
 
 
 def when(path):
-    """Few configs in quick tests; `.ci/run` audits the others, but not those of pods."""
+    """Few configs in quick tests; `.ci/run` audits the others, or those that include them."""
     name = str(path.relative_to(ROOT / "configs"))
     if name in ("mlp/digits_ring.yaml", "cnn/digits.yaml", "gpt/quickstart.yaml"):
         return ()

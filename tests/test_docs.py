@@ -120,7 +120,12 @@ def trained_on_digits(model, mesh, steps, microbatches=1, devices=8):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "args"), [("LinenNet", {"width": 16, "layers": 4}), ("EquinoxNet", {"width": 16})]
+    ("name", "args"),
+    [
+        # On other axes: the draws of `.ci/run`; its layers are found as those of the other are.
+        pytest.param("LinenNet", {"width": 16, "layers": 4}, marks=pytest.mark.slow),
+        ("EquinoxNet", {"width": 16}),
+    ],
 )
 def test_models_of_linen_and_of_equinox_in_stages(name, args, tmp_path, monkeypatch):
     (block,) = blocks(GUIDES / "pipelines.md", "python")

@@ -48,7 +48,7 @@ TENSOR = ["mesh={data: 2, tensor: 4}"]
 STAGES = ["mesh={data: 2, stage: 4}", "train.microbatches=4", "parallel.zero.stage=3"]
 
 
-# A user's decoder on an axis tensor: tests/models/test_imported_models.py.
+# Models of users on an axis tensor are in the draws of `.ci/run`.
 @pytest.mark.parametrize("other", [pytest.param(TENSOR, marks=pytest.mark.slow), STAGES], ids=str)
 @pytest.mark.full
 def test_a_vision_transformer_of_ones_own(run: Any, other: list[str]) -> None:

@@ -210,11 +210,17 @@ def test_full_compiles_and_says_what_each_knob_costs(folder: Path) -> None:
     assert full["optim.args.turns"].verdict == "NO EFFECT"
 
 
+INCLUDED = ("bert/large", "bert/small", "gpt/quickstart", "mlp/digits")
+"""Configs that others include, which are audited with all that these set."""
+
+
 def shipped(path: Path) -> Any:
-    """A knob takes a second: .ci/run audits all but those of pods."""
+    """A knob takes a second: .ci/run audits all but those of pods and those that others include."""
     name = str(path.relative_to(ROOT))
     quick = ("configs/mlp/digits_ring.yaml", "configs/recommend/movielens_clicks.yaml")
     where = "of_pods-" if re.search(r"\d[bt]\.yaml$", name) else ""
+    if str(path.relative_to(ROOT / "configs").with_suffix("")) in INCLUDED:
+        where = "included-"
     return pytest.param(path, id=where + name, marks=[] if name in quick else [pytest.mark.slow])
 
 

@@ -138,14 +138,12 @@ def said(directory: Path) -> list[Any]:
     return run_two(CHILD, str(directory), str(free_port()))
 
 
-@pytest.mark.full
 def test_both_commit_and_load_the_same(said: list[Any]) -> None:
     for one in said:
         assert one["steps"] == [2, 3]
         assert one["newest"] == [3, True]
 
 
-@pytest.mark.full
 def test_both_fall_back_together_and_only_process_0_says_so(said: list[Any]) -> None:
     assert [one["older"] for one in said] == [[2, {"step": 2}, True]] * 2
     assert [one["events"] for one in said] == [1, 0]

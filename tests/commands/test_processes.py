@@ -226,11 +226,10 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
             assert_told(end, index)
 
 
-# The first, which coordinates, is lost in the test of a coordinator as well.
-@pytest.mark.parametrize(
-    "lost",
-    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.full)],
-)
+# A lost coordinator is above, a lost process in tests/run/test_elastic.py, and another number of
+# processes that go on in the test of a signal.
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.slow
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
     jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})

@@ -20,7 +20,7 @@ full = partial(pytest.param, marks=pytest.mark.full)
 slow = partial(pytest.param, marks=pytest.mark.slow)
 RING = {"reduce": {"type": "ring"}}
 PLANS = [
-    ({"data": 4}, 1, RING),
+    slow({"data": 4}, 1, RING),  # draws of `.ci/run` have unequal weights and reductions of ours
     full({"data": 2, "stage": 2}, 4, {}),
     slow({"data": 2}, 4, {}),
     slow({"data": 4}, 4, {**RING, "zero": {"stage": 2, "whole_below": 0}}),

@@ -71,7 +71,7 @@ def alone(name: str) -> tuple[Any, list[float], Any]:
 @pytest.mark.parametrize(
     ("name", "mesh", "parallel"),
     [
-        ("Listed", {"data": 4, "tensor": 2}, {}),
+        slow("Listed", {"data": 4, "tensor": 2}, {}),  # in the draws of `.ci/run`: linen
         slow("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
         slow("Vmapped", THREE, {}),  # in stages below with another schedule
         slow("Helped", {"data": 4, "tensor": 2}, EXPLICIT),  # as Vmapped is

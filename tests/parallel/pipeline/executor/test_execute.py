@@ -39,8 +39,8 @@ def same(found, expected, within=2e-6):
 
 
 def shown(model, mesh, table, policy):
-    """Schedules are run by the model that compiles soon; layers of gpt in stages elsewhere too."""
-    marks = {"mlp": (), "gpt dots": pytest.mark.slow}.get(model, pytest.mark.full)
+    """Schedules are run by the model that compiles soon; for gpt stand tests of whole steps."""
+    marks = () if model == "mlp" else pytest.mark.slow
     return pytest.param(model, mesh, table, policy, id=f"{model}-{table}", marks=marks)
 
 

@@ -75,13 +75,9 @@ PLANS = {
 # Each form of a gather has a row of the full ones. Stages in a V beside an axis tensor:
 # tests/equivalence/test_meshes.py.
 FULL = ("step, chunks, loss scale", "task, uneven")
-ROWS = [
-    *quick("task", of=[name for name in PLANS if name not in FULL], slow=True),
-    *(pytest.param(name, marks=pytest.mark.full) for name in FULL),
-]
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", quick(*FULL, of=PLANS, slow=True))
 @pytest.mark.full
 def test_results_are_those_of_one_device(name, devices):
     mesh, parallel, optim = PLANS[name]
