@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from thin import thin_rows
 
@@ -19,10 +21,12 @@ def row(request: pytest.FixtureRequest, name: str, *marks: pytest.MarkDecorator)
 
 
 def test_of_three_rows_one_stays_and_one_comes_next(request: pytest.FixtureRequest) -> None:
-    items = [row(request, f"test_table[{i}]", pytest.mark.every(3)) for i in range(5)]
+    items = [row(request, f"test_table[{i}]", pytest.mark.every(3)) for i in range(6)]
+    for item, value in zip(items, "aabaab", strict=True):
+        item.__dict__["callspec"] = SimpleNamespace(params={"column": value})
     thin_rows(items)
     marks = [[mark.name for mark in item.iter_markers() if mark.name != "every"] for item in items]
-    assert marks == [[], ["full"], ["slow"], [], ["full"]]
+    assert marks == [[], ["full"], ["full"], [], ["full"], ["slow"]], "the first b is new"
 
 
 def test_each_second_row_stays_in_its_part(request: pytest.FixtureRequest) -> None:

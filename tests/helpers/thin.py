@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,15 +12,34 @@ if TYPE_CHECKING:
 def thin_rows(items: list[pytest.Item]) -> None:
     """Mark the rows that `every(n)` leaves out.
 
-    In a quick test, the row after one that stays becomes `full`, and the others become `slow`. In a
-    full test they all become `slow`. Rows that carry `full` already are counted apart, so that each
-    n-th of them stays in its part.
+    In a quick test, the row after one that stays becomes `full`. So does a row with a value that no
+    row before it and none of those has; the others become `slow`. In a full test, all that are left
+    out become `slow`. Rows that carry `full` already are counted apart, so that each n-th of them
+    stays in its part.
     """
-    rows: Counter[tuple[str, bool]] = Counter()
+    tables: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if marker := item.get_closest_marker("every"):
+        if item.get_closest_marker("every"):
             is_full = item.get_closest_marker("full") is not None
-            table = (item.nodeid.split("[")[0], is_full)
-            if turn := rows[table] % marker.args[0]:
-                item.add_marker("slow" if is_full or turn > 1 else "full")
-            rows[table] += 1
+            tables[item.nodeid.split("[")[0], is_full].append(item)
+    for (_, is_full), rows in tables.items():
+        _thin(rows, is_full)
+
+
+def _thin(rows: list[pytest.Item], is_full: bool) -> None:
+    marker = rows[0].get_closest_marker("every")
+    assert marker is not None
+    turns = [(index % marker.args[0], row) for index, row in enumerate(rows)]
+    turns = [(turn, row) for turn, row in turns if not row.get_closest_marker("slow")]
+    run = {value for turn, row in turns if turn < 2 for value in values_of(row)}
+    for turn, row in turns:
+        if turn:
+            runs = not is_full and (turn == 1 or not values_of(row) <= run)
+            row.add_marker("full" if runs else "slow")
+            run |= values_of(row)
+
+
+def values_of(row: pytest.Item) -> set[tuple[str, str]]:
+    """The values of a row's columns, each with the column's name."""
+    given = getattr(row, "callspec", None)
+    return {(name, repr(value)) for name, value in given.params.items()} if given else set()
