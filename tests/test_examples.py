@@ -48,12 +48,18 @@ TENSOR = ["mesh={data: 2, tensor: 4}"]
 STAGES = ["mesh={data: 2, stage: 4}", "train.microbatches=4", "parallel.zero.stage=3"]
 
 
-# Models of users on an axis tensor are in the draws of `.ci/run`.
-@pytest.mark.parametrize("other", [pytest.param(TENSOR, marks=pytest.mark.slow), STAGES], ids=str)
+# That a model of a user's has the numbers of one device on other plans: the draws of `.ci/run`.
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [STAGES],
+        pytest.param([["parallel.zero.stage=3"], TENSOR, STAGES], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
 @pytest.mark.full
-def test_a_vision_transformer_of_ones_own(run: Any, other: list[str]) -> None:
+def test_a_vision_transformer_of_ones_own(run: Any, plans: list[list[str]]) -> None:
     """The plans that its first lines name: the same held-out accuracy to a few images."""
-    plans = (["parallel.zero.stage=3"], other)
     few = ["train.steps=60", "eval.every=60", "checkpoint.every=60"]
     found = [
         float(run("own_vit.py", *plan, *few, f"run.directory=runs/{i}").split()[-1])

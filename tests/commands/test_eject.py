@@ -133,7 +133,8 @@ def test_data_parallel(tmp_path: Path) -> None:
     check(DIGITS, [], tmp_path)
 
 
-@pytest.mark.full
+# `.ci/run` ejects this config and runs the file.
+@pytest.mark.slow
 def test_a_ring(tmp_path: Path) -> None:
     text = check(DIGITS, [RING], tmp_path)
     assert "WAYS = ((1, 4), (-1, 3))" in text

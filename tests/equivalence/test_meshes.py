@@ -166,7 +166,7 @@ def reference():
     ("name", "mesh", "reduce", "zero", "pipeline", "microbatches"),
     [
         pytest.param("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {},
-                     1, marks=pytest.mark.full),
+                     1, marks=pytest.mark.slow),
         ("cnn", {"data": 8}, {"type": "ring"}, {"stage": 2}, {}, 1),
         pytest.param("mlp", {"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, {"stage": 3}, {}, 1,
                      marks=pytest.mark.slow),

@@ -83,6 +83,10 @@ def numbers(found):
                     "model__remat": "full",
                 }),
                 ({"data": 2, "context": 4}, {}),
+                ({"data": 2, "context": 4}, {
+                    "model__attention_window": 5, "train__microbatches": 2, "model__remat": "full",
+                    "loss__type": "next_token", "loss__chunks": 2,
+                }),
                 ({"expert": 4}, {
                     "sharding__rules": {"embed": "expert"}, "model__experts": EXPERTS,
                 }),
@@ -112,10 +116,6 @@ def numbers(found):
         *(
             pytest.param(mesh, changes, marks=pytest.mark.full)
             for mesh, changes in (
-                ({"data": 2, "context": 4}, {
-                    "model__attention_window": 5, "train__microbatches": 2, "model__remat": "full",
-                    "loss__type": "next_token", "loss__chunks": 2,
-                }),
                 ({"data": 2, "context": 2, "tensor": 2}, {
                     "sharding__context": "ring", "sharding__context_order": "striped",
                     "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,

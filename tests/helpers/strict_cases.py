@@ -159,10 +159,10 @@ def on_all(sections: dict[str, Any]) -> dict[int, dict[str, str]]:
     return {n: prints(built(sections, {"data": n}, n)) for n in _counts(sections)}
 
 
-def on_three(sections: dict[str, Any]) -> dict[int, dict[str, str]]:
-    """The same of the least, the greatest and the middle one of those numbers."""
+def on_some(sections: dict[str, Any], *, greatest: bool) -> dict[int, dict[str, str]]:
+    """The same of the least and the middle one of those numbers, and of the greatest if asked."""
     counts = _counts(sections)
-    chosen = (counts[0], counts[len(counts) // 2], counts[-1])
+    chosen = (counts[0], counts[len(counts) // 2], *counts[-1:] * greatest)
     return {n: prints(built(sections, {"data": n}, n)) for n in chosen}
 
 

@@ -106,7 +106,7 @@ def test_isolated_documents_do_not_see_each_other():
     [
         {"remat": "full"},
         slow({"remat": "dots"}),
-        full({"remat": "elementwise"}),
+        slow({"remat": "elementwise"}),
         slow({"scan_unroll": 3}),
         slow({"remat": ("full", "none"), "layers": 6}),
         slow({"remat": ("full", "none"), "layers": 6, "scan_unroll": 4}),

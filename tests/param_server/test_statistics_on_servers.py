@@ -75,8 +75,8 @@ def test_servers_average_statistics_by_examples() -> None:
     "model",
     [
         {"type": "decoupled", "local_steps": 2},
-        pytest.param({"type": "elastic", "every": 2}, marks=pytest.mark.full),
-        pytest.param({"type": "async"}, marks=pytest.mark.full),
+        pytest.param({"type": "elastic", "every": 2}, marks=pytest.mark.slow),
+        pytest.param({"type": "async"}, marks=pytest.mark.slow),
     ],
     ids=lambda model: model["type"],
 )

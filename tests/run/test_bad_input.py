@@ -52,12 +52,11 @@ def assert_refused(refused: Finished, code: int, parts: list[str]) -> None:
     [
         pytest.param(["mesh.data=3", "--devices", "4"], 2,
                      ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit",
-                      "{data: 4}"], marks=pytest.mark.full),
+                      "{data: 4}"], marks=pytest.mark.slow),
         (["run.directory=/proc/run"], 3,
          ["run directory /proc/run cannot be written", "choose another"]),
     ],
 )  # fmt: skip
-@pytest.mark.every(2)
 def test_a_refusal_ends_the_process_with_its_code(
     jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[str]
 ) -> None:

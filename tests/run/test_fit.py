@@ -75,7 +75,8 @@ def test_a_config_without_a_file_has_a_directory_of_its_own_name():
     assert jd.fit(short, quiet=True).directory == Path("runs/fit-2")
 
 
-@pytest.mark.full
+# A run that goes on in another process: test_resume.py; what `fit` gives back: the test above.
+@pytest.mark.slow
 def test_it_goes_on_in_the_same_process(jaxdist: Jaxdist):
     jaxdist.config(SHORT)
     whole = jd.fit("config.yaml", ["run.directory=whole"], quiet=True)

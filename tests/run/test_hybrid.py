@@ -114,9 +114,10 @@ def test_every_push_that_table_servers_acknowledge_counts_once(kills: int) -> No
     np.testing.assert_array_equal(*sums)
 
 
-# Without followers, and without bounds: tests/param_server/test_table_team.py.
-@pytest.mark.full
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+# Servers that join, die and leave: tests/param_server/test_table_team.py; bounded rows that move:
+# test_bounded_tables.py there.
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_bounded_rows_keep_their_bits_while_servers_join_die_and_leave(
     tmp_path: Path, replicas: int
 ) -> None:

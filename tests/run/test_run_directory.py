@@ -35,7 +35,8 @@ def test_everything_is_there(finished: tuple[Path, str]) -> None:
     assert f"held-out accuracy {heldout['accuracy']:.4f}" in out
 
 
-@pytest.mark.full
+# Which checkpoints stay: tests/checkpoint/test_retention.py.
+@pytest.mark.slow
 def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
     # The rate rises without end, so that the loss falls at first and is worst at last.
     jaxdist.config(

@@ -118,7 +118,8 @@ def test_a_batch_of_prompts_and_a_stop(speaking: Jaxdist) -> None:
     assert "--stop 'the' is 3 tokens" in refused.message
 
 
-@pytest.mark.full
+# Windows of continuations: tests/train/test_continuations.py.
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_window_and_an_empty_one(speaking: Jaxdist) -> None:
     long = "the number 1 is one of the numbers. " * 3
     out = speaking.here("generate", RUN, "--devices", 8, "--prompt", long, "--tokens", 5)

@@ -184,8 +184,8 @@ MARKS = {0: pytest.mark.slow, 1: pytest.mark.slow, 2: pytest.mark.slow, 3: ()}
 
 
 def marks(name, stage):
-    """What optax calls contributed is one more program."""
-    return pytest.mark.full if name in CONTRIBUTED and stage == 3 else MARKS[stage]
+    """What optax calls contributed is one more program of the same machinery."""
+    return pytest.mark.slow if name in CONTRIBUTED else MARKS[stage]
 
 
 @pytest.mark.parametrize(
