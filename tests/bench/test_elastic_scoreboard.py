@@ -45,7 +45,7 @@ def test_bits_that_flip_are_found_and_named():
     assert elsewhere.flipped_bits(5, seed=0).held
 
 
-@pytest.mark.full
+@pytest.mark.slow  # tests/elastic
 def test_batches_that_follow_the_workers():
     row = elsewhere.changed_workers(1, seed=0)
     assert row.held, row

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import startup
 
 
-@pytest.mark.full
+@pytest.mark.slow  # a measurement; no test reads its figures
 def test_a_backend_start_is_told_from_none():
     assert startup.starts_backend(startup.START_BACKEND)
     assert not startup.starts_backend(startup.IMPORT_JAX)

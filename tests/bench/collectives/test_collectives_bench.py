@@ -151,7 +151,7 @@ def test_a_reduction_sums_over_all_devices_in_place():
     assert set(run._x.tolist()) == {8.0}
 
 
-@pytest.mark.full
+@pytest.mark.slow  # its parts: tests/collectives/test_bucket.py
 def test_fusion_is_figured_in_time_and_permutes():
     time, permutes = collectives_time.fusion_figures(jax.devices()[:4], 3, repeats=2)
     assert (permutes.ours, permutes.reference, permutes.holds) == (18, 6, False)

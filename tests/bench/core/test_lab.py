@@ -271,7 +271,7 @@ def test_a_delay_is_made_or_refused_with_the_reason():
         assert "a delay needs a kernel with netem" in reason
 
 
-@pytest.mark.full
+@pytest.mark.slow  # a transfer and a delay: the two tests above
 @live
 def test_measured_over_two_hosts():
     slow = Lab(across=LabLink(40e6))

@@ -92,7 +92,7 @@ def test_the_config_has_70_billion_parameters_in_eight_stages():
     assert program.compute is not None
 
 
-@pytest.mark.full
+@pytest.mark.slow  # figures of a compiled one: above
 def test_a_small_one_compiles():
     pod = pipeline_pod.compile_pod(jax.devices(), SMALL)
     assert pod.mesh == {"stage": 2, "data": 2, "tensor": 2}

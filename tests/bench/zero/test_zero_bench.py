@@ -148,7 +148,7 @@ def test_stage_0_must_be_refused_and_the_others_must_not():
     assert fits.holds is False
 
 
-@pytest.mark.full
+@pytest.mark.slow  # a compiled step: test_a_step_is_read_beside_its_formula
 def test_a_step_of_the_paper_is_compiled(monkeypatch):
     monkeypatch.setattr(zero_paper, "WINDOW", 2)
     found = zero_paper.row(1, "explicit", jax.devices(), {**SMALL, "layers": 2})
