@@ -32,12 +32,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.core import child
 from benchmarks.tpu.products import TOPOLOGIES
 from benchmarks.tpu.splash import per_cycle, regions
-from jaxdist.cost.kernels import GROUPED_ROWS
+from jaxdist.cost.kernels import GROUPED
 from jaxdist.parallel.compiler import preset_options
 from jaxdist.runtime.topology import topology_devices
 
 FAMILY = "v5p"
-TILES = ((GROUPED_ROWS, 512, 512), (GROUPED_ROWS, 1024, 512), (GROUPED_ROWS, 1024, 1024))
+TILES = tuple(GROUPED["gmm"])
 ROWS, DEPTH, WIDTH, EXPERTS = 32768, 4096, 14336, 8
 """The sizes of a layer of Mixtral-8x7B, with the tokens of 4 sequences of 4,096."""
 

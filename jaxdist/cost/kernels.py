@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import le
 
 from jaxdist.hlo.estimates import Effort
 
@@ -80,13 +81,22 @@ SPLASH = {
 """The kernels of jax's splash attention for heads of size `HEAD`, compiled by libtpu 0.0.52. A head
 of 128 fills half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
 GROUPED = {
-    "gmm": {(1024, 1024): 0.96, (1024, 512): 0.94, (512, 512): 0.91},
-    "tgmm": {(1024, 1024): 0.92, (1024, 512): 0.90, (512, 512): 0.87},
-}
-"""For each kernel of megablox, the fraction of the peak on computed tiles in bfloat16, by the last
-two sides of a tile (`python -m benchmarks.tpu.grouped`; v5p, libtpu 0.0.52)."""
+    "gmm": {
+        (512, 1024, 1024): 0.96, (512, 1024, 512): 0.94, (512, 512, 512): 0.91,
+        (256, 1024, 512): 0.91,
+    },
+    "tgmm": {
+        (512, 1024, 1024): 0.92, (512, 1024, 512): 0.90, (512, 512, 512): 0.87,
+        (256, 1024, 512): 0.80,
+    },
+}  # fmt: skip
+"""For each kernel of megablox, the fraction of the peak on computed tiles in bfloat16, by tile
+(`python -m benchmarks.tpu.grouped`; v5p, libtpu 0.0.52)."""
 GROUPED_ROWS = 512
 """The largest number of rows of a tile of megablox."""
+FEW_TILES = 7
+"""The mean number of tiles of `GROUPED_ROWS` rows of an expert, below which tiles with half as many
+rows are faster. Two experts share one tile at their border, and each computes all of this tile."""
 HEAD = 128
 """The size of a head in the compiled kernels of `SPLASH`."""
 LANES = 128
@@ -138,7 +148,9 @@ def splash_block(
     return min(fitting, key=lambda size: computed_share(length, size, window) / rates[size])
 
 
-def grouped_tiles(rows: int, depth: int, width: int, *, narrow: bool) -> tuple[int, int, int]:
+def grouped_tiles(
+    rows: int, depth: int, width: int, *, experts: int, narrow: bool
+) -> tuple[int, int, int]:
     """Return the tile of megablox for a product `[rows, depth]` by `[depth, width]` of each expert.
 
     Wider tiles take less time to start and await copies. A chip with two cores divides the tiles
@@ -149,16 +161,20 @@ def grouped_tiles(rows: int, depth: int, width: int, *, narrow: bool) -> tuple[i
       rows: the number of rows of all experts.
       depth: the number of input features of an expert.
       width: the number of output features of an expert.
+      experts: the number of experts.
       narrow: whether numbers have two bytes; for wider numbers, a side of a tile has at most 512.
 
-    >>> grouped_tiles(32768, 4096, 14336, narrow=True), grouped_tiles(8192, 7168, 2048, narrow=True)
-    ((512, 1024, 1024), (512, 1024, 512))
+    >>> grouped_tiles(32768, 4096, 14336, experts=8, narrow=True)
+    (512, 1024, 1024)
+    >>> grouped_tiles(131072, 7168, 2048, experts=256, narrow=True)
+    (256, 1024, 512)
     """
     sides = [n for n in (1024, 512, 256, LANES) if narrow or n <= GROUPED_ROWS]
     fitting = [n for n in sides if width % n == 0]
     even = [n for n in fitting if not (width // n % 2 or (depth % n == 0 and depth // n % 2))]
+    most = GROUPED_ROWS // (2 if rows < FEW_TILES * GROUPED_ROWS * experts else 1)
     return (
-        next(n for n in sides if n <= GROUPED_ROWS and rows % n == 0),
+        next(n for n in sides if n <= most and rows % n == 0),
         next(n for n in sides if depth % n == 0),
         (even or fitting)[0],
     )
@@ -221,9 +237,14 @@ def _grouped_work(effort: Effort, kernel: str) -> tuple[float, float, str]:
     tiles = max(s.dims[0] for s in effort.operands if s.dtype == "s32" and s.dims)
     kernels = next(s for s in (*floats, *effort.results) if len(s.dims) == 3)
     experts, *widths = kernels.dims
-    _, *sides = grouped_tiles(GROUPED_ROWS, *widths, narrow=floats[0].dtype == "bf16")
-    share = GROUPED[kernel].get((max(sides), min(sides)), OTHERS)
-    flops = effort.flops * tiles / (tiles - experts + 1)
+    rows, filled = floats[0].dims[0], tiles - experts + 1
+    narrow = floats[0].dtype == "bf16"
+    _, *sides = grouped_tiles(rows, *widths, experts=experts, narrow=narrow)
+    tile = rows // filled, max(sides), min(sides)
+    # A tile that was not compiled counts as the fastest compiled tile that is no larger.
+    within = [of for one, of in GROUPED[kernel].items() if all(map(le, one, tile))]
+    share = max(within, default=OTHERS)
+    flops = effort.flops * tiles / filled
     return flops, share, f"{kernel} of {experts} experts: {tiles} tiles at {share:.0%} of peak"
 
 

@@ -10,6 +10,8 @@ from benchmarks.planner.cases import llama_70b
 from benchmarks.tpu.products import TOPOLOGIES
 from benchmarks.tpu.program import CONFIG
 from jaxdist.cost.kernels import (
+    GROUPED,
+    OTHERS,
     SPLASH,
     computed_share,
     grouped_tiles,
@@ -175,20 +177,32 @@ def test_only_a_fused_backward_kernel_also_computes_the_gradient_of_the_queries(
 @pytest.mark.parametrize("narrow", [True, False])
 def test_tiles_of_experts_divide_their_sizes(widths, narrow):
     sizes = 32768, *widths
-    tile = grouped_tiles(*sizes, narrow=narrow)
+    tile = grouped_tiles(*sizes, experts=8, narrow=narrow)
     assert all(size % side == 0 for size, side in zip(sizes, tile, strict=True))
     assert max(tile) <= (1024 if narrow else 512)
 
 
 def test_two_cores_get_equal_numbers_of_tiles_in_both_passes():
     """Seven tiles of 1,024 along 7,168 features leave a core idle for an eighth of the time."""
-    assert grouped_tiles(8192, 2048, 7168, narrow=True) == (512, 1024, 512)
-    assert grouped_tiles(8192, 7168, 2048, narrow=True) == (512, 1024, 512)
+    assert grouped_tiles(8192, 2048, 7168, experts=2, narrow=True) == (512, 1024, 512)
+    assert grouped_tiles(8192, 7168, 2048, experts=2, narrow=True) == (512, 1024, 512)
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(8, 512), (32, 256), (256, 256)])
+def test_experts_with_few_rows_have_tiles_of_half_as_many(experts, rows):
+    tile = grouped_tiles(32768, 7168, 2048, experts=experts, narrow=True)
+    assert tile == (rows, 1024, 512)
+    # The border between two experts is in a tile that both compute.
+    cost = {
+        n: (32768 // n + experts - 1) * n * sum(1 / of[n, 1024, 512] for of in GROUPED.values())
+        for n in (256, 512)
+    }
+    assert cost[rows] == min(cost.values())
 
 
 @pytest.mark.parametrize(("kernel", "share"), [("gmm", 0.96), ("tgmm", 0.92)])
 def test_a_tile_with_rows_of_two_experts_is_computed_twice(kernel, share):
-    rows, into, out, tiles = 4096, 2048, 4096, ArrayShape("s32", (8 + 3,))
+    rows, into, out, tiles = 16384, 2048, 4096, ArrayShape("s32", (32 + 3,))
     left, right = ArrayShape("bf16", (rows, into)), ArrayShape("bf16", (rows, out))
     weights = ArrayShape("bf16", (4, into, out))
     arrays = (left, weights, right) if kernel == "gmm" else (left, right, weights)
@@ -197,5 +211,16 @@ def test_a_tile_with_rows_of_two_experts_is_computed_twice(kernel, share):
         operands=(ArrayShape("s32", ()), tiles, *arrays[:2]), results=arrays[2:],
     )  # fmt: skip
     assert kernel_work(work, "v5p") == (
-        pytest.approx(11 / 8), share, f"{kernel} of 4 experts: 11 tiles at {share:.0%} of peak"
+        pytest.approx(35 / 32), share, f"{kernel} of 4 experts: 35 tiles at {share:.0%} of peak"
     )  # fmt: skip
+
+
+def test_a_tile_that_was_not_compiled_counts_as_a_smaller_one():
+    arrays = [ArrayShape("bf16", (1024, 2048)), ArrayShape("bf16", (1, 2048, 4096))]
+    work = Effort(
+        what="", flops=1.0, bytes=0, kernel="jvp_jit_gmm__",
+        operands=(ArrayShape("s32", (4,)), *arrays), results=(ArrayShape("bf16", (1024, 4096)),),
+    )  # fmt: skip
+    assert kernel_work(work, "v5p")[:2] == (1.0, GROUPED["gmm"][256, 1024, 512])
+    small = replace(work, operands=(ArrayShape("s32", (8,)), *arrays))
+    assert kernel_work(small, "v5p")[1] == OTHERS
