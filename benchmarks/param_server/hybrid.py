@@ -40,7 +40,7 @@ def bench(repeats: int = REPEATS, part: Sequence[str] = ()) -> Report:
 
     Args:
       repeats: timed pairs of lookups and of updates.
-      part: the names of parts: bytes, store, bounded, worker, kills, links.
+      part: the names of parts: bytes, store, bounded, worker, kills, links, ratings, clicks.
 
     Raises:
       JaxdistError: no part has this name, or a run fails.
@@ -52,6 +52,8 @@ def bench(repeats: int = REPEATS, part: Sequence[str] = ()) -> Report:
         "worker": worker_figures,
         "kills": _kills,
         "links": _links,
+        "ratings": lambda: _quality("RATINGS"),
+        "clicks": lambda: _quality("CLICKS"),
     }
     if unknown := [name for name in part if name not in parts]:
         raise JaxdistError(
@@ -72,6 +74,12 @@ def _links() -> list[Figure]:
     from benchmarks.param_server.links import figures
 
     return figures()
+
+
+def _quality(task: str) -> list[Figure]:
+    from benchmarks.param_server import quality
+
+    return quality.figures(getattr(quality, task))
 
 
 def step_bytes(unique: int = 60) -> list[Figure]:

@@ -48,8 +48,7 @@ Parts = Annotated[
         "--part",
         help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
         "families, weights, tuning, generation, loading, muon, adopt, or a case of a part, such as "
-        "families:gpt2. hybrid: bytes, store, bounded, "
-        "worker, kills, links.",
+        "families:gpt2. hybrid: bytes, store, bounded, worker, kills, links, ratings, clicks.",
     ),
 ]
 
