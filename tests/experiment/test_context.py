@@ -83,6 +83,12 @@ def numbers(found):
                     "model__remat": "full",
                 }),
                 ({"data": 2, "context": 4}, {}),
+                ({"data": 2, "context": 2, "tensor": 2}, {
+                    "sharding__context": "ring", "sharding__context_order": "striped",
+                    "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,
+                    "parallel__reduce": {"type": "ring"},
+                    "parallel__zero": {"stage": 3, "whole_below": 0},
+                }),
                 ({"data": 2, "context": 4}, {
                     "model__attention_window": 5, "train__microbatches": 2, "model__remat": "full",
                     "loss__type": "next_token", "loss__chunks": 2,
@@ -116,12 +122,6 @@ def numbers(found):
         *(
             pytest.param(mesh, changes, marks=pytest.mark.full)
             for mesh, changes in (
-                ({"data": 2, "context": 2, "tensor": 2}, {
-                    "sharding__context": "ring", "sharding__context_order": "striped",
-                    "sharding__rules": {"residual_seq": "tensor"}, "model__positions": 16,
-                    "parallel__reduce": {"type": "ring"},
-                    "parallel__zero": {"stage": 3, "whole_below": 0},
-                }),
                 # The settings of plans with axes tensor and context in stages, where XLA on CPU
                 # cannot split sequences further over axis tensor.
                 ({"stage": 2, "context": 2, "tensor": 2}, {

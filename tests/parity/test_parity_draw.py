@@ -53,7 +53,6 @@ def configs():
     return [config for drawn in all_drawn() for config in (drawn.sections, drawn.reader)]
 
 
-@pytest.mark.full
 def test_a_draw_is_a_function_of_its_seed_among_however_many():
     assert [draw(seed) for seed in SEEDS[:20]] == all_drawn()[:20]
     assert [*seeds_of(3, 7)] == [7, 8, 9]

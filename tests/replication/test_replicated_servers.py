@@ -247,8 +247,9 @@ def test_servers_die_and_every_acknowledged_push_is_applied_once(seed):
         assert view.epoch > 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+# In one process: above; processes that are killed: tests/param_server and tests/run/test_hybrid.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 50])
 def test_server_processes_are_killed_and_nothing_acknowledged_is_lost(kills):
     sums, seconds = killed(kills, length=1000)
     assert len(seconds) == kills
