@@ -22,6 +22,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ def compile_kernels(rows: int, depth: int, width: int) -> list[Turn]:
         jax.ShapeDtypeStruct((EXPERTS,), jnp.int32),
     )
     lowered = jax.jit(jax.grad(loss, (0, 1)), in_shardings=whole, out_shardings=whole).lower(*given)
-    lowered.compile(preset_options("default", chip[0]))
+    options: Any = preset_options("default", chip[0])  # jax's type stub allows only None
+    lowered.compile(compiler_options=options)
     return []
 
 

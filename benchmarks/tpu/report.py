@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.core.report import Figure, Listing, Report, Sheet, lacking
-from benchmarks.tpu import kernels, shared
+from benchmarks.tpu import kernels, mixtures, shared
 from benchmarks.tpu.cases import CASES, Case
 from benchmarks.tpu.program import Step, measure
 from jaxdist.errors import RunError
@@ -28,7 +28,7 @@ def bench() -> Report:
     """Compile every case, one after another, in minutes each."""
     if reason := lacking("libtpu"):
         return Report("tpu", [Figure.skipped("programs", reason)])
-    figures = [*kernels.figures(kernels.measure()), *shared.figures()]
+    figures = [*kernels.figures(kernels.measure()), *shared.figures(), *mixtures.figures()]
     found: list[tuple[Case, Step]] = []
     for case in CASES:
         try:

@@ -146,7 +146,8 @@ class Megablox:
         rows = len(x_RD)
         x_RD = jnp.pad(x_RD, ((0, -rows % TILE), (0, 0)))
         narrow = x_RD.dtype.itemsize == 2
-        tiling = grouped_tiles(*x_RD.shape, w_EDF.shape[2], experts=len(w_EDF), narrow=narrow)
+        experts, depth, width = w_EDF.shape
+        tiling = grouped_tiles(len(x_RD), depth, width, experts=experts, narrow=narrow)
         y_RF = gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)
         # The kernel leaves the rows after the last expert's rows undefined.
         used_R1 = (jnp.arange(rows) < counts_E.sum())[:, None]
