@@ -218,7 +218,7 @@ def shipped(path: Path) -> Any:
     """A knob takes a second: .ci/run audits all but those of pods and those that others include."""
     name = str(path.relative_to(ROOT))
     quick = ("configs/mlp/digits_ring.yaml", "configs/recommend/movielens_clicks.yaml")
-    where = "of_pods-" if re.search(r"\d[bt]\.yaml$", name) else ""
+    where = "of_pods-" if re.search(r"(\d[bt]|imagenet)\.yaml$", name) else ""
     if str(path.relative_to(ROOT / "configs").with_suffix("")) in INCLUDED:
         where = "included-"
     return pytest.param(path, id=where + name, marks=[] if name in quick else [pytest.mark.slow])
