@@ -33,6 +33,7 @@ from jaxdist.replication.seat import Arbiter, Seat
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
+from jaxdist.wire.ports import Place
 from jaxdist.wire.rpc import RpcServer
 
 WAIT_SECONDS = 120.0
@@ -148,7 +149,7 @@ def seat(number: int, leads: bool, length: int, say: Callable[[JsonObject], None
 class Pusher:
     """A worker in a thread of this process; it keeps the time of its last acknowledged push."""
 
-    def __init__(self, number: int, port: int, length: int) -> None:
+    def __init__(self, number: int, port: Place, length: int) -> None:
         self.layout = layout_of(length)
         self.client = Client(number, WHOLE, [self.layout], [wire_to(port, self.layout.spec)])
         self._first = self.acknowledged = 0
@@ -156,7 +157,7 @@ class Pusher:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def move(self, epoch: int, port: int) -> None:
+    def move(self, epoch: int, port: Place) -> None:
         """Continue with the server that leads in an epoch."""
         self.client.move(0, wire_to(port, self.layout.spec), epoch)
 

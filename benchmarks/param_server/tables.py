@@ -29,6 +29,7 @@ from jaxdist.tables.training.files import about_tables
 from jaxdist.tables.training.servers import Wires, start_team
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
+from jaxdist.wire.ports import Place
 
 FORM = RowForm({"user": 300, "item": 200}, 4, 0.0)
 MOST = 512
@@ -68,7 +69,7 @@ def table_servers(
         for one in found:
             stack.callback(one.close)
 
-        def moved(server: int, port: int, epoch: int) -> None:
+        def moved(server: int, port: Place, epoch: int) -> None:
             for one in found:
                 one.move(server, wires.to(server, port), epoch)
 

@@ -287,18 +287,44 @@ def replay(
 
 def servers(
     run: shared.Run,
-    count: Annotated[int, typer.Argument(min=1, help="Number of table servers.")],
+    count: Annotated[
+        int | None, typer.Argument(min=1, help="Number of table servers on all hosts.")
+    ] = None,
     *,
+    here: Annotated[
+        bool, typer.Option("--here", help="Run one more table server, on this host.")
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="--here: address at which the server listens; by default the address from which "
+            "this host reaches the run."
+        ),
+    ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Let table servers join or leave a run while it trains.
 
     Whole ranges of rows pass to servers that join, and from servers that leave. No push is lost.
+    The host of the run starts the COUNT servers that are missing. With --here, the server runs on
+    the host of this command, until the run ends; SIGTERM and Ctrl-C let it leave.
     """
     shared.prepare_run(run, [], None)
-    from jaxdist.commands.servers import ask_for_servers
+    from jaxdist.commands.servers import ask_for_servers, serve_here
+    from jaxdist.errors import ConfigError
 
-    shared.console().print(ask_for_servers(run, count, json_file), soft_wrap=True, markup=False)
+    if here == (count is not None):
+        raise ConfigError("give either the number of table servers or --here")
+    if host is not None and not here:
+        raise ConfigError("--host is the address of the server that --here starts: add --here")
+
+    def note(line: str) -> None:
+        shared.console().print(line, soft_wrap=True, markup=False)
+
+    if count is None:
+        serve_here(run, host, note, json_file)
+    else:
+        note(ask_for_servers(run, count, json_file))
 
 
 def report(

@@ -1,16 +1,19 @@
-"""`jaxdist servers`: another number of table servers for a run that is training."""
+"""`jaxdist servers`: another number of table servers for a run that is training, or one here."""
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
+from jaxdist.param_server import processes
 from jaxdist.run.directory import RunDirectory
-from jaxdist.tables.training.request import servers_problem, write_request
+from jaxdist.tables.training.request import fixed_port, servers_problem, write_request
 from jaxdist.train.strategy.config import Hybrid
 
 PATIENCE_SECONDS = 30.0
@@ -32,6 +35,61 @@ def ask_for_servers(
     Raises:
       RunError: the run has no tables on servers, has ended, or cannot have this number of servers.
     """
+    strategy = _strategy(run, f"strategy.servers={servers}")
+    problem = servers_problem(strategy, servers)
+    if problem is not None:
+        raise RunError(f"{run}: {problem}")
+    _ask(run, servers, patience_seconds)
+    if json_file is not None:
+        write_json(json_file, {"run": str(run), "servers": servers}, what="request")
+    return f"the run changes the number of its table servers to {servers}; its log says when"
+
+
+def serve_here(
+    run: Path, host: str | None, note: Callable[[str], None], json_file: Path | None = None
+) -> None:
+    """Run a table server of a run on this host until the run ends, or until the server leaves.
+
+    SIGTERM and SIGINT let the server leave: a server on the host of the run takes its rows.
+
+    Args:
+      run: the run directory, which this host shares with the hosts of the run.
+      host: the address at which the server listens, or None for the address from which this host
+        reaches the run.
+      note: a function that prints a line for the user.
+      json_file: a file for the number and the address of the server as JSON, or None to write none.
+
+    Raises:
+      RunError: the run has no tables on servers, has ended, or cannot have one more server at this
+        address; or the server or the connection to the run failed.
+    """
+    settings = _strategy(run, "strategy.servers").processes
+    if settings.port:
+        raise RunError(f"{run}: {fixed_port(settings.port)}")
+    # The module is imported here, since it imports gRPC, an optional dependency.
+    from jaxdist.tables.training.host import HostedServer
+
+    server = HostedServer(run, settings, host, module=processes.__name__)
+    signals = signal.SIGTERM, signal.SIGINT
+    before = {one: signal.signal(one, lambda *_: server.leave()) for one in signals}
+    try:
+        note(f"this host offers {run} a table server at {server.host}")
+        server.serve()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    note(f"table {server.number} has ended")
+    if json_file is not None:
+        told = {"run": str(run), "server": server.number, "host": server.host}
+        write_json(json_file, told, what="server")
+
+
+def _strategy(run: Path, setting: str) -> Hybrid:
+    """Return the strategy of a run that has table servers and is training.
+
+    Args:
+      setting: the setting to resume the run with, if it has ended.
+    """
     directory = RunDirectory(run)
     strategy = load(directory.config)[1].strategy
     if not isinstance(strategy, Hybrid):
@@ -41,16 +99,9 @@ def ask_for_servers(
         )
     if not directory.lock.exists():
         raise RunError(
-            f"the run in {run} has ended: continue it with jaxdist train --resume and "
-            f"strategy.servers={servers}"
+            f"the run in {run} has ended: continue it with jaxdist train --resume and {setting}"
         )
-    problem = servers_problem(strategy, servers)
-    if problem is not None:
-        raise RunError(f"{run}: {problem}")
-    _ask(run, servers, patience_seconds)
-    if json_file is not None:
-        write_json(json_file, {"run": str(run), "servers": servers}, what="request")
-    return f"the run changes the number of its table servers to {servers}; its log says when"
+    return strategy
 
 
 def _ask(run: Path, servers: int, patience_seconds: float) -> None:

@@ -14,6 +14,7 @@ from jaxdist.replication.links import CopyService
 from jaxdist.replication.server import ReplicatedServer
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service, Wire
+from jaxdist.wire.ports import Place
 
 
 class Seat:
@@ -23,11 +24,11 @@ class Seat:
       number: the number of the server.
       start: the state of the protocol if the server leads from the beginning, or None if the server
         joins later.
-      opens: a function that opens a port for a service, keeps the port open, and returns the number
+      opens: a function that opens a port for a service, keeps the port open, and returns the place
         of the port.
-      wire_to: a function from a port, on which another server copies ranges, to a wire to that
+      wire_to: a function from a place, at which another server copies ranges, to a wire to that
         server.
-      say: a function that sends the arbiter a report: the port on which this server copies, a
+      say: a function that sends the arbiter a report: the place at which this server copies, a
         takeover, or a server that may now follow.
       kind: the class of the server that leads.
       more: the further arguments of `kind`.
@@ -40,8 +41,8 @@ class Seat:
         model: Consistency,
         start: RangeState | None,
         *,
-        opens: Callable[[Service], int],
-        wire_to: Callable[[int], Wire],
+        opens: Callable[[Service], Place],
+        wire_to: Callable[[Place], Wire],
         say: Callable[[JsonObject], None],
         kind: type[ReplicatedServer] = ReplicatedServer,
         more: Mapping[str, Any] | None = None,
@@ -59,11 +60,11 @@ class Seat:
             port = opens(self.copies)
             say({"event": "copies", "range": self.range, "server": number, "port": port})
 
-    def view(self, view: RangeView, ports: Mapping[int, int]) -> None:
+    def view(self, view: RangeView, ports: Mapping[int, Place]) -> None:
         """Carry out a decision of the arbiter: begin to lead, or copy the range to others.
 
         Args:
-          ports: the port on which each other server of the view copies the range, by server.
+          ports: the place at which each other server of the view copies the range, by server.
         """
         if self.server is not None:
             wires = {server: self._wire_to(port) for server, port in ports.items()}
@@ -111,14 +112,14 @@ class Arbiter:
 
     Attributes:
       view: the current decision, or None if no remaining server has all that was acknowledged.
-      port: the port of the leader, or None while a server takes over.
+      port: the place of the leader, or None while a server takes over.
     """
 
     def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:
         self.range, self._tell = range, tell
         self.view: RangeView | None = RangeView(0, 0, leader)
-        self.port: int | None = None
-        self._copies: dict[int, int] = {}
+        self.port: Place | None = None
+        self._copies: dict[int, Place] = {}
 
     @property
     def safe(self) -> bool:

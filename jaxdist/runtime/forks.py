@@ -90,6 +90,15 @@ class ForkServer:
         words = last_lines(self._log, 1)
         raise RunError(f"the process that starts this run's processes has ended: {words}")
 
+    def await_imports(self) -> None:
+        """Wait until the server has imported everything, so that later processes begin at once.
+
+        Raises:
+          RunError: the server did not start.
+        """
+        with open(os.devnull, "r+b") as nothing:  # A process without a setup ends.
+            self.begin(nothing.fileno(), nothing.fileno()).wait()
+
     def begin(self, stdin: int, stderr: int) -> Forked:
         """Fork a process, and return an object with which several threads may wait for its end.
 

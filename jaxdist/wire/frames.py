@@ -51,7 +51,7 @@ from jaxdist.wire.shared import Direction
 MAGIC = b"JXPS"
 FORMAT = 2
 CHUNK_BYTES = 2**20
-TEXT_BYTES = 4096
+TEXT_BYTES = 2**16
 SECURE_BYTES = 2**24
 """The largest size of a message of secure aggregation, for about 100,000 clients."""
 HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")

@@ -8,6 +8,27 @@ from jaxdist.errors import ConfigError
 
 LAST_PORT = 65535
 
+Place = int | str
+"""The place of a server: a port of the run's host, or `host:port` on another host."""
+
+
+def address_of(host: str, place: Place) -> str:
+    """Return the address `host:port` of a place, given the run's host.
+
+    >>> address_of("10.0.0.1", 40001), address_of("10.0.0.1", "10.0.0.2:40001")
+    ('10.0.0.1:40001', '10.0.0.2:40001')
+    """
+    return place if isinstance(place, str) else f"{host}:{place}"
+
+
+def place_on(host: str, port: int) -> Place:
+    """Return the place of a server on another host than the run's.
+
+    >>> place_on("10.0.0.2", 40001), place_on("::1", 40001)
+    ('10.0.0.2:40001', '[::1]:40001')
+    """
+    return f"[{host}]:{port}" if ":" in host.strip("[]") and "[" not in host else f"{host}:{port}"
+
 
 def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> None:
     """Refuse ports that do not exist or are in use, before any process starts.

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
-from jaxdist.commands.servers import ask_for_servers
-from jaxdist.errors import RunError
+from jaxdist.commands.servers import ask_for_servers, serve_here
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.tables.training.request import FILE_NAME, take_request
 
 SECTIONS: dict[str, Any] = {
@@ -83,6 +83,28 @@ def test_what_a_run_cannot_do_is_told(
 def test_a_run_that_has_ended_takes_no_request(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has ended: continue it with jaxdist train --resume"):
         ask_for_servers(run(tmp_path, HYBRID, ended=True), 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "give either the number of table servers or --here"),
+        (["3", "--here"], "give either the number of table servers or --here"),
+        (["3", "--host", "10.0.0.2"], "--host is the address of the server that --here starts"),
+    ],
+)
+def test_a_number_of_servers_or_one_on_this_host(
+    tmp_path: Path, given: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["servers", str(run(tmp_path, HYBRID)), *given])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_a_run_at_fixed_ports_takes_no_server_of_another_host(tmp_path: Path) -> None:
+    fixed = {"type": "hybrid", "processes": {"port": 4000}}
+    with pytest.raises(RunError, match=r"processes\.port is 4000, .*port: 0"):
+        serve_here(run(tmp_path, fixed), None, print)
 
 
 def test_a_run_whose_directory_cannot_be_written(tmp_path: Path) -> None:

@@ -80,13 +80,16 @@ def team() -> Iterator[Callable[..., Any]]:
     ) -> Any:
         played: dict[int, Played] = {}
         lines: list[str] = []
+        hosts: dict[int, Any] = {}
 
-        def begin(number: int, leads: list[int], events: Any) -> Any:
+        def begin(number: int, leads: list[int], events: Any, remote: Any) -> Any:
+            hosts[number] = remote and remote.host
             played[number] = Played(number, leads, events, number in silent)
             played[number].copies = number not in stuck
             return played[number]
 
         made.append(TableTeam(Hybrid(**settings), begin, lines.append, wanted))
+        made[-1].hosts = hosts
         made[-1].start()
         return made[-1], played, lines
 
@@ -184,10 +187,32 @@ def test_a_number_of_servers_that_a_run_cannot_have_changes_nothing(team: Any) -
     found, _, lines = team(servers=2, wanted=lambda: wanted.pop() if wanted else None)
     until(lambda: bool(lines))
     assert lines == [
-        "the number of table servers stays 2: 5 servers for 2 ranges of rows: each server needs at "
-        "least one range; resume the run with strategy.ranges: 5 or more"
+        "the number of table servers stays 2: 5 servers are too many for 2 ranges of rows: each "
+        "server needs at least one range; resume the run with strategy.ranges: 5 or more"
     ]
     assert [*found.servers] == [0, 1]
+
+
+class Offer(SimpleNamespace):
+    """A host that offers a server, or has taken the offer back."""
+
+    def refuse(self, reason: str) -> None:
+        self.reason = reason
+
+
+def test_a_server_on_another_host_takes_its_share_or_is_refused(team: Any) -> None:
+    """A host that was stopped before its turn is passed over."""
+    found, _, lines = team(servers=2, ranges=3)
+    gone, third, fourth = (Offer(host=f"10.0.0.{at}", gone=at == 2) for at in (2, 3, 4))
+    for one in gone, third, fourth:
+        found.offer(one)
+    until(lambda: "the ranges of rows have passed on" in lines[-1] if lines else False)
+    assert lines[0] == "table 2 joins on host 10.0.0.3"
+    until(lambda: hasattr(fourth, "reason"))
+    assert "4 servers are too many for 3 ranges of rows" in fourth.reason
+    assert found.hosts == {0: None, 1: None, 2: "10.0.0.3"}
+    assert [len(one) for one in found._seats.values()] == [1, 1, 1]
+    assert [port for port, _ in found.leaders].count(102) == 1
 
 
 def test_a_server_that_dies_while_it_joins_is_replaced(team: Any) -> None:

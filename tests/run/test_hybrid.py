@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runs import Jaxdist
+from runs import Jaxdist, finish
 
 from benchmarks.param_server.tables import FORM, killed, table_servers
 from jaxdist.errors import RunError
@@ -168,6 +169,54 @@ def test_bounded_rows_keep_their_bits_while_servers_join_die_and_leave(
         for client in clients:
             np.testing.assert_array_equal(client.pull(every), store.read(every))
     assert store.evicted > 100
+
+
+@pytest.mark.slow  # Without training processes: tests/param_server/test_hosted_servers.py.
+def test_rows_keep_their_bits_with_servers_on_another_host_one_of_which_is_killed(
+    jaxdist: Jaxdist, tmp_path: Path
+) -> None:
+    """The host is a command with an address of its own, beside a store to which nothing happens."""
+    strategy = {"type": "hybrid", "servers": 2, "ranges": 6, "replicas": 2}
+    (tmp_path / "config.yaml").write_text(json.dumps({**CLICKS, "strategy": strategy}))
+    (tmp_path / "run.lock").touch()
+    store, draws = open_store(FORM, RowSgd(), 0), np.random.default_rng(5)
+    lines: list[str] = []
+    given = {"ranges": 6, "replicas": 2, "consistency": BSP(), "takeover_seconds": 60.0}
+    with table_servers(1, 2, run=tmp_path, **given) as (team, (client,)):
+        team._note = lines.append
+
+        def step() -> None:
+            rows = np.sort(draws.choice(ROWS, 40, replace=False)).astype(np.uint32)
+            grads = draws.normal(size=(40, FORM.width)).astype(np.float32)
+            np.testing.assert_array_equal(client.pull(rows), store.read(rows))
+            client.push(rows, grads, 0.5)
+            store.update(rows, grads, 0.5)
+
+        def until(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 120
+            while not condition() or not team.settled or not team.safe:
+                assert time.monotonic() < deadline, (lines, team.leaders)
+                step()
+
+        def elsewhere() -> int:
+            return sum(str(place).startswith("127.0.0.2:") for place, _ in team.leaders)
+
+        there = "servers", tmp_path, "--here", "--host", "127.0.0.2", "--json", "told.json"
+        first = jaxdist.start(*there)
+        until(lambda: elsewhere() == 2)
+        assert [one["event"] for one in team.ask({"save": 1})] == ["done"] * 6
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: not elsewhere() and len(team.servers) == 3)
+        process = jaxdist.start(*there)
+        until(lambda: elsewhere() == 1)
+        every = np.arange(ROWS, dtype=np.uint32)
+        np.testing.assert_array_equal(client.pull(every), store.read(every))
+    done = finish(process)
+    assert (done.code, done.err) == (0, ""), done
+    assert "this host offers" in done.out
+    assert "table 4 has ended" in done.out
+    told = json.loads((jaxdist.folder / "told.json").read_text())
+    assert (told["server"], told["host"]) == (4, "127.0.0.2")
 
 
 def _keys(numbers: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ from jaxdist.tables.training.files import TableWriter, form_of, read_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
+from jaxdist.wire.ports import Place, address_of, place_on
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
@@ -150,22 +151,23 @@ class TableProcess:
             state = protocol.join(model, state, client).state
         return state
 
-    def _opens(self, at: int, service: Service) -> int:
-        processes = self.strategy.processes
+    def _opens(self, at: int, service: Service) -> Place:
+        processes, host = self.strategy.processes, self._setup.get("host")
         rpc = RpcServer(
             service,
             self._token,
-            host=processes.host,
+            host=host or processes.host,
             port=processes.port and processes.port + self.number,
             tls=self._tls,
             sessions=4 * self._setup["clients"] + 8,
         )
         self._rpcs.setdefault(at, []).append(rpc)
-        return rpc.port
+        return rpc.port if host is None else place_on(host, rpc.port)
 
-    def _wire_to(self, shard: TableShard, port: int) -> RpcWire:
+    def _wire_to(self, shard: TableShard, place: Place) -> RpcWire:
         spec_of = partial(spec_of_reply, spec=shard.layout.spec)
-        return RpcWire(f"{self.strategy.processes.host}:{port}", self._token, spec_of, self._tls)
+        address = address_of(self.strategy.processes.host, place)
+        return RpcWire(address, self._token, spec_of, self._tls)
 
     def close(self) -> None:
         """Close all ports and end all servers."""

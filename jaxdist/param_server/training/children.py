@@ -6,14 +6,21 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
+from typing import Literal, Protocol
 
 from jaxdist.runtime import children
 from jaxdist.runtime.children import Event
-from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import JsonObject
 
 Role = Literal["server", "aggregator", "table", "worker"]
+
+
+class Begins(Protocol):
+    """An object that starts processes, such as a `jaxdist.runtime.forks.ForkServer`."""
+
+    def begin(self, stdin: int, stderr: int) -> children.PipedProcess:
+        """Start a process, given the descriptors of its standard input and standard error."""
+        ...
 
 
 class RunProcess(children.Child):
@@ -22,7 +29,7 @@ class RunProcess(children.Child):
     Args:
       number: the number of the server, the rack, or the client.
       setup: the first message to the process, to which its role is added.
-      forks: the process that forks the new process.
+      forks: the object that starts the new process.
     """
 
     def __init__(
@@ -31,7 +38,7 @@ class RunProcess(children.Child):
         number: int,
         setup: JsonObject,
         *,
-        forks: ForkServer,
+        forks: Begins,
         log: Path,
         events: SimpleQueue[Event],
     ) -> None:

@@ -14,13 +14,18 @@ from jaxdist.train.strategy.config import Hybrid
 FILE_NAME = "servers.json"
 
 
+def fixed_port(port: int) -> str:
+    """Return why no server can join a run whose servers listen on fixed ports."""
+    return (
+        f"strategy.processes.port is {port}, but a server that joins needs another port; resume "
+        "the run with strategy.processes.port: 0"
+    )
+
+
 def servers_problem(strategy: Hybrid, servers: int) -> str | None:
     """Return why a run cannot have a number of servers, or None if it can."""
     if strategy.processes.port:
-        return (
-            f"strategy.processes.port is {strategy.processes.port}, but a server that joins needs "
-            "another port; resume the run with strategy.processes.port: 0"
-        )
+        return fixed_port(strategy.processes.port)
     if servers > strategy.range_count:
         return (
             f"{servers} servers are too many for {strategy.range_count} ranges of rows: each "

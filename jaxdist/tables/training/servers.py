@@ -26,6 +26,7 @@ from jaxdist.tables.client import TableClient
 from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.messages import payload_spec, spec_of_reply
 from jaxdist.tables.training.files import about_tables, prune_tables
+from jaxdist.tables.training.gate import Gate, GateAddress, RemoteProcess, write_gate
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.tables.training.request import take_request
 from jaxdist.tables.training.team import TableTeam
@@ -33,6 +34,7 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
 from jaxdist.wire.kept import Board, read_board, spec_of_board
+from jaxdist.wire.ports import Place, address_of
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import make_token, read_tls, read_token
 
@@ -115,15 +117,33 @@ def start_team(
     stack.callback(forks.close)
     setup = {**setup, "strategy": strategy.model_dump_json(), "token": str(path.absolute())}
 
-    def begin(number: int, leads: list[int], events: SimpleQueue[Event]) -> RunProcess:
+    def begin(
+        number: int,
+        leads: list[int],
+        events: SimpleQueue[Event],
+        remote: RemoteProcess | None,
+    ) -> RunProcess:
         given = {**setup, "number": number, "leads": leads}
         name = log / f"table_{number}.log"
-        return RunProcess("table", number, given, forks=forks, log=name, events=events)
+        return RunProcess("table", number, given, forks=remote or forks, log=name, events=events)
 
-    team = TableTeam(strategy, begin, note, partial(take_request, run))
+    team, token = TableTeam(strategy, begin, note, partial(take_request, run)), read_token(path)
+    if not strategy.processes.port:  # Servers at fixed ports cannot join.
+        _open_gate(strategy, run, team, token, stack)
+    # The team closes before the gate, through which it ends the servers of other hosts.
     stack.callback(team.close)
     team.start()
-    return team, read_token(path)
+    return team, token
+
+
+def _open_gate(strategy: Hybrid, run: Path, team: TableTeam, token: str, stack: ExitStack) -> None:
+    """Let other hosts offer to start table servers, until the stack closes."""
+    settings = strategy.processes
+    tls = settings.tls and read_tls(settings.tls)
+    rpc = RpcServer(Gate(team.offer), token, host=settings.host, tls=tls)
+    stack.callback(rpc.close)
+    path = write_gate(run, GateAddress(address_of(settings.host, rpc.port), token))
+    stack.callback(partial(path.unlink, missing_ok=True))
 
 
 @dataclass(frozen=True)
@@ -135,22 +155,22 @@ class Wires:
     width: int
     most: int
 
-    def to(self, server: int, port: int) -> RpcWire:
+    def to(self, server: int, port: Place) -> RpcWire:
         """Return a connection to the leader of a range.
 
         Args:
           server: the number of the range.
-          port: the port of the leader.
+          port: the place of the leader.
         """
         settings = self.strategy.processes
         kind = row_dtype(self.strategy.most_rows or 0)
         spec = payload_spec(server, self.most, self.width, kind)
         tls = settings.tls and read_tls(settings.tls)
-        address = f"{settings.host}:{port}"
+        address = address_of(settings.host, port)
         return RpcWire(address, self.token, partial(spec_of_reply, spec=spec), tls)
 
-    def client(self, leaders: Sequence[tuple[int, int]], number: int) -> TableClient:
-        """Return a client of the leaders of all ranges, given their ports and epochs."""
+    def client(self, leaders: Sequence[tuple[Place, int]], number: int) -> TableClient:
+        """Return a client of the leaders of all ranges, given their places and epochs."""
         settings = self.strategy.processes
         wires = [self.to(server, port) for server, (port, _) in enumerate(leaders)]
         patience = Timeouts(settings.deadline_seconds, settings.retry_seconds)
@@ -167,7 +187,7 @@ def _follow_moves(
 ) -> None:
     """Move the sessions of every process to the servers that take over."""
 
-    def moved(server: int, port: int, epoch: int) -> None:
+    def moved(server: int, port: Place, epoch: int) -> None:
         client.move(server, wires.to(server, port), epoch)
 
     board: Board | None = None
@@ -194,7 +214,7 @@ def _follow_moves(
             stack.callback(read_board(wire, seen).close)
         return
 
-    def heard(server: int, port: int, epoch: int) -> None:
+    def heard(server: int, port: Place, epoch: int) -> None:
         moved(server, port, epoch)
         if board is not None:
             board.show(json.dumps(team.leaders))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
@@ -12,15 +13,20 @@ from jaxdist.param_server.training.children import RunProcess
 from jaxdist.replication.balance import passed
 from jaxdist.replication.seat import Arbiter
 from jaxdist.runtime.children import Event, end_together, how_ended
+from jaxdist.tables.training.gate import RemoteProcess
 from jaxdist.tables.training.request import servers_problem
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
+from jaxdist.wire.ports import Place
 
 ASK_SECONDS = 0.5
 """The largest number of seconds without a message before a server is asked whether it is alive."""
 
-Moved = Callable[[int, int, int], None]
-"""A function that receives the range, the port and the epoch of a server that begins to lead."""
+Moved = Callable[[int, Place, int], None]
+"""A function that receives the range, the place and the epoch of a server that begins to lead."""
+BeginsServer = Callable[[int, list[int], SimpleQueue[Event], RemoteProcess | None], RunProcess]
+"""A function that starts a table server, given its number, the ranges that it leads, the queue of
+its events, and the process on another host that runs it, or None to run it on this host."""
 
 
 class TableTeam:
@@ -35,8 +41,7 @@ class TableTeam:
     other servers give up ranges, which pass to the new server.
 
     Args:
-      begin: a function that starts the process of a server, given its number, the ranges that it
-        leads, and the queue of its events.
+      begin: a function that starts the process of a server.
       note: a function that prints a line about what happened.
       wanted: a function that returns a new number of servers, or None if the number stays.
     """
@@ -44,7 +49,7 @@ class TableTeam:
     def __init__(
         self,
         strategy: Hybrid,
-        begin: Callable[[int, list[int], SimpleQueue[Event]], RunProcess],
+        begin: BeginsServer,
         note: Callable[[str], None],
         wanted: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -54,6 +59,7 @@ class TableTeam:
         self._changed = threading.Condition(threading.RLock())
         self.servers: dict[int, RunProcess] = {}
         self._seats: dict[int, set[int]] = {}
+        self._offers: deque[RemoteProcess] = deque()
         self._leaving: set[int] = set()
         self._passing: set[tuple[int, int]] = set()
         self._swaps: set[int] = set()
@@ -73,8 +79,8 @@ class TableTeam:
         self._moved: Moved = lambda server, port, epoch: None
 
     @property
-    def leaders(self) -> list[tuple[int, int]]:
-        """The port and the epoch of each range's leader; port 0 while a server takes over."""
+    def leaders(self) -> list[tuple[Place, int]]:
+        """The place and the epoch of each range's leader; place 0 while a server takes over."""
         with self._changed:
             found = [(one.port or 0, one.view) for one in self._arbiters]
             return [(port, view.epoch if view else 0) for port, view in found]
@@ -118,6 +124,11 @@ class TableTeam:
                 if one.port is not None and one.view is not None:
                     moved(one.range, one.port, one.view.epoch)
 
+    def offer(self, remote: RemoteProcess) -> None:
+        """Add a server on another host, as soon as the run is ready for it, or refuse the offer."""
+        with self._changed:
+            self._offers.append(remote)
+
     def ask(self, what: JsonObject) -> list[JsonObject]:
         """Send an order to the leader of each range, and return the answers by range, in order.
 
@@ -149,10 +160,11 @@ class TableTeam:
         if self.failure is not None:
             raise RunError(self.failure)
 
-    def _started(self, leads: Iterable[int] = ()) -> int:
+    def _started(self, leads: Iterable[int] = (), remote: RemoteProcess | None = None) -> int:
         number, self._next = self._next, self._next + 1
         self._seats[number] = {*leads}
-        self.servers[number] = self._begin(number, sorted(self._seats[number]), self._events)
+        leads = sorted(self._seats[number])
+        self.servers[number] = self._begin(number, leads, self._events, remote)
         self._heard[number] = time.monotonic()
         return number
 
@@ -232,12 +244,16 @@ class TableTeam:
             self._fill()
 
     def _look(self) -> None:
-        """Begin to change the number of servers if another number is wanted."""
+        """Begin to change the number of servers if another number or another host is wanted."""
         if not self._opened or self._asked or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._pause
+        if self.failure is not None:
+            return
+        while self._offers:
+            self._take_offer(self._offers.popleft())
         count = self._wanted()
-        if count is None or self.failure is not None:
+        if count is None:
             return
         problem = servers_problem(self._strategy, count)
         if problem is None:
@@ -245,10 +261,24 @@ class TableTeam:
         else:
             self._note(f"the number of table servers stays {self._count}: {problem}")
 
-    def _resize(self, count: int) -> None:
+    def _take_offer(self, remote: RemoteProcess) -> None:
+        count = len(self.servers.keys() - self._leaving) + 1
+        problem = servers_problem(self._strategy, count)
+        if remote.gone:
+            return  # The command on the other host was stopped meanwhile.
+        if problem is not None:
+            remote.refuse(problem)
+            return
+        self._note(f"table {self._next} joins on host {remote.host}")
+        self._resize(count, remote)
+
+    def _resize(self, count: int, remote: RemoteProcess | None = None) -> None:
         """Change the number of servers to `count`.
 
         New servers take over some of the ranges. Surplus servers leave without a replacement.
+
+        Args:
+          remote: the process of the single new server, if another host runs it.
         """
         staying = sorted(self.servers.keys() - self._leaving)
         self._note(f"the number of table servers changes from {len(staying)} to {count}")
@@ -262,7 +292,7 @@ class TableTeam:
                 pairs += passed(follows, more, without=self._swaps)
             self._passing |= {*pairs}
             for _ in range(more):
-                self._started()
+                self._started(remote=remote)
         self._leaving |= {*staying[count:]}
         self._fill()
         self._hand_over()

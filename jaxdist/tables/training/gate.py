@@ -1,0 +1,209 @@
+"""The gate of a run: the port at which commands on other hosts offer to start table servers.
+
+RUN/gate.json    {"address": "10.0.0.1:40001", "token": "..."}, which only the run's owner may read
+
+The session of a host carries texts in both directions. The first text of the host is
+{"host": ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the
+texts are the orders to this server and its events, as between a parent and a child
+(`jaxdist.runtime.children`). An empty text ends the server, and the last text of the host is
+{"code": EXIT_CODE}. Each text of the host is a line; the texts to the host together are lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config.files import read_json
+from jaxdist.errors import RunError
+from jaxdist.types import Json
+from jaxdist.wire.contract import Envelope, Op, Peer, Spec
+from jaxdist.wire.frames import TEXT_BYTES, FrameError
+from jaxdist.wire.kept import spec_of_board
+
+FILE_NAME = "gate.json"
+
+
+class GateAddress(NamedTuple):
+    """The address of a run's gate, and the token that the gate demands."""
+
+    address: str
+    token: str
+
+
+def write_gate(run: Path, gate: GateAddress) -> Path:
+    """Write the file with the address of a gate, and return the path of the file.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    path = run / FILE_NAME
+    try:
+        path.unlink(missing_ok=True)  # A killed run leaves its file.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(gate._asdict(), file)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written: {error.strerror or error}; make room on the disk, or allow "
+            "this user to write there"
+        ) from error
+    return path
+
+
+def read_gate(run: Path) -> GateAddress:
+    """Return the address of the gate of a run that is training.
+
+    Raises:
+      RunError: the run has no gate that this user can read.
+    """
+    path = run / FILE_NAME
+    try:
+        return GateAddress(**read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{path} has no address at which the run takes servers of other hosts ({error}): wait "
+            "until the run has started its table servers, and use the account of the run"
+        ) from error
+
+
+def text_of(what: Json) -> Envelope:
+    """Return an envelope with a JSON value as a line."""
+    return _envelope(json.dumps(what).encode() + b"\n")
+
+
+def _envelope(text: bytes) -> Envelope:
+    return Envelope(Op.WAITING, payload=np.frombuffer(text, np.uint8))
+
+
+class RemoteProcess:
+    """A process on another host with the methods of a process of this host.
+
+    The object is a `jaxdist.runtime.children.PipedProcess`, and begins as a fork server begins
+    processes. The lines between the process and its parent pass through the session of the host.
+
+    Attributes:
+      host: the address at which the process listens.
+    """
+
+    def __init__(self, peer: Peer, host: str) -> None:
+        # This host has no process with this number.
+        self.host, self.pid = host, 2**31 - 1
+        self._peer, self._code = peer, -int(signal.SIGKILL)
+        self._over = threading.Event()
+        self._parent: socket.socket | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process or its session has ended."""
+        return self._over.is_set()
+
+    def refuse(self, reason: str) -> None:
+        """Tell the host why it cannot start a server."""
+        self._peer.say(text_of({"refused": reason}))
+
+    def begin(self, stdin: int, stderr: int) -> RemoteProcess:
+        """Begin to pass the lines of the parent on to the host, and return this object.
+
+        Args:
+          stdin: the descriptor that a process of this host would have as its standard input.
+          stderr: the descriptor of the log, which the host opens itself.
+        """
+        del stderr
+        self._parent = socket.socket(fileno=os.dup(stdin))
+        if self.gone:
+            self._wake()
+        threading.Thread(target=self._pass_on, args=[self._parent], daemon=True).start()
+        return self
+
+    def _pass_on(self, parent: socket.socket) -> None:
+        # The socket stays open after the last order, for the events until the process has ended.
+        with parent, suppress(OSError):
+            # A text takes all lines that wait: a peer with too many waiting texts is disconnected.
+            while text := parent.recv(TEXT_BYTES):
+                self._peer.say(_envelope(text))
+            self._peer.say(_envelope(b""))
+            self._over.wait()
+
+    def hear(self, text: str) -> None:
+        """Pass a text of the host on to the parent."""
+        told = json.loads(text)
+        if "code" in told:
+            self.ended(told["code"])
+            self._peer.close()
+        elif self._parent is not None:
+            with suppress(OSError):
+                self._parent.sendall(text.encode())
+
+    def ended(self, code: int = -int(signal.SIGKILL)) -> None:
+        """Record the end of the process, or of its session, which ends the process."""
+        if not self.gone:
+            self._code = code
+            self._over.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._parent is not None:
+            with suppress(OSError):
+                self._parent.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, timeout: float | None = None, /) -> int:
+        """Wait for the end of the process, and return its exit code.
+
+        Raises:
+          subprocess.TimeoutExpired: the process is alive after `timeout` seconds.
+        """
+        if not self._over.wait(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"the server on {self.host}", timeout)
+        return self._code
+
+    def kill(self) -> None:
+        """End the session, at whose end the host kills the process."""
+        self._peer.close()
+        self.ended()
+
+
+class Gate:
+    """A `jaxdist.wire.contract.Service` for the hosts that offer to start table servers.
+
+    Args:
+      offered: the function that is called with the process of a new host, which it begins or
+        refuses later.
+    """
+
+    def __init__(self, offered: Callable[[RemoteProcess], None]) -> None:
+        self._offered = offered
+        self._remotes: dict[Peer, RemoteProcess] = {}
+
+    def spec(self, envelope: Envelope) -> Spec | None:
+        if envelope.op is not Op.WAITING:
+            raise FrameError(f"a host may not send {envelope.op.name}", envelope)
+        return spec_of_board(envelope)
+
+    def receive(self, peer: Peer, envelope: Envelope) -> None:
+        known = self._remotes.get(peer)
+        if known is not None:
+            known.hear(envelope.text)
+            return
+        remote = RemoteProcess(peer, json.loads(envelope.text)["host"])
+        self._remotes[peer] = remote
+        self._offered(remote)
+
+    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
+        peer.close()
+
+    def left(self, peer: Peer) -> None:
+        remote = self._remotes.pop(peer, None)
+        if remote is not None:
+            remote.ended()

@@ -1,0 +1,182 @@
+"""A table server on this host for a run that another host trains (see `gate`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from jaxdist.errors import RunError
+from jaxdist.param_server.training.children import RunProcess
+from jaxdist.runtime.children import Event
+from jaxdist.runtime.forks import ForkServer
+from jaxdist.tables.training.gate import GateAddress, read_gate, text_of
+from jaxdist.types import Json, JsonObject
+from jaxdist.wire.config import ProcessesConfig, stays_on_machine
+from jaxdist.wire.contract import Envelope
+from jaxdist.wire.kept import spec_of_board
+from jaxdist.wire.rpc import CONNECT_SECONDS, RpcWire
+from jaxdist.wire.security import read_tls
+
+
+def host_problem(settings: ProcessesConfig, host: str) -> str | None:
+    """Return why a server of a run cannot listen on an address, or None if it can."""
+    if stays_on_machine(settings.host) and not stays_on_machine(host):
+        return (
+            f"strategy.processes.host {settings.host} is reached on one machine only, but the new "
+            f"server would listen on {host}: start the run with the network address of its own "
+            "host, and with certificates (strategy.processes.tls)"
+        )
+    if stays_on_machine(host) and not stays_on_machine(settings.host):
+        return (
+            f"other hosts cannot reach {host}: give --host the network address of this host, which "
+            "its certificate names"
+        )
+    return None
+
+
+def own_address(gate: GateAddress) -> str:
+    """Return the address from which this host reaches a gate.
+
+    Raises:
+      RunError: the gate cannot be reached.
+    """
+    host, _, port = gate.address.rpartition(":")
+    try:
+        given = host.strip("[]"), int(port)
+        with socket.create_connection(given, timeout=CONNECT_SECONDS) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise RunError(
+            f"no process of the run answers at {gate.address}: {error.strerror or error}; check "
+            "that the run is training, and that no firewall blocks the port"
+        ) from error
+
+
+class HostedServer:
+    """A table server that a command on this host starts and ends for a run.
+
+    Args:
+      run: the run directory, as this host sees it.
+      settings: the settings of the run's processes.
+      host: the address at which the server listens, or None for the address from which this host
+        reaches the run.
+      module: the Python module whose process forks the server (`jaxdist.runtime.forks`).
+
+    Attributes:
+      host: the address at which the server listens.
+      number: the number of the server, or None before the run has accepted it.
+
+    Raises:
+      RunError: the run has no gate, or cannot use a server at this address.
+    """
+
+    def __init__(
+        self, run: Path, settings: ProcessesConfig, host: str | None, *, module: str
+    ) -> None:
+        gate = read_gate(run)
+        self.run, self.host = run, host or own_address(gate)
+        problem = host_problem(settings, self.host)
+        if problem is not None:
+            raise RunError(f"{run}: {problem}")
+        self.number: int | None = None
+        self._gate, self._module = gate, module
+        self._tls = settings.tls and read_tls(settings.tls)
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._rest = ""
+        self._server: RunProcess | None = None
+
+    def leave(self) -> None:
+        """Ask the server to leave the run once other servers have its rows."""
+        self._events.put(Event(None, {"leave": True}))
+
+    def serve(self) -> None:
+        """Start the server, and return when the run has ended it.
+
+        Raises:
+          RunError: the run refuses the server, or the server or the connection to the run failed.
+        """
+        wire = RpcWire(self._gate.address, self._gate.token, spec_of_board, self._tls)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdist-")))
+            token = folder / "token"
+            token.touch(0o600)
+            token.write_text(self._gate.token)
+            forks = ForkServer(self._module, self.run / "logs" / "forks.log")
+            stack.callback(forks.close)
+            # A server that the run has accepted must answer soon.
+            forks.await_imports()
+            session = wire.open(
+                self._hear, lambda reason: self._events.put(Event(None, {"lost": reason}))
+            )
+            stack.callback(session.close)
+            stack.callback(self._kill)
+            session.send(text_of({"host": self.host}))
+            code: int | None = None
+            while True:
+                event = self._events.get()
+                if event.child is not None:
+                    code = event.code
+                    session.send(text_of(event.what if code is None else {"code": code}))
+                elif "lost" in event.what:
+                    break
+                else:
+                    self._follow(event.what, forks, token)
+        self._check_end(code, event.what["lost"])
+
+    def _hear(self, envelope: Envelope) -> None:
+        """Queue the orders in a text of the run, in which the last line may be incomplete."""
+        if not envelope.text:
+            self._events.put(Event(None, {"order": None}))
+        *lines, self._rest = (self._rest + envelope.text).split("\n")
+        for line in lines:
+            self._events.put(Event(None, {"order": json.loads(line)}))
+
+    def _follow(self, what: JsonObject, forks: ForkServer, token: Path) -> None:
+        """Pass an order of the run on to the server, or start the server with the first order."""
+        server = self._server
+        if "leave" in what:
+            if server is None:
+                raise RunError(f"{self.run}: the command was stopped before the run had a server")
+            with suppress(ProcessLookupError):
+                os.kill(server.process.pid, signal.SIGTERM)
+            return
+        told: Json = what["order"]
+        if server is None:
+            self._server = self._begun(told, forks, token)
+        elif told is None:
+            server.close_input()
+        else:
+            server.say(told)
+
+    def _begun(self, setup: Any, forks: ForkServer, token: Path) -> RunProcess:
+        if "refused" in setup:
+            raise RunError(f"{self.run}: {setup['refused']}")
+        number = self.number = setup["number"]
+        own = {"run": {**setup["run"], "path": str(self.run.absolute())}, "token": str(token)}
+        log = self.run / "logs" / f"table_{number}.log"
+        given = {**setup, **own, "host": self.host}
+        return RunProcess("table", number, given, forks=forks, log=log, events=self._events)
+
+    def _kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
+    def _check_end(self, code: int | None, reason: str) -> None:
+        if code is None:
+            raise RunError(
+                f"{self.run}: the connection to the run was lost ({reason}), and the server of "
+                "this host has ended: see the log of the run"
+            )
+        if code:
+            assert self._server is not None
+            raise RunError(
+                f"{self._server} of {self.run} ended with exit code {code}. "
+                f"{self._server.last_words()}".strip()
+            )
