@@ -192,6 +192,10 @@ EVERY += [
     with_settings(model__experts="{}"),
     replace(DATA, mesh={"data": 2, "expert": 4}, shards=8),
     replace(DATA, zero=ZeroConfig(stage=1, offload=True), shards=8),
+    replace(
+        with_settings("lookahead"), zero=ZeroConfig(stage=1, offload_parameters=("*",)), shards=8
+    ),
+    replace(DATA, zero=ZeroConfig(stage=1, offload_parameters=("*",)), mesh={"stage": 2}),
     replace(with_settings("hybrid", **TABLES), shards=8, microbatches=2,
             mesh={"data": 2, "stage": 2, "context": 2}, optim=replace(ADAMW, averages=True)),
 ]  # fmt: skip

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.models.tuning.lora import PREFIX, Adapter, adapter_of
 from jaxdist.models.tuning.part import LoraConfig, PartConfig
-from jaxdist.sharding.dims import near_names
+from jaxdist.sharding.dims import matching_names
 from jaxdist.trees import flatten_with_names
 
 
@@ -61,22 +59,3 @@ def _adapters(config: LoraConfig, model: Functional) -> list[Adapter]:
         adapters += filter(None, made)
     # A kernel that several patterns match gets a single adapter.
     return [*{adapter.name: adapter for adapter in adapters}.values()]
-
-
-def matching_names(
-    patterns: Sequence[str], names: Collection[str], *setting: str
-) -> frozenset[str]:
-    """Return the names that at least one pattern matches.
-
-    Args:
-      setting: the path of the setting with the patterns, for errors.
-
-    Raises:
-      ConfigError: a pattern matches no name; the message lists each such pattern, with similar
-        names.
-    """
-    idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
-    if idle:
-        lines = [f"{p!r} matches no parameter: {near_names(p, names)}" for p in idle]
-        raise ConfigError("\n".join(lines), setting=setting)
-    return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))

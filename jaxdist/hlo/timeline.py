@@ -332,8 +332,13 @@ class _Run:
         # The result of an update includes scratch memory, which is not moved.
         if start.opcode == "async-update":
             shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
-        size_bytes = max((shape.bytes for shape in shapes), default=0)
         host = is_on_host(start)
+        # The operand is the whole array in the host's memory, of which only a slice is moved.
+        if host and start.opcode == "dynamic-slice-start":
+            shapes = shapes[len(start.operands) :]
+        if host and start.opcode == "dynamic-update-slice-start":
+            shapes = shapes[1:2]
+        size_bytes = max((shape.bytes for shape in shapes), default=0)
         seconds = self.player.rates.copy(size_bytes, host=host)
         name: Resource = "host" if host else "memory"
         self._depart(start, "copy", name, seconds, frozenset({name}), ())

@@ -32,7 +32,7 @@ from jaxdist.inspect.text import program_digest
 from jaxdist.mesh import Device
 from jaxdist.parallel.pipeline.executor.branches import lockstep
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
-from jaxdist.run.memory import bytes_per_device, device_memory_bytes
+from jaxdist.run.memory import bytes_per_device, copied_bytes, device_memory_bytes
 from jaxdist.runtime.hardware import find_device
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -72,6 +72,9 @@ class Inspection:
         optimizer multiplies matrices, as Muon does.
       host_state_bytes: the bytes of the optimizer's state in the host's memory. A step copies this
         state to the device and back.
+      host_parameter_bytes: the bytes of the parameters in the host's memory.
+      host_parameter_copies: the bytes of these parameters that a step copies to the device and
+        back.
     """
 
     config: str
@@ -94,6 +97,13 @@ class Inspection:
     worker: WorkerPart | None = None
     update_flops: float = 0.0
     host_state_bytes: int = 0
+    host_parameter_bytes: int = 0
+    host_parameter_copies: int = 0
+
+    @property
+    def host_copied_bytes(self) -> int:
+        """The bytes that a step copies between the memories of the host and of the device."""
+        return 2 * self.host_state_bytes + self.host_parameter_copies
 
     @property
     def ideal_flops(self) -> float:
@@ -102,13 +112,13 @@ class Inspection:
 
     @property
     def host_seconds(self) -> float | None:
-        """The seconds of the copies of the state in the host's memory, one after another.
+        """The seconds of the copies from the host's memory and back, one after another.
 
         The result is None if the bandwidth of the host's memory is unknown.
         """
         known = find_device(self.device_kind)
         rate = known.host_bytes_per_second if known else None
-        return 2 * self.host_state_bytes / rate if rate else None
+        return self.host_copied_bytes / rate if rate else None
 
     def mfu(self, *, masked: bool) -> float | None:
         """Return the model FLOPs utilization: the model's FLOPs as a fraction of the devices' peak.
@@ -206,6 +216,8 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         gradient_bound_bytes=bound_bytes,
         arguments=arguments,
         host_state_bytes=bytes_per_device(state.opt_state, host=True),
+        host_parameter_bytes=bytes_per_device(state.params, host=True),
+        host_parameter_copies=copied_bytes(program),
         memory_bytes=_memory_bytes(subject.devices),
         compile_seconds=seconds,
         bound_notes=bound_notes(experiment),

@@ -125,6 +125,8 @@ def inspection_json(inspection: Inspection) -> JsonObject:
         "memory": {
             "device_bytes": inspection.memory_bytes,
             "host_state_bytes": inspection.host_state_bytes,
+            "host_parameter_bytes": inspection.host_parameter_bytes,
+            "host_copied_bytes": inspection.host_copied_bytes,
             "host_seconds": inspection.host_seconds,
             "arguments": _snake(inspection.arguments),
             **ledger.to_json()["memory"],

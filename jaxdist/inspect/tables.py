@@ -133,17 +133,23 @@ def _print_memory(inspection: Inspection, console: Console) -> None:
             made.add_row(name, show_bytes(size), f"{size / limit:.2%}" if limit else "-")
     console.print()
     console.print(made)
-    if inspection.host_state_bytes:
+    if inspection.host_copied_bytes:
         console.print(_on_host(inspection), style="dim", soft_wrap=True)
 
 
 def _on_host(inspection: Inspection) -> str:
-    """Return a sentence on the price of the state in the host's memory."""
-    held, seconds = inspection.host_state_bytes, inspection.host_seconds
+    """Return sentences on the price of state and parameters in the host's memory."""
+    parts = {
+        "the optimizer's state": inspection.host_state_bytes,
+        "the parameters": inspection.host_parameter_bytes,
+    }
+    held = " and ".join(f"{show_bytes(size)} of {name}" for name, size in parts.items() if size)
+    seconds = inspection.host_seconds
     spent = "an unknown time" if seconds is None else f"{show_seconds(seconds)} without overlap"
     return (
-        f"The host's memory holds {show_bytes(held)} of the optimizer's state of each device. A "
-        f"step copies {show_bytes(2 * held)} over the link between host and device, in {spent}."
+        f"The host's memory holds {held} of each device. A step copies "
+        f"{show_bytes(inspection.host_copied_bytes)} over the link between host and device, in "
+        f"{spent}."
     )
 
 

@@ -46,6 +46,19 @@ class Deferred(ABC):
     def carried(self) -> jax.Array:
         """Return the gradient's array, if the placeholder is in a tree of gradients."""
 
+    def differentiated(self) -> PyTree:
+        """Return the part of the placeholder with respect to which a loss is differentiated."""
+        return self
+
+    def with_differentiated(self, part: PyTree) -> Any:
+        """Return the placeholder, or a tree of gradients like it, with another such part."""
+        return part
+
+    @property
+    def copied(self) -> bool:
+        """Whether `scan_blocks` copies the parameters of a layer to the device in each pass."""
+        return False
+
     @property
     def ahead(self) -> bool:
         """Whether `scan_blocks` gathers the next layer's parameters while a layer computes."""
@@ -75,6 +88,28 @@ def carried(tree: Grads) -> Grads:
     return jax.tree.map(
         lambda leaf: leaf.carried() if _is_deferred(leaf) else leaf, tree, is_leaf=_is_deferred
     )
+
+
+def gradients_of(
+    function: Callable[[Params], tuple[jax.Array, Any]], params: Params
+) -> tuple[Grads, Any]:
+    """Return the gradients of a function of parameters, and its second result.
+
+    Args:
+      function: the function, which returns a scalar and further results.
+      params: the parameters, of which some may be a `Deferred`.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_deferred)
+
+    def joined(parts: Sequence[PyTree]) -> PyTree:
+        return structure.unflatten(
+            leaf.with_differentiated(part) if _is_deferred(leaf) else part
+            for leaf, part in zip(leaves, parts, strict=True)
+        )
+
+    parts = [leaf.differentiated() if _is_deferred(leaf) else leaf for leaf in leaves]
+    grads, more = jax.grad(lambda parts: function(joined(parts)), has_aux=True)(parts)
+    return carried(joined(grads)), more
 
 
 def _is_deferred(node: object) -> bool:
@@ -227,13 +262,16 @@ def scan_blocks(
         the number is rounded down to a multiple of the list's length.
 
     Raises:
-      ConfigError: parameters are fetched ahead and `remat` is not "full"; `remat` keeps a name that
-        the blocks do not define; a block changes its own state.
+      ConfigError: parameters are fetched ahead and `remat` is not "full"; parameters are copied
+        from the host and `remat` would keep the copies; `remat` keeps a name that the blocks do not
+        define; a block changes its own state.
     """
     graph, state = nnx.split(stacked)
     if _fetches_ahead(state):
         return _scan_ahead(graph, state, x, operands, remat)
 
+    if any(leaf.copied for leaf in _deferred(state)):
+        _check_copied(remat, unroll)
     unroll = min(unroll, jax.tree.leaves(state)[0].shape[0])
 
     def block(x: PyTree, layer: Params) -> Any:
@@ -307,6 +345,21 @@ def _scan_lists(
     x = jax.lax.scan(body, x, lists, unroll=max(1, unroll // together))[0]
     # These blocks are outside of the loop, where CSE would undo remat.
     return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
+
+
+def _check_copied(remat: Remat | Sequence[Remat], unroll: int) -> None:
+    policies = listed(remat)
+    if unroll > 1:
+        keeps, instead = f"model.scan_unroll {unroll}", "set model.scan_unroll: 1"
+    elif len(policies) > 1 or any(one in ("none", "elementwise") for one in policies):
+        keeps, instead = f"model.remat {format_policy(remat)}", "set model.remat: full"
+    else:
+        return
+    raise ConfigError(
+        "parallel.zero.offload_parameters copies one layer at a time from the host's memory, but "
+        f"{keeps} has several layers on the device at once: {instead}, or choose parameters "
+        "outside of the blocks"
+    )
 
 
 def _fetches_ahead(state: nnx.State) -> bool:

@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.jaxprs import depends_on
 from jaxdist.models.functional import Functional
-from jaxdist.models.layers import carried
+from jaxdist.models.layers import gradients_of
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
@@ -90,8 +90,8 @@ class Objective:
             given = (join_leaves(own, frozen), held.buffers, batch, key)
             return self._mean(held, around, *given)
 
-        grads, (sums, buffers) = jax.grad(mean, has_aux=True)(own)
-        grads = around.placed(carried(grads))
+        grads, (sums, buffers) = gradients_of(mean, own)
+        grads = around.placed(grads)
         if held.scale is not None:
             grads = _SCALING.unscale(grads, held.scale)
         return Gradients(grads, sums, buffers)
@@ -111,8 +111,8 @@ class Objective:
         def total(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
             return self.sums(join_leaves(own, frozen), held.buffers, batch, key, around)
 
-        grads, (sums, buffers) = jax.grad(total, has_aux=True)(own)
-        return Gradients(around.placed(carried(grads)), sums, buffers)
+        grads, (sums, buffers) = gradients_of(total, own)
+        return Gradients(around.placed(grads), sums, buffers)
 
     def field_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, field: str

@@ -29,6 +29,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, axis_names, entry_names
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.sharding import Dims, Layout
+from jaxdist.sharding.dims import resting_names
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params, PyTree, Shardings, Specs
 
@@ -66,6 +67,9 @@ class ZeroConfig(Config):
     offload: bool = False
     """Whether the optimizer's state of split parameters is in the host's memory. Each step copies
     it to the device and back, a group of parameters at a time."""
+    offload_parameters: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The patterns for the names of parameters that rest in the host's memory, in which `*` matches
+    any characters. Each pass copies them to the device, those of blocks one layer at a time."""
     secondary: bool = False
     """Whether stage 3 gathers shards across the slow network only once per step. The forward and
     backward passes then gather inside the fast network, from a second copy that is kept for the
@@ -97,6 +101,7 @@ class ZeroSplit:
       gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
       secondary: whether shards are gathered across the slow network once per step.
       offload: whether the optimizer's state of split parameters is in the host's memory.
+      resting: the names of the parameters that rest in the host's memory.
       once: whether stage 3 gathers all parameters once per step, and keeps them whole until the end
         of the step.
       uneven: the shapes, by name, of large parameters that are not split. The number of devices
@@ -114,6 +119,7 @@ class ZeroSplit:
     gather_codec: Codec | None = None
     secondary: bool = False
     offload: bool = False
+    resting: frozenset[str] = frozenset()
     once: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -209,7 +215,8 @@ def plan_zero(
 
     Raises:
       ConfigError: no mesh axis splits the batch, or the scope is `ici` on a mesh with a single
-        network, or a sharding rule already splits a parameter over the axes of the batch.
+        network, or a sharding rule already splits a parameter over the axes of the batch, or a
+        pattern of `offload_parameters` matches no parameter or a parameter that is stored padded.
     """
     if config.stage == 0:
         return None
@@ -244,7 +251,8 @@ def plan_zero(
         chosen[name] = dim
     gathers = config.gather_dtype, config.prefetch, config.gather_codec, config.secondary
     given = layout.mesh, config.stage, axes, chosen, *gathers, config.offload
-    return ZeroSplit(*given, uneven=uneven, padded=padded)
+    resting = resting_names(config.offload_parameters, chosen, padded if config.stage == 3 else {})
+    return ZeroSplit(*given, resting, uneven=uneven, padded=padded)
 
 
 LANES, SUBLANES = 128, 8

@@ -49,8 +49,8 @@ def print_explained(
     console.print(sizes)
     if one.memory.host:
         console.print(
-            f"The host's memory holds {show_bytes(one.memory.host)} of the optimizer's state of "
-            f"each device; a step copies {show_bytes(2 * one.memory.host)} over the host's link.",
+            f"The host's memory holds {show_bytes(one.memory.host)} of the state of each device; a "
+            f"step copies {show_bytes(one.memory.copied)} over the host's link.",
             soft_wrap=True,
         )
     for line in remedies(one, model):

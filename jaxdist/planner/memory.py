@@ -10,7 +10,7 @@ to the buffer assignments of compiled programs (`jaxdist.planner.laid_out`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -98,7 +98,9 @@ class PlanMemory:
       gradients: the bytes of all gradients that the device keeps.
       activations: the bytes that are kept for the backward pass, with the buffers of a pipeline.
       working: the temporary bytes of a block or the head, with gathered parameters.
-      host: the bytes of the optimizer's state in the host's memory, which are not part of `total`.
+      host: the bytes in the host's memory, which are not part of `total`: the optimizer's state
+        and chosen parameters.
+      copied: the bytes that a step copies from the host's memory and back.
     """
 
     parameters: float
@@ -107,6 +109,7 @@ class PlanMemory:
     activations: float
     working: float
     host: float = 0.0
+    copied: float = 0.0
 
     @property
     def total(self) -> float:
@@ -121,7 +124,16 @@ class PlanMemory:
         memory count.
         """
         passing = max(0.0, STREAMED * self.optimizer - self.activations - self.working)
-        return replace(self, optimizer=passing, host=self.optimizer)
+        return replace(self, optimizer=passing, host=self.optimizer, copied=2 * self.optimizer)
+
+    def resting(self, parameters: RestingBytes) -> PlanMemory:
+        """Return the memory with chosen parameters on the host."""
+        return replace(
+            self,
+            parameters=self.parameters - parameters.held + parameters.passing,
+            host=self.host + parameters.held,
+            copied=self.copied + parameters.copied,
+        )
 
     def parts(self) -> dict[str, float]:
         """Return the bytes of each part, by its name in the tables."""
@@ -132,6 +144,45 @@ class PlanMemory:
             "activations": self.activations,
             "working set": self.working,
         }
+
+
+@dataclass(frozen=True)
+class RestingBytes:
+    """The bytes of the parameters of a device that rest in the host's memory.
+
+    Attributes:
+      held: the bytes of these parameters.
+      passing: the part of `held` that is on the device at once: a layer that is used, and the next
+        one. A parameter outside of the blocks counts whole.
+      copied: the bytes that a step copies. The passes copy the parameters of blocks twice in each
+        microbatch, and other parameters once. The update copies trained parameters there and back.
+    """
+
+    held: float = 0.0
+    passing: float = 0.0
+    copied: float = 0.0
+
+
+def resting_bytes(
+    tensors: Iterable[tuple[PlannedParameter, int]], plan: Plan, param_bytes: float, across: int
+) -> RestingBytes:
+    """Return the bytes of the parameters that rest in the host's memory.
+
+    Args:
+      tensors: pairs of a parameter and its number of stacked layers on a device.
+      plan: the plan.
+      param_bytes: the bytes of an element of a parameter.
+      across: the size of the axis that splits parameters within a layer (tensor or expert).
+    """
+    held = passing = copied = 0.0
+    for one, count in tensors:
+        if plan.resting and one.resting:
+            mine, shard = elements_of(one, across, plan.state_parts, count)
+            size = count * (shard if plan.zero == 3 else mine) * param_bytes
+            held += size
+            passing += size * min(1.0, 2 / count) if one.stacked else size
+            copied += size * (plan.microbatches * (1 + one.stacked) + 2 * one.trained)
+    return RestingBytes(held, passing, copied)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from jaxdist.models.loss import NextTokenConfig
 from jaxdist.optim.build import AdamWConfig, SgdConfig
 from jaxdist.optim.muon import MuonConfig, newton_schulz_flops
 from jaxdist.parallel.compiler import PRESETS, SCOPED_VMEM
+from jaxdist.sharding.dims import matching_names
+from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1, "muon": 2}
@@ -35,6 +37,7 @@ class PlannedParameter:
         split. In a traced model, `split` is the dim that axis expert splits.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
+      resting: whether the parameter rests in the host's memory in plans with ZeRO.
       embed: the index of dim embed in `shape` for a parameter of a traced model, or None.
     """
 
@@ -43,6 +46,7 @@ class PlannedParameter:
     split: int | None
     stacked: bool = True
     trained: bool = True
+    resting: bool = False
     embed: int | None = None
 
     @property
@@ -84,6 +88,8 @@ class Decoder:
       frozen: the names of the parameters that are not trained.
       adapters: the parameters of low-rank adapters.
       offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
+      resting: the patterns of the parameters that plans with ZeRO keep in the host's memory.
+      on_host: the names of these parameters.
       tensors: all parameters, which are derived from the other fields.
     """
 
@@ -110,10 +116,15 @@ class Decoder:
     frozen: frozenset[str] = frozenset()
     adapters: tuple[PlannedParameter, ...] = ()
     offload: bool = False
+    resting: tuple[str, ...] = ()
+    on_host: frozenset[str] = frozenset()
     tensors: tuple[PlannedParameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = (replace(one, trained=one.name not in self.frozen) for one in self._tensors())
+        own = (
+            replace(one, trained=one.name not in self.frozen, resting=one.name in self.on_host)
+            for one in self._tensors()
+        )
         object.__setattr__(self, "tensors", (*own, *self.adapters))
 
     @property
@@ -278,32 +289,53 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         loss_chunks=chunks,
         steps=config.train.steps,
         offload=config.parallel.zero.offload,
+        resting=config.parallel.zero.offload_parameters,
         scoped=SCOPED_VMEM in {**PRESETS[xla.preset], **xla.options},
-        **_part(model, dataset.vocab_size, document),
+        **_part(config, model, dataset.vocab_size, document),
     )
 
 
-def _part(config: GptConfig, vocab_size: int, document: Document) -> dict[str, Any]:
-    """Return the fields `frozen` and `adapters` of a decoder.
+def _part(
+    whole_config: ExperimentConfig, config: GptConfig, vocab_size: int, document: Document
+) -> dict[str, Any]:
+    """Return the fields `frozen`, `adapters` and `on_host` of a decoder.
 
-    The mapping is empty if all parameters are trained.
+    The mapping is empty if all parameters are trained and rest on the devices.
 
     Raises:
       ConfigError: a pattern matches no parameter.
     """
-    if not config.freeze and config.lora is None:
+    patterns = whole_config.parallel.zero.offload_parameters
+    if not config.freeze and config.lora is None and not patterns:
         return {}
     whole = functional(lambda rngs: config.build(rngs, vocab_size=vocab_size))
     with at_setting(document, "model"):
         model = trained_part(config, whole)
-    # The planner's names are the last words of paths without `/scale`: "norm" for "norm/scale".
-    names = (name.removesuffix("/scale").rpartition("/")[2] for name in model.frozen)
+    names = [name for name, _ in flatten_with_names(model.params)]
+    with at_setting(document, "parallel"):
+        chosen = matching_names(patterns, names, "zero", "offload_parameters")
     adapters = [
-        PlannedParameter(name, tuple(shape), _split(dims), stacked=one.layers is not None)
+        PlannedParameter(
+            name,
+            tuple(shape),
+            _split(dims),
+            stacked=one.layers is not None,
+            resting=name in chosen,
+        )
         for one in model.adapters
         for name, shape, dims in zip(one.names, one.layer_shapes, one.layer_dims, strict=True)
     ]
-    return {"frozen": frozenset(names), "adapters": tuple(adapters)}
+    frozen, on_host = (frozenset(map(_short, some)) for some in (model.frozen, chosen))
+    return {"frozen": frozen, "adapters": tuple(adapters), "on_host": on_host}
+
+
+def _short(name: str) -> str:
+    """Return the planner's name: the last word of a path, without `/scale`.
+
+    >>> _short("blocks/attention_norm/scale")
+    'attention_norm'
+    """
+    return name.removesuffix("/scale").rpartition("/")[2]
 
 
 def _split(dims: Dims) -> int | None:

@@ -47,6 +47,7 @@ class Plan:
       offload: whether the optimizer's state is in the host's memory.
       wide: whether the axes stage, data and context are across the slow network, while axis tensor
         has all GPUs of a host.
+      resting: the patterns of the parameters that rest in the host's memory.
     """
 
     data: int = 1
@@ -66,6 +67,7 @@ class Plan:
     expert: int = 1
     offload: bool = False
     wide: bool = False
+    resting: tuple[str, ...] = ()
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -143,6 +145,8 @@ class Plan:
             zero["scope"] = "ici"
         if self.offload:
             zero["offload"] = True
+        if self.resting:
+            zero["offload_parameters"] = list(self.resting)
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
             if self.zero == 3:
@@ -188,7 +192,8 @@ class Plan:
             if (size := getattr(self, name)) > 1:
                 axes.append(f"{name} {size}")
         scope = " in a slice" if self.scope == "ici" and self.zero and self.slices > 1 else ""
-        where = " with the optimizer's state on the host" if self.offload else ""
+        there = ["the optimizer's state"] * self.offload + ["parameters"] * bool(self.resting)
+        where = f" with {' and '.join(there)} on the host" if there else ""
         zero = f"ZeRO {self.zero_stage}{scope}{where}"
         parts = [" x ".join(axes), zero, *filter(None, [self.remat])]
         if self.microbatches > 1:

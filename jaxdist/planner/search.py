@@ -43,6 +43,7 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
 SPARE = 0.05
 """The fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
+RESTING = "parallel.zero.offload_parameters needs reductions by XLA, and no stages"
 """The key in `SearchResults.refused` for plans that do not fit."""
 
 
@@ -119,8 +120,11 @@ def search(model: Model, target: Target) -> SearchResults:
             if why is not None:
                 refused[why] += 1
                 continue
-            offload = model.offload and plan.zero_stage > 0
-            plan = dataclasses.replace(plan, offload=offload)
+            if plan.zero_stage > 0:
+                if model.resting and (plan.schedule is not None or plan.bfloat16_reduction):
+                    refused[RESTING] += 1
+                    continue
+                plan = dataclasses.replace(plan, offload=model.offload, resting=model.resting)
             judged = judge_plan(model, plan, places, target)
             if judged.fits:
                 valid.append(judged)
@@ -148,15 +152,17 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
     used, spent = formulas.memory(plan), formulas.seconds(plan, places, target)
-    if plan.offload:
-        used, rate = used.offloaded(), target.device.host_bytes_per_second
+    if plan.offload or plan.resting:
+        used, rate = used.offloaded() if plan.offload else used, target.device.host_bytes_per_second
+        used = used.resting(formulas.resting(plan))
         if rate is None:
             raise ConfigError(
                 f"{target.words}: the bandwidth between the host's memory and a "
-                f"{target.device.name} is unknown, so plans with parallel.zero.offload have no "
-                "predicted time: plan for other chips, or set parallel.zero.offload: false"
+                f"{target.device.name} is unknown, so plans with parallel.zero.offload or "
+                "offload_parameters have no predicted time: plan for other chips, or set "
+                "parallel.zero.offload: false and leave out offload_parameters"
             )
-        spent = dataclasses.replace(spent, host=2 * used.host / rate)
+        spent = dataclasses.replace(spent, host=used.copied / rate)
     return Judged(plan, places, used, spent, limit)
 
 

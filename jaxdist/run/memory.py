@@ -16,12 +16,27 @@ from jaxdist.models.remat import HOST_MEMORY
 from jaxdist.runtime.hardware import host_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 REMEDY = (
     "use a smaller train.batch_size, more train.microbatches, shorter or smaller examples, "
     "model.remat: full where the model has it, or more devices"
 )
+
+
+def copied_bytes(program: Program) -> int:
+    """Return the bytes that a step copies of parameters in the host's memory, for each device.
+
+    Both passes copy the parameters of scanned layers, and the forward pass copies others, in each
+    microbatch. The update copies trained parameters to the device and back.
+    """
+    model, copied = program.model, 0
+    for name, leaf in flatten_with_names(program.state_shapes.params):
+        passes = program.compute.microbatches * (1 + (name in model.scanned))
+        copies = passes + 2 * (name not in model.frozen)
+        copied += copies * bytes_per_device(leaf, host=True)
+    return copied
 
 
 def bytes_per_device(shapes: PyTree, *, host: bool = False) -> int:

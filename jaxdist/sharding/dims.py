@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxdist.errors import ShardingError, closest, did_you_mean
+from jaxdist.errors import ConfigError, ShardingError, closest, did_you_mean
 from jaxdist.sharding.layout import ELLIPSIS, Layout, ShardingConfig
 from jaxdist.trees import pattern_of
 from jaxdist.types import Dims, PyTree
@@ -213,3 +213,48 @@ def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[
 
 def _shown(values: Sequence[Any] | None) -> str:
     return f"[{', '.join('null' if value is None else str(value) for value in values or ())}]"
+
+
+def matching_names(
+    patterns: Sequence[str], names: Collection[str], *setting: str
+) -> frozenset[str]:
+    """Return the names that at least one pattern matches.
+
+    Args:
+      setting: the path of the setting with the patterns, for errors.
+
+    Raises:
+      ConfigError: a pattern matches no name; the message lists each such pattern, with similar
+        names.
+    """
+    idle = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
+    if idle:
+        lines = [f"{p!r} matches no parameter: {near_names(p, names)}" for p in idle]
+        raise ConfigError("\n".join(lines), setting=setting)
+    return frozenset(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))
+
+
+def resting_names(
+    patterns: Sequence[str], names: Collection[str], padded: Mapping[str, tuple[int, int]]
+) -> frozenset[str]:
+    """Return the names of the parameters that rest in the host's memory.
+
+    Args:
+      patterns: the patterns of `parallel.zero.offload_parameters`.
+      names: the names of all parameters.
+      padded: for each parameter that is stored with padding, the length of the dim without padding
+        and with padding.
+
+    Raises:
+      ConfigError: a pattern matches no parameter, or a parameter that is stored with padding.
+    """
+    setting = "zero", "offload_parameters"
+    found = matching_names(patterns, names, *setting)
+    for name in sorted(found & padded.keys()):
+        length, full = padded[name]
+        raise ConfigError(
+            f"stage 3 stores {name} with a dim of {length} padded to {full}, which cannot be cut "
+            "in the host's memory: choose other parameters, or sizes that the devices divide",
+            setting=setting,
+        )
+    return found

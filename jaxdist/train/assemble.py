@@ -19,7 +19,7 @@ from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.home import FilledShards, StageOrder, View
-from jaxdist.train.offload import HostMemory
+from jaxdist.train.offload import HostMemory, HostParameters
 from jaxdist.train.state import Outer
 from jaxdist.train.step import Program
 
@@ -99,4 +99,6 @@ def views_of(
     if zero is not None and zero.offload:
         # Stages have another order in memory than in files, so files need a conversion.
         views.append(HostMemory(zero, in_files=stack is None))
+    if zero is not None and zero.resting:
+        views.append(HostParameters(zero.resting))
     return tuple(views)

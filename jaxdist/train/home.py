@@ -37,7 +37,8 @@ class View(Protocol):
     Attributes:
       in_steps: whether steps compute with leaves in the devices' form.
       in_files: whether checkpoints have leaves in the devices' form.
-      params: whether the view converts the parameters in addition to the optimizer's state.
+      params: whether the view converts the parameters.
+      opt_state: whether the view converts the optimizer's state.
     """
 
     @property
@@ -46,6 +47,8 @@ class View(Protocol):
     def in_files(self) -> bool: ...
     @property
     def params(self) -> bool: ...
+    @property
+    def opt_state(self) -> bool: ...
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         """Convert a leaf from the model's form to the devices' form."""
@@ -67,6 +70,7 @@ class FilledShards:
     zero: ZeroSplit
     in_steps: bool = field(default=False, init=False)
     in_files: bool = field(default=True, init=False)
+    opt_state: bool = field(default=True, init=False)
 
     @property
     def params(self) -> bool:
@@ -94,6 +98,7 @@ class StageOrder:
     in_steps: bool = field(default=True, init=False)
     in_files: bool = field(default=False, init=False)
     params: bool = field(default=True, init=False)
+    opt_state: bool = field(default=True, init=False)
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self._moved(self.stack.store, leaf, owner)
@@ -223,23 +228,23 @@ class Home:
 
     def _store_owned(self, views: Sequence[View], tree: PyTree, owners: PyTree) -> PyTree:
         for view in views:
-            tree = _owned(view.store, tree, owners)
+            tree = _owned(view.store, tree, owners) if view.opt_state else tree
         return tree
 
     def _use_owned(self, views: Sequence[View], tree: PyTree, owners: PyTree) -> PyTree:
         for view in reversed(views):
-            tree = _owned(view.use, tree, owners)
+            tree = _owned(view.use, tree, owners) if view.opt_state else tree
         return tree
 
     def _store(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in views:
-            state = self._changed(view.store, state, params=view.params)
+            state = self._changed(view, view.store, state)
         return state
 
     # Views are inverted in the reverse order of `_store`.
     def _use(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in reversed(views):
-            state = self._changed(view.use, state, params=view.params)
+            state = self._changed(view, view.use, state)
         return state
 
     def _params(self, views: Sequence[View], params: Params) -> PyTree:
@@ -250,10 +255,13 @@ class Home:
     def _each(self, change: Change, params: Params) -> PyTree:
         return jax.tree.map(change, params, of_params(params))
 
-    def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
-        """Convert the optimizer's leaves that have a parameter, and if `params`, the parameters."""
-        opt_state = _owned(change, state.opt_state, self.owners)
-        held = self._each(change, state.params) if params else state.params
+    def _changed(self, view: View, change: Change, state: TrainState) -> TrainState:
+        """Convert the optimizer's leaves that have a parameter, and the parameters."""
+        opt_state, held = state.opt_state, state.params
+        if view.opt_state:
+            opt_state = _owned(change, opt_state, self.owners)
+        if view.params:
+            held = self._each(change, held)
         return replace(state, params=held, opt_state=opt_state)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's state in the host's memory, which an update streams through the device.
+"""State and parameters in the host's memory, which an update streams through the device.
 
 XLA begins all copies from the host as early as it can, so that the whole state would be in the
 device's memory at once. The update therefore runs group by group. The copies of a group depend, by
@@ -7,7 +7,7 @@ a barrier, on the previous group's state in the host's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxdist.optim.owners import Owner, of_params
 from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.train.home import Home
 from jaxdist.trees import leaf_bytes
-from jaxdist.types import Leaf, OptState, Params, PyTree
+from jaxdist.types import Leaf, OptState, Params, PyTree, Shardings
 
 GROUPS = 8
 """The number of groups of parameters that an update tries to form. A group contains at least one
@@ -40,6 +40,7 @@ class HostMemory:
     in_files: bool
     in_steps: bool = field(default=False, init=False)
     params: bool = field(default=False, init=False)
+    opt_state: bool = field(default=True, init=False)
 
     def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self._moved(leaf, owner, jax.memory.Space.Host)
@@ -51,6 +52,32 @@ class HostMemory:
         return jax.device_put(leaf, space) if on_host(self.zero, owner) else leaf
 
 
+@dataclass(frozen=True)
+class HostParameters:
+    """A view that keeps chosen parameters in the host's memory.
+
+    Steps copy them to the device where they are used (`jaxdist.models.host.resting`).
+
+    Attributes:
+      names: the names of these parameters.
+    """
+
+    names: frozenset[str]
+    in_steps: bool = field(default=True, init=False)
+    in_files: bool = field(default=True, init=False)
+    params: bool = field(default=True, init=False)
+    opt_state: bool = field(default=False, init=False)
+
+    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
+        return self._moved(leaf, owner, jax.memory.Space.Host)
+
+    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
+        return self._moved(leaf, owner, jax.memory.Space.Device)
+
+    def _moved(self, leaf: Leaf, owner: Owner, space: Any) -> PyTree:
+        return jax.device_put(leaf, space) if owner.name in self.names else leaf
+
+
 def on_host(zero: ZeroSplit | None, owner: Owner) -> bool:
     """Return whether the optimizer's state of a parameter is in the host's memory.
 
@@ -60,24 +87,70 @@ def on_host(zero: ZeroSplit | None, owner: Owner) -> bool:
 
 
 def check_host_memory(zero: ZeroSplit | None) -> None:
-    """Refuse `parallel.zero.offload` on devices that cannot access the host's memory.
+    """Refuse `parallel.zero.offload` and `offload_parameters` where devices have no host memory.
 
     Raises:
-      ConfigError: the setting is on, and the host's memory is not among the devices' memories.
+      ConfigError: a setting is on, and the host's memory is not among the devices' memories.
     """
-    if zero is None or not zero.offload:
+    if zero is None or not (zero.offload or zero.resting):
         return
     memories = [one.kind for one in zero.mesh.local_devices[0].addressable_memories()]
     if HOST_MEMORY not in memories:
+        held, name = "offload true keeps the optimizer's state", "offload"
+        instead = "set parallel.zero.offload: false"
+        if not zero.offload:
+            held, name = "offload_parameters keeps parameters", "offload_parameters"
+            instead = "leave out parallel.zero.offload_parameters"
         raise ConfigError(
-            f"zero: offload true keeps the optimizer's state in the host's memory ({HOST_MEMORY}), "
-            f"but these devices have only {', '.join(memories)}: set parallel.zero.offload: false",
-            setting=("zero", "offload"),
+            f"zero: {held} in the host's memory ({HOST_MEMORY}), "
+            f"but these devices have only {', '.join(memories)}: {instead}",
+            setting=("zero", name),
         )
 
 
+@dataclass(frozen=True)
+class Streams:
+    """The leaves in the host's memory that an update streams through the device.
+
+    Attributes:
+      home: the conversions of the optimizer's state.
+      resting: the names of the parameters in the host's memory.
+      whole: the shardings of the parameters between steps.
+      shares: the shardings of the parameters during the update.
+    """
+
+    home: Home
+    resting: frozenset[str]
+    whole: Shardings
+    shares: Shardings
+
+    def to_device(self, params: Params) -> PyTree:
+        """Copy parameters in the host's memory to the device, with the shardings of the update."""
+        return self._each(params, self.shares, jax.memory.Space.Device)
+
+    def to_host(self, params: Params) -> PyTree:
+        """Invert `to_device` for the new parameters."""
+        return self._each(params, self.whole, jax.memory.Space.Host)
+
+    def _each(self, params: Params, shardings: Shardings, space: Any) -> PyTree:
+        def moved(leaf: jax.Array, sharding: Any, owner: Owner) -> jax.Array:
+            if owner.name not in self.resting:
+                return leaf
+            # Shardings are set on the device, where XLA can send.
+            if space == jax.memory.Space.Device:
+                leaf = jax.device_put(leaf, space)
+            leaf = jax.lax.with_sharding_constraint(leaf, sharding)
+            return jax.device_put(leaf, space)
+
+        return jax.tree.map(moved, params, shardings, of_params(params))
+
+
 def streamed(
-    update: Callable[[OptState], tuple[Any, ...]], stored: OptState, home: Home, params: Params
+    update: Callable[[Params, OptState], tuple[Any, ...]],
+    stored: OptState,
+    params: Params,
+    streams: Streams,
+    after: jax.Array,
 ) -> tuple[Any, OptState, OptState]:
     """Update the parameters group by group, so that few groups are on the device at once.
 
@@ -87,61 +160,75 @@ def streamed(
     state again for each group.
 
     Args:
-      update: the function from the optimizer's state, in the form of steps, to the new parameters
-        and the new state.
+      update: the function from the parameters and the optimizer's state, in the form of steps, to
+        the new parameters and the new state.
       stored: the optimizer's state in its stored form.
-      home: the conversions of the state.
       params: the parameters that are updated.
+      streams: the leaves in the host's memory.
+      after: the norm of the gradients. No parameter is copied to the device before the norm is
+        known, since the backward pass needs the memory.
 
     Returns:
       The new parameters; the new state in the form of steps, of which only the leaves without an
       owner may be used; and the new state in its stored form.
     """
+    home = streams.home
     leaves, structure = jax.tree.flatten(stored)
     owners = structure.flatten_up_to(home.owners)
+    given, like = jax.tree.flatten(params)
     names = [owner.name for owner in jax.tree.leaves(of_params(params))]
-    new_params, new_leaves = jax.tree.leaves(params), list(leaves)
-    before: list[jax.Array] = []
+    new_params, new_leaves = list(given), list(leaves)
+    before: list[jax.Array] = [after] if streams.resting else []
     found: Any = ()
-    for group in groups_of(names, leaves, owners):
+    for group in groups_of(_sizes(names, given, leaves, owners, streams.resting)):
         mine = [i for i, owner in enumerate(owners) if owner is not None and owner.name in group]
-        held = list(leaves)
-        if before and mine:
-            waiting = jax.lax.optimization_barrier(([leaves[i] for i in mine], before))[0]
-            for i, leaf in zip(mine, waiting, strict=True):
-                held[i] = leaf
-        found = update(home.opt_to_step(structure.unflatten(held)))
+        resting = [i for i, name in enumerate(names) if name in group & streams.resting]
+        held, own = list(leaves), list(given)
+        if before and (mine or resting):
+            moving = [leaves[i] for i in mine], [given[i] for i in resting]
+            waiting = jax.lax.optimization_barrier((moving, before))[0]
+            for into, places, arrays in zip((held, own), (mine, resting), waiting, strict=True):
+                for i, leaf in zip(places, arrays, strict=True):
+                    into[i] = leaf
+        found = update(
+            streams.to_device(like.unflatten(own)), home.opt_to_step(structure.unflatten(held))
+        )
         kept = structure.flatten_up_to(home.opt_from_step(found[1]))
         for i, owner in enumerate(owners):
             if owner is None or owner.name in group:
                 new_leaves[i] = kept[i]
-        for i, leaf in enumerate(jax.tree.leaves(found[0])):
+        for i, leaf in enumerate(jax.tree.leaves(streams.to_host(found[0]))):
             if names[i] in group:
                 new_params[i] = leaf
-        before = [new_leaves[i] for i in mine]
-    made = jax.tree.unflatten(jax.tree.structure(params), new_params)
-    return made, found[1], structure.unflatten(new_leaves)
+        before = [new_leaves[i] for i in mine] + [new_params[i] for i in resting] or before
+    return like.unflatten(new_params), found[1], structure.unflatten(new_leaves)
 
 
-def groups_of(
-    names: Sequence[str], leaves: Sequence[Leaf], owners: Sequence[Owner | None]
-) -> list[frozenset[str]]:
-    """Divide parameters, in their order, into groups whose states have similar sizes.
-
-    Args:
-      names: the names of the parameters.
-      leaves: the leaves of the optimizer's state.
-      owners: the parameter to which each leaf belongs, or None if it belongs to none.
-
-    >>> leaf = jax.ShapeDtypeStruct((4,), "float32")
-    >>> state = [Owner(name, (0,)) for name in "abc"]
-    >>> [sorted(group) for group in groups_of("abcd", [leaf] * 3, state)]
-    [['a'], ['b'], ['c', 'd']]
-    """
-    sizes = dict.fromkeys(names, 0)
+def _sizes(
+    names: Sequence[str],
+    params: Sequence[Leaf],
+    leaves: Sequence[Leaf],
+    owners: Sequence[Owner | None],
+    resting: frozenset[str],
+) -> dict[str, int]:
+    """Return the bytes that a step streams through the device, by the name of the parameter."""
+    pairs = zip(names, params, strict=True)
+    sizes = {name: leaf_bytes(leaf) * (name in resting) for name, leaf in pairs}
     for leaf, owner in zip(leaves, owners, strict=True):
         if owner is not None:
             sizes[owner.name] += leaf_bytes(leaf)
+    return sizes
+
+
+def groups_of(sizes: Mapping[str, int]) -> list[frozenset[str]]:
+    """Divide parameters, in their order, into groups whose states have similar sizes.
+
+    Args:
+      sizes: the bytes of each parameter's state, by name.
+
+    >>> [sorted(group) for group in groups_of({"a": 16, "b": 16, "c": 16, "d": 0})]
+    [['a'], ['b'], ['c', 'd']]
+    """
     most = max(1, sum(sizes.values()) // GROUPS)
     groups: list[list[str]] = [[]]
     filled = 0

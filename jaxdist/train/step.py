@@ -31,7 +31,7 @@ from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
-from jaxdist.train.offload import on_host, streamed
+from jaxdist.train.offload import Streams, on_host, streamed
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
@@ -108,8 +108,16 @@ class Program:
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's state is in the host's memory."""
-        return self.exchange.zero is not None and self.exchange.zero.offload
+        """Whether the optimizer's state or parameters are in the host's memory."""
+        zero = self.exchange.zero
+        return zero is not None and (zero.offload or bool(zero.resting))
+
+    @property
+    def _streams(self) -> Streams:
+        zero, placements = self.exchange.zero, self.exchange.placements
+        whole = self.model.divided(placements.params)[0]
+        resting = frozenset() if zero is None else zero.resting
+        return Streams(self.home, resting, whole, placements.shares)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         replicated = self.layout.replicated
@@ -125,13 +133,26 @@ class Program:
 
         return TrainState(
             step=replicated,
-            params=placements.params,
+            params=self._resting_shardings,
             opt_state=jax.tree.map(placed, shapes.opt_state, self.home.owners),
             buffers=jax.tree.map(lambda _: replicated, shapes.buffers),
             loss_scale=jax.tree.map(lambda _: replicated, shapes.loss_scale),
             exchange=self.exchange.state_shardings(shapes.exchange),
             outer=jax.tree.map(placed, shapes.outer, self.home.owners_of_outer),
         )
+
+    @property
+    def _resting_shardings(self) -> PyTree:
+        """The shardings of the stored parameters, with the memory in which each one rests."""
+        whole, zero = self.exchange.placements.params, self.exchange.zero
+        if zero is None or not zero.resting:
+            return whole
+
+        def placed(sharding: NamedSharding, owner: Owner) -> NamedSharding:
+            kind = HOST_MEMORY if owner.name in zero.resting else None
+            return sharding.with_memory_kind(kind) if kind else sharding
+
+        return jax.tree.map(placed, whole, of_params(self.model.params))
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Return the random keys of the initial parameters and of the steps."""
@@ -194,16 +215,18 @@ class Program:
         owned = of_params(params)
         rest = norm, values["loss"], found.sums["loss"].weight
 
-        def update(opt_state: OptState) -> tuple[Any, ...]:
+        def update(params: Params, opt_state: OptState) -> tuple[Any, ...]:
             given = (grads, owned), (params, owned), (opt_state, self.home.owners)
             return self.exchange.apply(self._moved, given, rest)
 
         away: OptState = None
         with jax.named_scope("optimizer"):
             if self.offloads:
-                moved, opt_state, away = streamed(update, stored.opt_state, self.home, params)
+                moved, opt_state, away = streamed(
+                    update, stored.opt_state, params, self._streams, norm
+                )
             else:
-                moved, opt_state = update(state.opt_state)
+                moved, opt_state = update(params, state.opt_state)
         if self.optimizer.skips_empty:
             # If the batch has no weight, plans that divide by the weight after the exchange would
             # report NaN.

@@ -34,6 +34,8 @@ class ZeroSettings(Protocol):
     def secondary(self) -> bool: ...
     @property
     def offload(self) -> bool: ...
+    @property
+    def offload_parameters(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ZeroOff:
     gather_codec: CodecConfig | None = None
     secondary: bool = False
     offload: bool = False
+    offload_parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

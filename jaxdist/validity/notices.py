@@ -36,7 +36,7 @@ def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
 
 def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
     zero, parts, axes = facts.zero, facts.parts(facts.state_axes), ", ".join(facts.state_axes)
-    if zero.stage and parts == 1 and not zero.offload:
+    if zero.stage and parts == 1 and not (zero.offload or zero.offload_parameters):
         yield (
             f"{shown_stage(facts)} has no effect: {axes} of {shown_mesh(facts)} has size 1, so "
             "that nothing is split"
@@ -67,6 +67,11 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         yield (
             "parallel.zero.offload true has no effect at parallel.zero.stage 0: the host's memory "
             "keeps only state that ZeRO splits; set parallel.zero.stage: 1"
+        )
+    if zero.offload_parameters and not zero.stage:
+        yield (
+            "parallel.zero.offload_parameters has no effect at parallel.zero.stage 0; set "
+            "parallel.zero.stage: 1"
         )
 
 

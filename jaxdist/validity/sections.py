@@ -132,6 +132,13 @@ SECTIONS: Mapping[str, Feature] = {
     "parallel.zero.offload": Feature(
         lambda f: f.zero.stage > 0 and f.zero.offload, lambda f: "parallel.zero.offload true"
     ),
+    "parallel.zero.offload_parameters": Feature(
+        lambda f: f.zero.stage > 0 and bool(f.zero.offload_parameters),
+        lambda f: f"parallel.zero.offload_parameters {', '.join(f.zero.offload_parameters)}",
+    ),
+    "a strategy besides synchronous": Feature(
+        lambda f: f.strategy != "synchronous", lambda f: f"strategy.type {f.strategy}"
+    ),
     "strategy: lookahead": Feature(
         lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"
     ),

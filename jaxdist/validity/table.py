@@ -17,6 +17,8 @@ from jaxdist.validity.messages import MESSAGES
 from jaxdist.validity.row import COMPRESSION, FROZEN, REDUCTIONS, SCOPES, ZERO_STAGES, ValidityRow
 from jaxdist.validity.servers import SERVERS
 
+_RESTING = "parallel.zero.offload_parameters"
+
 ROWS: tuple[ValidityRow, ...] = (
     ValidityRow(
         ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("no axis splits the batch",)),
@@ -209,6 +211,31 @@ ROWS: tuple[ValidityRow, ...] = (
         "the update of a state in the host's memory is divided into groups of parameters, which "
         "the compiler may round differently from an update of all parameters",
         "set parallel.zero.offload: false",
+    ),
+    *(
+        ValidityRow(
+            ((_RESTING,), features), why, instead, ("parallel", "zero", "offload_parameters")
+        )
+        for features, why, instead in (
+            (
+                (*REDUCTIONS, *COMPRESSION, "stage (a pipeline)"),
+                "an explicit reduction computes with the parameters in the device's memory",
+                "leave this setting out, or leave the reductions to XLA: parallel.reduce: null, "
+                "without compression and stages",
+            ),
+            (
+                ("deterministic: strict",),
+                "the update is divided into groups of parameters, which the compiler may round "
+                "differently from an update of all parameters",
+                "leave this setting out",
+            ),
+            (
+                ("a strategy besides synchronous", "an optimizer that evaluates other parameters"),
+                "it keeps a second set of parameters, which is computed from all of them on the "
+                "device",
+                "leave this setting out",
+            ),
+        )
     ),
     ValidityRow(
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),

@@ -136,6 +136,24 @@ def looped(trips):
     )
 
 
+@pytest.mark.parametrize(
+    ("start", "done", "moved"),
+    [
+        ("((f32[8,2]S(5), s32[], s32[]), f32[1,2], u32[]) dynamic-slice-start(%h, %i, %i)",
+         "f32[1,2] dynamic-slice-done(%s)", 2),
+        ("((f32[8,2]S(5), f32[1,2], s32[], s32[]), f32[8,2]S(5), u32[]) "
+         "dynamic-update-slice-start(%h, %u, %i, %i)",
+         "f32[8,2]S(5) dynamic-update-slice-done(%s)", 2),
+        ("(f32[8,2], f32[8,2]S(5), u32[]) copy-start(%h)", "f32[8,2] copy-done(%s)", 16),
+    ],
+)  # fmt: skip
+def test_only_the_slice_of_an_array_on_the_host_is_moved(start, done, moved):
+    given = ("%h = f32[8,2]S(5) parameter(0)", "%u = f32[1,2] parameter(1)",
+             "%i = s32[] parameter(2)")  # fmt: skip
+    found = timeline(program(*given, f"%s = {start}", f"%d = {done}", "ROOT %t = (u32[]) tuple()"))
+    assert found.seconds == 10 * moved
+
+
 def test_a_loop_counts_its_turns():
     found = timeline(looped(80))
     assert (found.seconds, found.entries["w"].times, found.unknown_loops) == (240, 80, ())

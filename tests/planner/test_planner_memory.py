@@ -17,14 +17,14 @@ from jaxdist.experiment import build, load
 from jaxdist.experiment.flops import step_flops
 from jaxdist.models.bert import BertConfig
 from jaxdist.planner.explain import remedies
-from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
+from jaxdist.planner.formulas.decoder import DecoderFormulas, plan_refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, plan_memory, share
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.search import judge_plan, search
+from jaxdist.planner.search import RESTING, judge_plan, search
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
-from jaxdist.run.memory import bytes_per_device
+from jaxdist.run.memory import bytes_per_device, copied_bytes
 
 CONFIG = {
     "model": {
@@ -70,6 +70,38 @@ def test_state_on_the_host_frees_memory_and_takes_the_time_of_its_copies() -> No
     assert planned(CONFIG, there)["parallel"]["zero"] == {"stage": 1, "offload": True}
     with pytest.raises(ConfigError, match=r"the host's memory and a h100 is unknown.*false"):
         search(dataclasses.replace(model, offload=True), parse_target("h100:1x8"))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=4, tensor=2, zero=1, resting=("blocks/*", "embedding"), microbatches=2),
+        Plan(data=8, zero=3, resting=("blocks/*",)),
+    ],
+    ids=Plan.words,
+)
+@pytest.mark.every(2)
+def test_parameters_on_the_host_are_those_of_the_experiment(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(planned(CONFIG, plan)))
+    document, config = load(path)
+    model = decoder_of(config, document)
+    assert model.resting == plan.resting
+    program = build(config, document, devices=jax.devices()).program
+    resting = DecoderFormulas(model).resting(plan)
+    assert resting.held == bytes_per_device(program.state_shapes.params, host=True) > 0
+    assert resting.copied == copied_bytes(program)
+    whole = plan_memory(model, plan)
+    there = whole.resting(resting)
+    assert whole.total - there.total == resting.held - resting.passing > 0
+    assert (there.host, there.copied) == (resting.held, resting.copied)
+    target = parse_target("v5e:2x4")
+    found = search(model, target)
+    assert all(one.plan.resting == plan.resting for one in found.valid if one.plan.zero_stage)
+    assert found.refused[RESTING]
+    places = next(p for p in meshes(target) if p.sizes == (1, plan.data, plan.tensor))
+    seconds = judge_plan(model, plan, places, target).seconds
+    assert seconds.host == pytest.approx(resting.copied / 1.6e10)
 
 
 @pytest.mark.parametrize(

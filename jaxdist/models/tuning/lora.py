@@ -161,6 +161,11 @@ class Merged(Deferred):
         """True, because the parameter is computed from others."""
         return True
 
+    @property
+    def copied(self) -> bool:
+        """Whether the kernel without its adapter is copied to the device in each pass."""
+        return isinstance(self.base, Deferred) and self.base.copied
+
     def merged(self, base: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return the kernel plus its adapter, under the name `MERGED`.
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from jaxdist.models.loss import Batch
+from jaxdist.models.host.resting import constrained, deferred
+from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.safety import global_norm
 from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.base import Base
-from jaxdist.types import Grads, Params, PyTree
+from jaxdist.types import Buffers, Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,23 @@ class XlaExchange(Base):
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
+        held = held._replace(params=deferred(held.params, self._resting, self.frozen))
         return compute.mean_gradients(held, batch, key, self._around), state
+
+    def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        return compute.sums(deferred(params, self._resting, self.frozen), buffers, batch)
+
+    @property
+    def _resting(self) -> frozenset[str]:
+        return frozenset() if self.zero is None else self.zero.resting
+
+    def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
+        if not self._resting:
+            return super().shares(grads, params)
+        # The update copies parameters from the host's memory before it divides them.
+        lie = self.placements.shares
+        grads = jax.lax.with_sharding_constraint(grads, lie)
+        return grads, constrained(params, lie, self._resting)
 
     @property
     def _around(self) -> BatchContext:

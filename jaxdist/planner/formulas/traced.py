@@ -22,17 +22,19 @@ import jax
 from jaxdist.config import Document
 from jaxdist.cost.flops import jaxpr_flops, product_bytes, scanned_results
 from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.experiment.config import at_setting
 from jaxdist.experiment.flops import on_one_device, step_flops
 from jaxdist.models.gpt import GptConfig
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.formulas.experts import PlannedExperts
-from jaxdist.planner.memory import PlanMemory, elements_of
+from jaxdist.planner.memory import PlanMemory, RestingBytes, elements_of, resting_bytes
 from jaxdist.planner.model import PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
 from jaxdist.planner.time import RATES, Seconds, across, gather_seconds
+from jaxdist.sharding.dims import matching_names
 from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "the bytes of axes tensor and stage are known only for gpt"
@@ -65,6 +67,7 @@ class Traced:
       update_flops: the FLOPs of the optimizer's update of all parameters in a step.
       experts: the layers with experts, or None if there are none.
       offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
+      resting: the patterns of the parameters that plans with ZeRO keep in the host's memory.
     """
 
     unit: str
@@ -85,6 +88,7 @@ class Traced:
     update_flops: float = 0.0
     experts: PlannedExperts | None = None
     offload: bool = False
+    resting: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -232,6 +236,9 @@ class TracedFormulas:
             working=rows * count * model.example_bytes + stored * model.cast_bytes + block,
         )
 
+    def resting(self, plan: Plan) -> RestingBytes:
+        return resting_bytes(self.model.tensors, plan, self.model.param_bytes, plan.expert)
+
     def _spare_bytes(self, plan: Plan, rows: int) -> float:
         """Return the kept bytes of the empty rows in the experts' buffers; see `spare_rows`."""
         experts = self.model.experts
@@ -340,6 +347,9 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
     state = program.own_shapes
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     low, high = (_of_rows(alone, rows) for rows in ROWS)
+    with at_setting(document, "parallel"):
+        names, zero = list(program.dims), config.parallel.zero
+        resting = matching_names(zero.offload_parameters, names, "zero", "offload_parameters")
     examples, flops = config.train.batch_size, step_flops(config, device)
 
     def added(name: str) -> float:
@@ -354,7 +364,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         batch=examples,
         units_per_example=alone.units_per_example,
         tensors=tuple(
-            _tensor(name, leaf.shape, program.dims[name])
+            _tensor(name, leaf.shape, program.dims[name], resting=name in resting)
             for name, leaf in flatten_with_names(state.params)
         ),
         param_bytes=_bytes(state.params) / count,
@@ -371,6 +381,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         steps=config.train.steps,
         experts=_experts(config, alone.units_per_example),
         offload=config.parallel.zero.offload,
+        resting=config.parallel.zero.offload_parameters,
     )
 
 
@@ -382,7 +393,7 @@ def _experts(config: ExperimentConfig, length: int) -> PlannedExperts | None:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]
+    name: str, shape: tuple[int, ...], dims: tuple[str | None, ...], *, resting: bool
 ) -> tuple[PlannedParameter, int]:
     """Return a parameter to plan for and its number of stacked layers.
 
@@ -394,7 +405,9 @@ def _tensor(
     inner = dims[1:] if stacked else dims
     split = inner.index("experts") if "experts" in inner else None
     embed = inner.index("embed") if "embed" in inner else None
-    return PlannedParameter(name, own, split, stacked, embed=embed), shape[0] if stacked else 1
+    return PlannedParameter(name, own, split, stacked, resting=resting, embed=embed), shape[
+        0
+    ] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:

@@ -1,0 +1,1 @@
+"""Parameters of models in the host's memory."""
