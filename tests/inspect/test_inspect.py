@@ -96,21 +96,24 @@ def test_the_quickstart_for_tpus(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.needs_libtpu
-def test_the_program_for_tpus_has_the_optimizers_state_in_the_hosts_memory(
+def test_the_program_for_tpus_has_state_and_parameters_in_the_hosts_memory(
     tmp_path: Path,
 ) -> None:
     path, zero = (
         QUICKSTART.parents[1] / "mlp/digits.yaml",
-        "parallel.zero={stage: 1, offload: true}",
+        "parallel.zero={stage: 1, offload: true, offload_parameters: ['*kernel']}",
     )
     looked = Looked(tmp_path, path, zero, topology="v5e:2x4")
     memory = looked.json["memory"]
-    held, arguments = memory["host_state_bytes"], sum(memory["arguments"].values())
+    state, parameters = memory["host_state_bytes"], memory["host_parameter_bytes"]
+    held, arguments = state + parameters, sum(memory["arguments"].values())
+    assert min(state, parameters) > 0
     # Tiles pad the arrays.
     assert 0 < held <= memory["host_bytes"] < 1.5 * held
     assert arguments <= memory["argument_bytes"] < arguments + held
     assert memory["arguments"]["optimizer_state_bytes"] < held / 4
-    assert memory["host_seconds"] == pytest.approx(2 * held / 1.6e10)
+    assert memory["host_copied_bytes"] == 2 * state + 3 * parameters
+    assert memory["host_seconds"] == pytest.approx(memory["host_copied_bytes"] / 1.6e10)
     assert "The host's memory holds" in looked.out
 
 
