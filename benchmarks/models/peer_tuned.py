@@ -18,8 +18,10 @@ def main(path: str, given: str, out: str, adapters: str) -> None:
     found = {"text losses": text_losses(path, Path(adapters) / "text", arrays)}
     found["tuned loss"] = merged_loss(Path(adapters) / "merged", arrays)
     loss, grads = preferences(path, Path(adapters) / "dpo", arrays)
-    found["dpo loss"] = loss
-    np.savez(out, **found, **{f"grad {name}": value for name, value in grads.items()})
+    found |= {"dpo loss": loss, **{f"grad {name}": value for name, value in grads.items()}}
+    loss, grads = exact_preferences(path, Path(adapters) / "dpo", arrays)
+    found |= {"exact loss": loss, **{f"exact {name}": value for name, value in grads.items()}}
+    np.savez(out, allow_pickle=False, **found)
 
 
 def text_losses(path, adapters, arrays):
@@ -107,6 +109,38 @@ def preferences(path, adapters, arrays):
     }
     assert grads.keys() == held.keys(), set(grads) ^ set(held)
     return loss.item(), grads
+
+
+def exact_preferences(path, adapters, arrays):
+    """Return what `preferences` returns, for a llama in float64. Nothing may run afterwards.
+
+    transformers and trl compute norms, angles and log-probabilities in float32 even for a model in
+    float64, so the name float32 is replaced in their modules.
+    """
+    import peer  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import modeling_rope_utils  # pyright: ignore[reportMissingImports]
+    from transformers.models.llama import modeling_llama  # pyright: ignore[reportMissingImports]
+    from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
+
+    class Wide:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    narrow = peer.opened
+
+    def opened(path):
+        model = narrow(path).double()
+        for module in (modeling_rope_utils, modeling_llama, chunked_logprob):
+            module.torch = Wide()
+        torch.Tensor.float = torch.Tensor.double
+        model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(model.config)
+        return model
+
+    peer.opened = opened
+    return preferences(path, adapters, arrays)
 
 
 if __name__ == "__main__":

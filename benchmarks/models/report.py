@@ -176,6 +176,9 @@ def tuned(name: str, path: Path, python: str) -> Iterator[Figure]:
     for what, distance in adapters.apart(found, right).items():
         note = "largest relative difference, float32; of gradients over the largest"
         yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
+    for what, (own, other) in adapters.from_exact(found, right).items():
+        note = "preferences in float32, distance from trl in float64; the reference is trl's"
+        yield Figure(f"{name}: {what} from float64", own, other, unit="", note=note)
 
 
 def returned(name: str, path: Path) -> Figure:

@@ -194,7 +194,7 @@ def theirs(python: str, path: Path, folder: Path) -> dict[str, np.ndarray]:
 def golden(found: Mapping[str, np.ndarray]) -> JsonObject:
     """Return the entry of the golden file: the losses, and the norms of gradients."""
     norms = {n: float(np.linalg.norm(x)) for n, x in found.items() if n.startswith("grad ")}
-    losses = {n: x.tolist() for n, x in found.items() if n not in norms}
+    losses = {n: x.tolist() for n, x in found.items() if n.endswith(("losses", "loss"))}
     return {**losses, "grads": norms}
 
 
@@ -208,6 +208,20 @@ def apart(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> d
         "loss beside trl": relative(found, right, "dpo loss"),
         "gradients beside trl": max(float(np.abs(found[n] - right[n]).max()) for n in grads) / most,
     }
+
+
+def from_exact(
+    found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
+) -> dict[str, tuple[float, float]]:
+    """Return the distances of jaxdist and of trl from trl in float64, by loss and gradients."""
+    exact = {name.removeprefix("exact "): x for name, x in right.items() if name[:6] == "exact "}
+    loss = exact.pop("loss")
+    most = max(float(np.abs(x).max()) for x in exact.values())
+    pairs = []
+    for one in (found, right):
+        off = max(float(np.abs(one[f"grad {name}"] - x).max()) for name, x in exact.items())
+        pairs.append((abs(float(one["dpo loss"] / loss) - 1), off / most))
+    return dict(zip(("loss", "gradients"), zip(*pairs, strict=True), strict=True))
 
 
 def relative(found: Mapping[str, Any], right: Mapping[str, Any], name: str) -> float:

@@ -67,18 +67,19 @@ class Dpo:
         Raises:
           ConfigError: the batch has no `reference`, and `base` is None.
         """
-        own_BP = log_probabilities(module, batch)
+        own_BPL = log_probabilities(module, batch)
         if "reference" in batch:
-            reference_BP = batch["reference"]
+            gained_BP = own_BPL.sum(-1) - batch["reference"]
         elif base is not None:
-            reference_BP = jax.lax.stop_gradient(log_probabilities(base, batch))
+            # The two sums over an answer may be hundreds of times larger than their difference, so
+            # that their rounding would show: the tokens are subtracted first.
+            gained_BP = (own_BPL - jax.lax.stop_gradient(log_probabilities(base, batch))).sum(-1)
         else:
             raise ConfigError(
                 "loss.type dpo needs a reference model: set model.lora, whose frozen base model "
                 "is the reference, or give each example the field reference, the "
                 "log-probabilities of its two answers"
             )
-        gained_BP = own_BP - reference_BP
         margin_B = self.beta * (gained_BP[:, 0] - gained_BP[:, 1])
         weight_B = batch["weight"]
         total = weight_B.sum()
@@ -89,10 +90,10 @@ class Dpo:
 
 
 def log_probabilities(module: Any, batch: Any) -> jax.Array:
-    """Return the log-probability of each answer, a sum over its tokens, float32 `[B, 2]`."""
+    """Return the log-probabilities of the tokens of answers, 0 elsewhere, float32 `[B, 2, L]`."""
     tokens, segments = batch["tokens"], batch["segments"]
     flat = tokens.reshape(-1, tokens.shape[-1])
     logits = module(flat[:, :-1], segments.reshape(-1, segments.shape[-1]))
     logs = jax.nn.log_softmax(logits.astype(jnp.float32))
     said = jnp.take_along_axis(logs, flat[:, 1:, None], -1)[..., 0].reshape(segments.shape)
-    return (said * batch["answer"]).sum(-1)
+    return said * batch["answer"]
