@@ -121,6 +121,7 @@ COMPRESSED = {"type": "compressed_momentum", "b1": 0.9}
 RESCALED = {"strategy": "synchronous", "elastic__batch": "rescale"}
 SHARED = {
     "sharding.context_order": "zigzag",
+    "sharding.rules.embed": "expert",
     "sharding.collective_matmul": "True",
     "model.type": "cnn",
     "model.attention": "plain",

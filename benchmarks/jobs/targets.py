@@ -20,7 +20,7 @@ TRAINED = tuple(
     for name in (
         "mlp/digits", "mlp/digits_ring", "cnn/digits", "mlp/fashion", "cnn/fashion",
         "recommend/movielens", "recommend/movielens_clicks", "resnet/fashion",
-        "gpt/quickstart", "gpt/lamb", "bert/small",
+        "gpt/quickstart", "gpt/moe", "gpt/lamb", "bert/small",
     )
 )  # fmt: skip
 """The configs whose commands reach a target by themselves: without another run before, and without

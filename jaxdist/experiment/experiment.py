@@ -110,6 +110,7 @@ def build(
     *,
     devices: Sequence[Device] | None = None,
     sizes: Sizes = (),
+    traced: bool = True,
 ) -> Experiment:
     """Build the experiment of a config.
 
@@ -117,6 +118,8 @@ def build(
       document: the document from which the config was read, for the locations in errors.
       devices: the devices of the mesh, or None for all devices.
       sizes: the batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
+      traced: whether to trace the step, so that its errors are raised before any compilation. A
+        caller that compiles at once saves time without it.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -149,7 +152,8 @@ def build(
     with at():
         layout, shared = with_context(config, layout, loader.batch_shapes)
     shapes = loader.batch_shapes if rows is None else rows.with_rows(loader.batch_shapes)
-    program, derived, notices = make_program(config, layout, dataset, shapes, plan, rate, at)
+    given = config, layout, dataset, shapes, plan, rate, at
+    program, derived, notices = make_program(*given, traced)
     if rows is not None:
         rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
         heldout = heldout and RowsLoader(heldout, rows)

@@ -84,6 +84,8 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
         value = (values[section] or {}).get(name, off)
         if value != off:
             found[path] = value if isinstance(value, str) else shown(value)
+    if (axis := config.sharding.rules.get("embed")) in ("context", "expert"):
+        found["sharding.rules.embed"] = axis
     clip = _lamb_clip(config.optim)
     if clip is not None:
         found["optim.max_grad_norm"] = clip

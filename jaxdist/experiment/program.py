@@ -58,6 +58,7 @@ def make_program(
     plan: TrainPlan,
     rate: Rate,
     at: At,
+    traced: bool = True,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """Return the program, lines that explain its choices, and notices of settings without effect.
 
@@ -67,6 +68,7 @@ def make_program(
       rate: the learning rate of the run.
       at: a function from a setting to a context manager; errors in the context are reported at that
         setting.
+      traced: whether to trace the step, so that its errors are raised here.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -130,7 +132,8 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
-    _trace(program, at, own)
+    if traced:
+        _trace(program, at, own)
     of_model = model_notices(config.model, _shapes(batch))
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     notices = (*of_model, *of_optimizer, *notices, *of_strategy)

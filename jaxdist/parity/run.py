@@ -169,13 +169,18 @@ def with_combination(sections: Mapping[str, Json], cell: Combination) -> JsonObj
     }
 
 
-def built(sections: Mapping[str, Json]) -> Experiment:
+def built(sections: Mapping[str, Json], *, traced: bool = True) -> Experiment:
     """Build the experiment of a config on the config's fake devices.
 
     The state of its optimizer also keeps the last gradients; see `noted`.
+
+    Args:
+      sections: the sections of the config.
+      traced: whether to trace the step before it is compiled; see `jaxdist.experiment.build`.
     """
     config = validate(Document(dict(sections)), ExperimentConfig)
-    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
+    devices = jax.devices()[: config.mesh.fake_devices]
+    return noted(build(config, devices=devices, traced=traced))
 
 
 def experiment_of(sections: Mapping[str, Json]) -> Experiment:

@@ -43,6 +43,7 @@ within a layer have about this number of terms."""
 COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 """The options with which XLA compiles. The options do not change how XLA partitions a program, but
 XLA optimizes its loops less. This saves time, since each program only runs for `STEPS` steps."""
@@ -130,10 +131,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 @cache
 def compile_options() -> JsonObject:
-    """Return the options of `COMPILE` that the installed version of XLA has.
-
-    The XLA of jax 0.12 no longer has all of them.
-    """
+    """Return the options of `COMPILE` that XLA has; the XLA of jax 0.12 lacks some of them."""
     program = jax.jit(jnp.negative).lower(0)
 
     def known(name: str) -> bool:

@@ -22,5 +22,11 @@ EXPERTS: tuple[ValidityRow, ...] = (
         "remove mesh.expert, or set parallel.deterministic: null",
         ("parallel", "deterministic"),
     ),
+    ValidityRow(
+        (("sharding.rules.embed: context or expert",), ("stage (a pipeline)",)),
+        "this axis already splits the activations that pass from stage to stage",
+        "remove that rule, or leave out mesh.stage",
+        ("sharding", "rules"),
+    ),
 )
-"""The refused combinations with experts, and with the mesh axis of experts."""
+"""The refused combinations with experts, and with the mesh axes that share parameters."""

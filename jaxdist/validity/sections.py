@@ -192,6 +192,7 @@ SECTIONS: Mapping[str, Feature] = {
     "sharding.context_order: zigzag or striped": _value(
         "sharding.context_order", "zigzag", "striped"
     ),
+    "sharding.rules.embed: context or expert": _value("sharding.rules.embed", "context", "expert"),
     "a kernel for whole sequences": _value("model.attention", "plain", "cudnn"),
     "model.attention: splash": _value("model.attention", "splash"),
     "sharding.collective_matmul": Feature(

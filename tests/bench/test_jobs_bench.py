@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.jobs import report
+from benchmarks.jobs.experts_floor import by_file, floors
 from benchmarks.jobs.report import CNN, PROGRAMS, bench
 from benchmarks.jobs.steps import MODELS, commands, steps
 from benchmarks.jobs.targets import TRAINED, Target, reached, target_of, targets
@@ -83,3 +85,16 @@ def test_a_process_that_fails_or_hangs_is_told(
     monkeypatch.setattr(report, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(RunError, match=r"took more than 0\.01 s"):
         report.two_processes(0)
+
+
+def test_the_floor_of_equal_parts_is_zero_and_falls_with_their_number() -> None:
+    uneven = np.array([[[3.0, 1.0]], [[1.0, 3.0]]])
+    assert floors(np.full((4, 2, 3), 5.0)).max() == 0
+    few, many = (floors(np.tile(uneven, (times, 1, 1)), 400).mean() for times in (2, 32))
+    assert 3 < few / many < 6  # With 16 times the parts, a quarter.
+
+
+def test_batches_are_added_up_for_each_file() -> None:
+    """All batches after the last file count for the last file."""
+    batches = np.ones((3, 1, 2))
+    assert by_file(batches, 1e-9, 1 << 30).tolist() == [[[3.0, 3.0]]]

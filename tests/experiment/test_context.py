@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
-from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.experiment import ExperimentConfig, build, program
 from jaxdist.trees import flatten_with_names
 
 BASE = {
@@ -200,6 +200,15 @@ def test_the_choice_is_explained():
     assert odd.layout.split.order == "striped"
 
 
+def test_a_caller_that_compiles_at_once_needs_no_trace(monkeypatch):
+    traces = []
+    monkeypatch.setattr(program, "_trace", lambda *given: traces.append(given))
+    config = validate(Document({**BASE, "mesh": {"data": 1}}), ExperimentConfig)
+    for traced in (True, False):
+        build(config, devices=jax.devices()[:1], traced=traced)
+    assert len(traces) == 1
+
+
 def test_settings_without_effect_are_reported():
     found = experiment({"data": 1}, sharding__context="ring", sharding__context_order="zigzag")
     told = "\n".join(found.notices)
@@ -231,6 +240,8 @@ def test_settings_without_effect_are_reported():
         ({"context": 2, "stage": 2}, {"train__microbatches": 2, "model__layers": 2,
                                       "sharding__context": "ring"},
          r"context of 2 with mesh .* ring: keys that rotate .*; set sharding\.context: auto"),
+        ({"expert": 2, "stage": 2}, {**STAGED, "sharding__rules": {"embed": "expert"}},
+         r"rules\.embed expert with mesh .* splits the activations .*; remove that rule, or leave"),
         ({"context": 2}, {"sharding__context": "ring", "model__attention": "splash"},
          r"context ring with model\.attention splash: a ring computes .*context: auto"),
         ({"context": 2, "tensor": 2}, {"sharding__collective_matmul": True,

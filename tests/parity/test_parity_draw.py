@@ -296,7 +296,7 @@ def test_replicas_that_are_apart_are_found(devices):
 
 @pytest.mark.slow
 def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
-    def broken(sections):
+    def broken(sections, traced):
         if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:
             try:
                 raise ValueError("odd sharding")

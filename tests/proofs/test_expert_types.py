@@ -138,7 +138,7 @@ def test_the_gradient_of_a_whole_operand_is_a_term_of_a_sum():
 GPT = PLANS["pipeline"]
 QUICK = "padded buffers, ZeRO and a bias"
 PLANNED: dict[str, dict[str, Any]] = {
-    "an exchange by rings": {"sharding": {"experts": "ring"}},
+    "an exchange by rings": {"sharding": {"experts": "ring", "rules": {"embed": "expert"}}},
     QUICK: {
         "sharding": {"experts": "padded"},
         "parallel": {"reduce": {"type": "ring"}, "zero": {"stage": 1}},

@@ -361,6 +361,12 @@ PLANNED: dict[str, dict[str, Any]] = {
         "sharding": {"context": "ring"},
         "parallel": {"reduce": {"type": "ring"}},
     },
+    "attention over shared sequences and heads": {
+        **PLANS["pipeline"],
+        "mesh": {"context": 4, "fake_devices": 4},
+        "sharding": {"context": "ring_ulysses"},
+        "parallel": {},
+    },
     "messages across a slow network": {
         **PLANS["networks"],
         "parallel": {"compression": {"type": "quantize", "axis": "data.dcn"}},

@@ -127,6 +127,31 @@ def attend_shared(
         or if keys rotate, attention is computed block by block.
     """
     groups = Groups(split)
+    local: Any = partial(_attended, groups, kernel, pieces, most, window=window, causal=causal)
+    if split.swapped == 1 and (pieces is None or split.rotates):
+        return local(q_BlHd, k_BlKd, v_BlKd, segments_Bl)
+    # Types of `jaxdist.proofs` cannot follow an exchange within groups.
+    shared = dict.fromkeys(split.axes, 1)
+    given = [takes(x, shared) for x in (q_BlHd, k_BlKd, v_BlKd)]
+    if segments_Bl is not None:
+        segments_Bl = takes(segments_Bl, shared)
+    return gives(local(*given, segments_Bl), shared)
+
+
+def _attended(
+    groups: Groups,
+    kernel: Whole,
+    pieces: Whole | None,
+    most: int,
+    q_BlHd: jax.Array,
+    k_BlKd: jax.Array,
+    v_BlKd: jax.Array,
+    segments_Bl: jax.Array | None,
+    *,
+    window: int | None,
+    causal: bool,
+) -> jax.Array:
+    split = groups.split
     given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
     segments_Bl = groups.whole(segments_Bl)
     if split.groups == 1:
@@ -136,11 +161,7 @@ def attend_shared(
         # Keys are gathered again for the backward pass, so that no device keeps the keys of other
         # devices.
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        shared = dict.fromkeys(split.axes, 1)
-        given = [takes(x, shared) for x in given]
-        if segments_Bl is not None:
-            segments_Bl = takes(segments_Bl, shared)
-        out = gives(jax.checkpoint(local, policy=policy)(*given, segments_Bl), shared)
+        out = jax.checkpoint(local, policy=policy)(*given, segments_Bl)
     else:
         length = given[0].shape[1]
         cut = Pieces.of(split.order, split.groups, length, most, window, causal=causal)

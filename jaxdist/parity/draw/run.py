@@ -106,20 +106,22 @@ def _compare(drawn: Draw) -> JsonObject:
         has the verdict "refused".
     """
     plain = single_device(drawn.sections)
-    reference = built(plain)
+    reference = built(plain, traced=False)
     try:
-        experiment = built(drawn.sections)
+        steps = FirstSteps(built(drawn.sections, traced=False))
+        _ = steps.compiled
     except JaxdistError as error:
         return {"verdict": "refused", "reason": _reason(error)}
-    steps = FirstSteps(reference)
-    initial = steps.begin()
+    single = FirstSteps(reference)
+    initial = single.begin()
     half = in_half_precision(drawn.sections)
     begins = initial, *(nudged(initial, HALF if half else FULL, seed) for seed in NUDGES)
-    expected, *moved = (steps.run(begun)[0] for begun in begins)
+    expected, *moved = (single.run(begun)[0] for begun in begins)
     if half:
-        wide = FirstSteps(built(in_full_precision(plain)))
+        wide = FirstSteps(built(in_full_precision(plain), traced=False))
         moved.append(wide.run(wide.begin())[0])
-    found, state = FirstSteps(experiment).run(initial)
+    found, state = steps.run(initial)
+    experiment = steps.experiment
     cuts = plan_cuts(drawn.sections)
     limit = half_limit_of(cuts) if half else limit_of(cuts, experiment.units_per_step)
     off = trace_differences(
@@ -136,7 +138,8 @@ def _compare(drawn: Draw) -> JsonObject:
             "reason": f"replicas of {name} are {apart:.1e} apart",
         }
     try:
-        reader = built(drawn.reader)
+        # The reader only loads a state, and its step is never traced.
+        reader = built(drawn.reader, traced=False)
     except JaxdistError as error:
         return {**judged, "checkpoint": "refused", "reason": _reason(error)}
     unlike = _unlike(experiment, state, reader)

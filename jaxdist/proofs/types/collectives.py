@@ -34,7 +34,7 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
             at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
             values = op.values[: len(op.eqn.outvars)]
             return [value.resized(ndim, op.out.ndim - ndim, at) for value in values]
-        if op.params.get("axis_index_groups") is not None:
+        if op.params.get("axis_index_groups") is not None and not k.passes(op.kinds):
             return op.undecided(f"no rule covers {op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm", "jaxdist_all_reduce"))
         kinds = [k.passes([kind]) or rule(op, kind) for kind in op.kinds]
