@@ -85,10 +85,13 @@ def serve_here(
 
 
 def _strategy(run: Path, setting: str) -> Hybrid:
-    """Return the strategy of a run that has table servers and is training.
+    """Return the strategy of a run with table servers whose training has not ended.
 
     Args:
-      setting: the setting to resume the run with, if it has ended.
+      setting: the setting with which an error about a run that has ended says to resume the run.
+
+    Raises:
+      RunError: the run has no table servers, or has ended.
     """
     directory = RunDirectory(run)
     strategy = load(directory.config)[1].strategy

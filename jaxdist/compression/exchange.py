@@ -118,9 +118,9 @@ def scatter_decoded(
     Args:
       codec: the codec.
       gradient: this device's bucket.
-      held: the codec's state.
-      state: the bucket's state.
-      party: the settings.
+      held: the state of the codec for this bucket.
+      state: what the error feedback keeps for the bucket.
+      party: the devices that exchange the bucket, and the settings of their exchange.
     """
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
@@ -198,9 +198,9 @@ def sum_up(
     Args:
       codec: the codec, which must be a `LinearCodec`.
       gradients: this device's buckets.
-      held: the codec's state for each bucket.
-      states: the state of each bucket.
-      party: the settings.
+      held: the state of the codec for each bucket.
+      states: what the error feedback keeps for each bucket.
+      party: the devices that exchange the buckets, and the settings of their exchange.
     """
     assert isinstance(codec, LinearCodec), codec
     feedback = party.feedback
@@ -259,7 +259,10 @@ def _exchanged(x: jax.Array, party: ExchangeContext) -> jax.Array:
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:
-    """Send every array of a message, in a single array of bytes if `sends_apart()` is true.
+    """Send every array of a message, and return the arrays that this device receives.
+
+    If XLA would send each array in a separate message (`sends_apart`), the arrays are first joined
+    to a single array of bytes.
 
     Args:
       message: the message, or several stacked messages.

@@ -1,4 +1,4 @@
-"""The merge of a YAML file, its includes and the overrides to a `Document`.
+"""The merge of a YAML file, its includes and the overrides into a `Document`.
 
 The top-level key `include` has a file or a list of files, as in `include: base.yaml`. Paths are
 relative to the including file. Later includes override earlier includes, and the including file

@@ -184,7 +184,7 @@ class Drilled:
 
     @property
     def held(self) -> bool:
-        """Whether the run kept at least nine tenths of the predicted share."""
+        """Whether the achieved share of kept work is at least nine tenths of the predicted one."""
         return self.achieved >= 0.9 * self.predicted
 
     def as_json(self) -> JsonObject:

@@ -83,7 +83,8 @@ class Experiment:
     def baselines(self) -> dict[str, float]:
         """Return the held-out losses of simple models, by name.
 
-        The result is empty unless this experiment's loss has the same unit.
+        The result is empty if the data has no held-out split, or if the loss has no unit
+        (`loss_unit`) and cannot be compared with them.
         """
         if self.heldout is None or self.loss_unit is None:
             return {}

@@ -95,7 +95,8 @@ class WeightLayout:
           own: the shape of the parameter.
 
         Raises:
-          ConfigError: the parameter has another number of dims, or its sizes do not divide.
+          ConfigError: the layout names another number of dims than the parameter has, or a size of
+            the parameter is not a multiple of the sizes that the layout gives.
         """
         sizes = self._sizes(own)
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)

@@ -208,7 +208,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def refuse_pickles(path: Path, instead: str, package: str) -> None:
-    """Refuse a directory without safetensors whose tensors are pickled.
+    """Refuse a directory that has no safetensors if it has pickled tensors.
 
     Args:
       instead: the files that the message asks for.

@@ -96,7 +96,7 @@ def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> n
     """Return a tensor, given its parts.
 
     Args:
-      value: a function to the values of parameters; see `Value`.
+      value: the function that returns the value of a parameter; see `Value`.
       dtype: the dtype of the tensor.
     """
     out = np.empty(pieces[0].layout.file_shape(pieces[0].shape), dtype)
@@ -152,7 +152,7 @@ def write_directory(
     Args:
       config: the content of config.json.
       tensors: the parts of each tensor.
-      value: a function to the values of parameters; see `Value`.
+      value: the function that returns the value of a parameter; see `Value`.
       dtype: the name of the dtype of the tensors.
       folder: the folder with the tokenizer's files, or None to write no tokenizer.
 

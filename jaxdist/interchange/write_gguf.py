@@ -111,12 +111,13 @@ def write_gguf(
     *,
     dtype: str,
 ) -> None:
-    """Write a GGUF file, in which vectors are float32, as programs that read GGUF files expect.
+    """Write a GGUF file, in which vectors are float32 as programs that read such files expect.
 
     Args:
       tensors: the parts of each tensor.
-      value: a function to the values of parameters; see `jaxdist.interchange.write.Value`.
-      dtype: the name of the dtype of the other tensors.
+      value: the function that returns the value of a parameter; see
+        `jaxdist.interchange.write.Value`.
+      dtype: the name of the dtype of tensors that are not vectors.
 
     Raises:
       RunError: the file exists, or cannot be written.

@@ -370,7 +370,7 @@ def plan_matrices(
         load = loads.setdefault(first.axes, [0.0] * group.devices)
         last: list[int | None] = [None] * group.devices
         for number in range(group.devices * group.full, group.count):
-            # A device has a single last slot in each group.
+            # In each group, a device gets at most one of the remaining matrices.
             free = [at for at in range(group.devices) if last[at] is None]
             owner = min(free, key=lambda at: load[at])
             load[owner] += cost(first.of.size)

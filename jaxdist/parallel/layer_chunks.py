@@ -57,7 +57,8 @@ def by_layers(
             once += mine
         else:
             _replace(found, mine, _in_chunks(partial(function, mine), held, filled, count))
-    # A stack with a single chunk joins the leaves without layers, so that all can be one message.
+    # A stack with a single chunk is passed together with the leaves that are not stacks, so that
+    # `function` can send all of these in one message.
     once.sort()
     _replace(found, once, function(once, [leaves[i] for i in once]))
     return found

@@ -237,7 +237,7 @@ def own_initial_state(program: Program) -> TrainState:
 def place_state(program: Program, initial: TrainState) -> TrainState:
     """Return a copy of a host state on a program's devices, in the form that the plan stores.
 
-    The exchange state of compression and strategies is new.
+    The exchange state of compression and strategies is not copied, but initialized.
     """
     shapes = replace(program.state_shapes, exchange=())
     shardings = jax.tree.map(lambda shape: shape.sharding, shapes)

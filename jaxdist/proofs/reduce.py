@@ -67,7 +67,8 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
 def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
     """Return the sections of a reduced config, and notes on what they leave out.
 
-    All numbers are in float32, in which rounding is too small to hide a missing term.
+    The reduced config computes in float32. The error of a plan that forgets a term of a sum is then
+    larger than the differences by rounding.
     """
     whole: JsonObject = experiment.config.model_dump(mode="json")
     full = dict(experiment.layout.mesh.shape)

@@ -282,10 +282,10 @@ class Layout:
     ) -> Callable[..., jax.Array]:
         """Return a function that calls `function` on each device's blocks of arrays.
 
-        The function runs in a `jax.shard_map` over all axes that are not manual already. The manual
-        axes include axes that split no dim, because XLA would have to partition the function over
-        an auto axis. The result has the sharding of the first array. If the number of rows of a
-        batch is not a multiple of its number of parts, the rows are replicated.
+        The function runs in a `jax.shard_map` over all axes that are not manual already. Axes that
+        split no dim are manual too, because XLA would have to partition the function over every
+        axis that is not manual. The result has the sharding of the first array. If the number of
+        rows of a batch is not a multiple of its number of parts, the rows are replicated.
 
         Args:
           function: the function of the blocks.

@@ -29,7 +29,8 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 class FleetConfig(Config):
     """A fleet, its failures, and the time that each part of a recovery takes.
 
-    The defaults describe Llama 3's fleet; further values are from the sources that the fields name.
+    By default the fleet and its failures are those of Llama 3. For each time of a save or of a
+    recovery, the field names the source of the default, or says that the default is a guess.
     """
 
     devices: Count = 16_384
@@ -41,12 +42,12 @@ class FleetConfig(Config):
     days: PositiveFloat = 54.0
     """The number of days that the fleet runs. The default is from arXiv 2407.21783."""
     detect_seconds: NonNegativeFloat = 100.0
-    """The time from a failure until it is detected: JAX's default timeout for a missed
-    heartbeat."""
+    """The time from a failure until it is detected. The default is JAX's default timeout for a
+    missed heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0
     """The time from the detection until all processes run again. By default detection, restart and
-    loading together take 10 minutes: the cost of a failure before fault tolerance in arXiv
-    2602.00277."""
+    loading together take 10 minutes, as a failure does in arXiv 2602.00277 before its methods for
+    fault tolerance."""
     restore_seconds: NonNegativeFloat = 120.0
     """The time to load a checkpoint from disk. The default is a guess."""
     memory_restore_seconds: NonNegativeFloat = 10.0
@@ -65,8 +66,8 @@ class FleetConfig(Config):
     """The seconds of work between checkpoints on disk when there are snapshots too; null takes
     Young's interval for the failures that need a checkpoint."""
     runs: Count = 20
-    """The number of simulated runs of each interval between saves; all intervals meet the same
-    failures."""
+    """The number of simulated runs for each interval between saves. Run number i has the same
+    failures for every interval."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of the failures."""
 
@@ -159,7 +160,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
 
 def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
-    """Simulate a fleet with each of the given kinds of saves; all kinds meet the same failures.
+    """Simulate a fleet with each of the given kinds of saves, under the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.
     """
@@ -181,7 +182,7 @@ def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]
 
 
 class _State:
-    """The state of all runs with each way to save, and their times, as arrays `[ways, runs]`."""
+    """The state and the times of all runs with each kind of saves, as arrays `[ways, runs]`."""
 
     def __init__(self, fleet: FleetConfig, ways: Sequence[Saves]) -> None:
         shape = (len(ways), fleet.runs)

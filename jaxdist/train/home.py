@@ -2,8 +2,8 @@
 
 The model's form is the form on a single device. The devices' form is stored between steps, and may
 be padded or reordered. Each `View` converts leaves between these two forms. The view decides with
-which of the two forms steps compute, and which of the two forms checkpoints hold. Another method to
-store state is another view (such as `jaxdist.train.offload.HostMemory`).
+which of the two forms steps compute, and which of the two forms checkpoints hold. Every further
+method to store state on devices is a view, such as `jaxdist.train.offload.HostMemory`.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ class Home:
         return self._params(self.views, params)
 
     def to_step(self, state: TrainState) -> TrainState:
-        """Convert a state from the devices' form to the form in which steps use it."""
+        """Convert a state from the devices' form to the form with which steps compute."""
         return self._use(self._not_in_steps, state)
 
     def from_step(self, state: TrainState) -> TrainState:
-        """Convert a state from the form of steps to the devices' form."""
+        """Convert a state from the form with which steps compute to the devices' form."""
         return self._store(self._not_in_steps, state)
 
     def opt_to_step(self, opt_state: PyTree) -> PyTree:
@@ -163,11 +163,11 @@ class Home:
         return self._store_owned(self._not_in_steps, opt_state, self.owners)
 
     def outer_to_step(self, carried: PyTree) -> PyTree:
-        """Convert the outer exchange's state from the devices' form to the form of steps."""
+        """Convert only the state of the outer exchange, in the direction of `to_step`."""
         return self._use_outer(self._not_in_steps, carried)
 
     def outer_from_step(self, carried: PyTree) -> PyTree:
-        """Convert the outer exchange's state from the form of steps to the devices' form."""
+        """Convert only the state of the outer exchange, in the direction of `from_step`."""
         return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
@@ -175,23 +175,23 @@ class Home:
         return self._params(self._not_in_steps, params)
 
     def grads_to_step(self, grads: Grads) -> PyTree:
-        """Convert sharded gradients from the devices' form to the form of steps."""
+        """Convert sharded gradients, in the direction of `to_step`."""
         for view in reversed(self._not_in_steps):
             grads = self._each(view.use, grads)
         return grads
 
     def grads_from_step(self, grads: Grads) -> PyTree:
-        """Convert sharded gradients from the form of steps to the devices' form."""
+        """Convert sharded gradients, in the direction of `from_step`."""
         for view in self._not_in_steps:
             grads = self._each(view.store, grads)
         return grads
 
     def to_files(self, state: TrainState) -> TrainState:
-        """Convert a state from the devices' form to the form of checkpoints."""
+        """Convert a state from the devices' form to the form that checkpoints contain."""
         return self._use_all(self._not_in_files, state)
 
     def from_files(self, state: TrainState) -> TrainState:
-        """Convert a state from the form of checkpoints to the devices' form."""
+        """Convert a state from the form that checkpoints contain to the devices' form."""
         return self._store_all(self._not_in_files, state)
 
     @property
@@ -204,14 +204,14 @@ class Home:
 
     @cached_property
     def owners(self) -> PyTree:
-        """The parameter that owns each leaf of the optimizer's state, or None without an owner."""
+        """The parameter that owns each leaf of the optimizer's state, or None if there is none."""
         params, stacked = self.model.params, self.model.stacked
         state = jax.eval_shape(self.transform.init, self.model.trained)
         return owners(state, params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
-        """The parameter that owns each leaf of the outer exchange's state, or None without one."""
+        """The parameter that owns each leaf of the outer exchange's state, or None if none does."""
         return owners(self.outer, self.model.params, self.model.stacked)
 
     def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:

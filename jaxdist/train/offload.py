@@ -160,8 +160,8 @@ def streamed(
     state again for each group.
 
     Args:
-      update: the function from the parameters and the optimizer's state, in the form of steps, to
-        the new parameters and the new state.
+      update: the function from the parameters and the optimizer's state to the new parameters and
+        the new state, all in the form with which steps compute.
       stored: the optimizer's state in its stored form.
       params: the parameters that are updated.
       streams: the leaves in the host's memory.
@@ -169,8 +169,9 @@ def streamed(
         known, since the backward pass needs the memory.
 
     Returns:
-      The new parameters; the new state in the form of steps, of which only the leaves without an
-      owner may be used; and the new state in its stored form.
+      The new parameters; the optimizer's new state in the form with which steps compute, of which
+      only the leaves without an owner may be used; and the optimizer's new state in its stored
+      form.
     """
     home = streams.home
     leaves, structure = jax.tree.flatten(stored)

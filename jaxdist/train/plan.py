@@ -1,4 +1,4 @@
-"""The plan of a run: its length, batch sizes and learning rate, from the config to train stages."""
+"""The plan of a run: the train stages that follow from the config's length, sizes and rate."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Program:
 
         Args:
           stored: the state in its stored form.
-          state: the same state in the form of steps.
+          state: the same state in the form with which steps compute.
         """
         # The key depends only on seed and step, so that a resumed run draws the same dropout masks.
         key = jax.random.fold_in(self._keys()[1], state.step)
@@ -203,7 +203,7 @@ class Program:
 
         Args:
           stored: the state in its stored form.
-          state: the same state in the form of steps.
+          state: the same state in the form with which steps compute.
           found: the gradients.
         """
         # Each device updates its share of the parameters, which is then sent to the devices that

@@ -7,7 +7,7 @@ this snapshot that it lacks, and then starts its processes. The rendezvous holds
 
     host/HOST      a host's message: its renewal, and facts (name, address, parts of snapshots ...)
     answer/HOST    the leader's answer to a host
-    term/N         the registry and the compatibility that the leader of term N wrote
+    term/N         the registry and the required properties of hosts, by the leader of term N
     plan/N         the task of each host in generation N
     run/...        the identity and the end of the run: see `jaxdist.elastic.hosts.run`
     run/full       the number of devices in the first generation

@@ -302,7 +302,10 @@ def _forward(
 
 
 def _own_documents(pieces: Pieces, groups: Groups, segments_Bl: jax.Array | None) -> Any:
-    """Cut this group's document numbers into blocks, marked by `enters`; None stays None."""
+    """Cut this group's document numbers into blocks, or return None for None.
+
+    The numbers first pass through `enters`, as every array does that enters the function.
+    """
     if segments_Bl is None:
         return None
     return pieces.cut_segments(enters(segments_Bl, groups.split.axes, DOCUMENTS))

@@ -26,13 +26,13 @@ it is padded to larger blocks."""
 
 
 class BlockPairs(NamedTuple):
-    """Pairs of a block of queries and a block of keys, which a group visits if `live` is true.
+    """The pairs of a block of queries and a block of keys that a group of devices may visit.
 
     Attributes:
       i, j: the indices of the blocks of queries and of the blocks of keys, int32 `[pairs]`.
       distance: the number of positions from the first position of block j to the first position
         of block i.
-      live: whether this group visits the pairs, or None if every group visits them.
+      live: whether this group visits the pairs, or None if every group visits these pairs.
     """
 
     i: jax.Array

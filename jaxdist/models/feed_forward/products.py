@@ -128,7 +128,7 @@ class RaggedDot:
         return lax.ragged_dot(x_RD, w_EDF.astype(x_RD.dtype), counts_E)
 
     def block(self, rows: int, experts: int) -> int:
-        """Return 1, because counts may be any numbers."""
+        """Return 1, because the number of rows of an expert need not be a multiple of a block."""
         return 1
 
 
@@ -154,7 +154,7 @@ class Megablox:
         return jnp.where(used_R1, y_RF[:rows], 0)
 
     def block(self, rows: int, experts: int) -> int:
-        """Return 1, because counts may be any numbers."""
+        """Return 1, because the number of rows of an expert need not be a multiple of a block."""
         return 1
 
 

@@ -63,7 +63,7 @@ class Adapter:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of A and B, with the dim that counts layers."""
+        """The shapes of A and B, with a first dim for the layers if the kernel is a stack."""
         more = () if self.layers is None else (self.layers,)
         of_a, of_b = self.layer_shapes
         return (*more, *of_a), (*more, *of_b)
@@ -76,7 +76,7 @@ class Adapter:
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B, with the dim that counts layers."""
+        """The logical dims of A and B, with a first dim for the layers if the kernel is a stack."""
         more = self.dims[: len(self.dims) - len(self.shape)]
         of_a, of_b = self.layer_dims
         return (*more, *of_a), (*more, *of_b)

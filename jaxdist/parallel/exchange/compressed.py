@@ -108,7 +108,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Gather the tensors that `zero` splits from `shards`, and return other tensors unchanged."""
+    """Return `shards` with the tensors that `zero` splits gathered, and other tensors unchanged."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]

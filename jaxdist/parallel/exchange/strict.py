@@ -76,12 +76,12 @@ class Strict(Explicit):
 
     @property
     def local(self) -> LocalTree:
-        """The part of the order of summation that each device does alone."""
+        """The sums that each device adds up alone, before devices exchange sums."""
         return self.order.on(self.devices)
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction that adds up the sums of all devices."""
+        """The reduction that adds up the sums of all devices, in the rest of the order."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:

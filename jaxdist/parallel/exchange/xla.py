@@ -45,7 +45,11 @@ class XlaExchange(Base):
 
     @property
     def _around(self) -> BatchContext:
-        """The context that sets the shardings of new gradients: shards with ZeRO 2 or 3."""
+        """The context that sets the shardings of new gradients.
+
+        With ZeRO 2 or 3, each device keeps its shards of the gradients. Otherwise the gradients
+        have the shardings that the parameters have before ZeRO splits them.
+        """
         if self.zero is None:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)

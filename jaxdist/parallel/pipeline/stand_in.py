@@ -23,7 +23,8 @@ class StandIn:
     to flatten the stand-in, therefore raises ConfigError.
     """
 
-    # Built-in losses read only these attributes of a model, and `deterministic` with routers.
+    # Built-in losses read only these attributes of a model and, if the model has routers, the
+    # attribute `deterministic`.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
     measured: Callable[..., Any] | None = None
 

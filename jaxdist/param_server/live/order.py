@@ -88,7 +88,7 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     recorded them would grow for as long as a client waits.
     """
     if found.state is state:
-        return False  # Effects without a new state repeat earlier replies.
+        return False  # This call at most repeated a reply.
     return bool(found.effects) or found.state != state
 
 

@@ -93,7 +93,12 @@ class Reception(ABC):
         """Add a member; the caller holds the lock, here and in the methods below."""
 
     def _resume(self, client: int, sequence: int) -> None:
-        """Begin a session of a member that has all final replies before `sequence`."""
+        """Begin a session of a member.
+
+        Args:
+          client: the number of the member.
+          sequence: the sequence before which the member has the final reply to every message.
+        """
         del client, sequence  # This server has received all messages, so it learns nothing new.
 
     @abstractmethod
@@ -110,7 +115,7 @@ class Reception(ABC):
         return time.monotonic() - self._begun
 
     def admit(self, client: int) -> None:
-        """Allow a new client number to join; other numbers cannot join."""
+        """Allow a client number to join. A number that was never admitted is refused."""
         with self._changed:
             self._admitted.add(client)
 

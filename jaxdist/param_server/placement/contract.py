@@ -144,7 +144,8 @@ def least_bytes(sizes: Sequence[int], servers: int) -> int:
     """
     ordered = sorted(sizes, reverse=True)
     mean = -(-sum(ordered) // servers)
-    # Two of the n + 1 largest ranges share a server, with at least the bytes of the smallest two.
+    # Of the n + 1 largest ranges, at least two share a server. Together they have at least the
+    # bytes of the two smallest of these n + 1 ranges.
     pair = sum(ordered[servers - 1 : servers + 1]) if len(ordered) > servers else 0
     return max(mean, ordered[0], pair)
 

@@ -170,8 +170,8 @@ def outcomes_to_json(
 def _row(outcome: DrawOutcome) -> JsonObject:
     """Return an outcome as JSON values.
 
-    The config `reader` is without the sections that both configs share. A section that only the
-    other config has is None.
+    Of the sections in `COMMON`, the result's `reader` lacks those that are equal in `sections` and
+    `reader`. A section in `COMMON` that only `sections` has is None in the result's `reader`.
     """
     row = asdict(outcome)
     sections, reader = row["sections"], row["reader"]

@@ -293,8 +293,8 @@ def concatenated(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
     others = kinds - {ZERO}
-    # Zeros may count as any kind, but are merged only with partial sums, so that a later slice
-    # which contains only zeros is still known to be zero.
+    # Zeros could be merged with parts of any kind. They are merged only with partial sums, because
+    # otherwise a later slice that contains only zeros would not be known to be zero.
     if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
         return (others or kinds).pop()
     return Joined(dim, tuple(flat))

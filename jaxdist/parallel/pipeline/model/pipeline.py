@@ -184,9 +184,11 @@ class Pipeline:
         return on_stages(self._to_stages(layers), shared, held_too, rows)
 
     def _on_all_stages(self, frozen: Apart, buffers: Buffers) -> tuple[PyTree, list[Any]]:
-        """Return the frozen parameters and the buffers of all chunks, grouped by stage.
+        """Divide what does not train into what the stages hold and what all devices hold.
 
-        The second result has the frozen parameters outside the chunks.
+        Returns:
+          A pair of the chunks' frozen parameters and buffers, both grouped by stage; and the frozen
+          parameters outside the chunks.
         """
         # Buffers are biases of routers, which are in the order of the model and not split.
         by_chunk = jax.tree.map(lambda leaf: leaf[self.cut.index], buffers)
@@ -202,7 +204,7 @@ class Pipeline:
           local: the function that each stage runs.
           inside: the partition specs of the arguments of `local`.
           outside: the partition specs of the results of `local`.
-          more: the names of further manual axes.
+          more: the names of the manual axes besides the stage axis.
         """
         # Inside another `jax.shard_map`, jax takes the mesh from the context.
         nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
