@@ -58,7 +58,6 @@ def make_program(
     plan: TrainPlan,
     rate: Rate,
     at: At,
-    traced: bool = True,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """Return the program, lines that explain its choices, and notices of settings without effect.
 
@@ -68,7 +67,6 @@ def make_program(
       rate: the learning rate of the run.
       at: a function from a setting to a context manager; errors in the context are reported at that
         setting.
-      traced: whether to trace the step, so that its errors are raised here.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -132,8 +130,6 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
-    if traced:
-        _trace(program, at, own)
     of_model = model_notices(config.model, _shapes(batch))
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     notices = (*of_model, *of_optimizer, *notices, *of_strategy)
@@ -306,8 +302,9 @@ def _pipeline(
     return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
 
 
-def _trace(program: Program, at: At, own: Own) -> None:
+def trace_parts(config: ExperimentConfig, program: Program, at: At) -> None:
     """Trace the parts that may raise errors, so that these are reported before any compilation."""
+    own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     if program.exchange.explicit:
         with at("parallel", "reduce"):
             program.train.trace(program.state_shapes, program.batch)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
-from jaxdist.experiment import ExperimentConfig, build, program
+from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.trees import flatten_with_names
 
 BASE = {
@@ -202,7 +202,9 @@ def test_the_choice_is_explained():
 
 def test_a_caller_that_compiles_at_once_needs_no_trace(monkeypatch):
     traces = []
-    monkeypatch.setattr(program, "_trace", lambda *given: traces.append(given))
+    monkeypatch.setattr(
+        "jaxdist.experiment.experiment.trace_parts", lambda *given: traces.append(given)
+    )
     config = validate(Document({**BASE, "mesh": {"data": 1}}), ExperimentConfig)
     for traced in (True, False):
         build(config, devices=jax.devices()[:1], traced=traced)
