@@ -125,7 +125,8 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
     """Replace the calls in a function by the equations of the called functions.
 
-    The equations of a called function can then be divided between B and W too.
+    The equations of a called function can then also be divided between the two halves of a backward
+    pass, B and W.
     """
 
     def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:

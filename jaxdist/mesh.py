@@ -306,7 +306,7 @@ def _on_whole_dims(
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:
-    """Arrange devices over two networks, in an array whose shape is the product of both shapes.
+    """Arrange devices over two networks, in an array of shape `dcn` * `ici`, axis by axis.
 
     Args:
       devices: the devices.

@@ -121,7 +121,7 @@ class AuditedStep:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the mesh axes that are larger than 1."""
+        """The size of each mesh axis that has more than one device."""
         shape = self.subject.experiment.layout.mesh.shape
         return {axis: size for axis, size in shape.items() if size > 1}
 
@@ -156,7 +156,7 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
         other = _step(step, document, config, f"without {dotted(path)}")
     except ConfigError as error:
         return None if section else found("required", config_refusal(error))
-    # The default gives the same mesh on the given devices, except for axes of size 1.
+    # On the given devices, the default gives the mesh of the config, except for axes of size 1.
     if other.mesh == step.mesh and _same_but_mesh(config, step.config):
         return found("default", "")
     effect = _effect(other, step, compile_both=full or path[0] in LAYOUT)

@@ -263,7 +263,7 @@ def load_array(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeS
     """Load an array from its chunks, with the sharding of `wanted`.
 
     Each process reads only the chunks that its devices need. If `wanted` is larger than the saved
-    array, the other elements are zeros.
+    array, the elements beyond the saved array are zeros.
 
     Raises:
       OSError: a file cannot be read.

@@ -115,7 +115,7 @@ class Algorithm(Config):
 
     @abstractmethod
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        """Combine all devices' arrays on the root, [n] -> [n]; other results are arbitrary."""
+        """Combine all devices' arrays on the root, [n] -> [n]. Other devices get any values."""
 
     @abstractmethod
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:

@@ -226,8 +226,8 @@ def _arguments(
 def _settled(x: jax.Array) -> jax.Array:
     """Return `x` behind a barrier, so that XLA computes it only once.
 
-    A device keeps `x` and sends it. Without the barrier XLA may compute the two values separately,
-    with different rounding.
+    A device keeps `x` and sends `x`. Without the barrier XLA may compute the kept and the sent
+    value separately, with different rounding.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -258,8 +258,8 @@ def _elementwise(
 ) -> jax.Array:
     """Call `run` on the flattened array, and return the result in the shape of `x`.
 
-    For `Xla` the array is not flattened, because auto axes may split its dims. An empty array is
-    returned unchanged by the other algorithms.
+    For `Xla` the array is not flattened, because auto axes may split its dims. With any other
+    algorithm, an empty array is returned unchanged.
     """
     if algorithm.native:
         return run(x)

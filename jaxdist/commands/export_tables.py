@@ -27,13 +27,13 @@ PART = 2**20
 IDS = ".ids"
 Read = Callable[[np.ndarray], np.ndarray]
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]
-"""The shape of a tensor, and a function to its value."""
+"""The shape of a tensor, and the function that returns its value."""
 
 
 def export_recommender(
     experiment: Experiment, restored: Restored, run: Path, out: Path, dtype: str | None
 ) -> JsonObject:
-    """Write the parameters of a recommender as safetensors, wherever its tables are.
+    """Write the parameters of a recommender as safetensors, with its tables from mesh or servers.
 
     The tensor `tables.FIELD.weight` has the rows of a field in the order of its ids. If the ids
     have 64 bits, this tensor has the rows that exist, and the tensor `tables.FIELD.ids` has the ids

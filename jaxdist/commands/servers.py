@@ -1,4 +1,4 @@
-"""`jaxdist servers`: another number of table servers for a run that is training, or one here."""
+"""`jaxdist servers`: a new number of table servers for a run, or a table server on this host."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ MESSAGE_PASSES = 6.0
 """The number of additional passes over encoded gradients: the residual is read and written, the
 gradient is encoded and decoded, decoded messages are summed, and the sum is encoded."""
 MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
-"""The numbers of further passes of some codecs, from times on a single core. Sign has a second
-residual and packs bits, topk searches a threshold, lowrank multiplies matrices, and adaptive sorts
-gains and packs planes."""
+"""The numbers of passes that some codecs take in addition to `MESSAGE_PASSES`, from times on a
+single core. Sign has a second residual and packs bits, topk searches a threshold, lowrank
+multiplies matrices, and adaptive sorts gains and packs planes."""
 NIBBLE_PASSES = 14.0
-"""The number of further passes of quantize with 4 bits, where two codes share a byte."""
+"""The number of additional passes of quantize with 4 bits, where two codes share a byte."""
 
 
 @dataclass(frozen=True)

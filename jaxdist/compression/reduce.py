@@ -180,8 +180,8 @@ def compressed_all_reduce(
 
     Raises:
       CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together,
-        the feedback does not fit a codec, a rule matches no parameter, or the state is for other
-        arguments.
+        the feedback does not fit a codec, a rule matches no parameter, or the state was created
+        with other arguments.
       CollectiveError: the call is not inside a `jax.shard_map`, or the axis is unknown.
     """
     axis = checked(axis, "compressed_all_reduce")

@@ -155,7 +155,9 @@ def _no_attribute(path: str, found: Any, name: str) -> NoReturn:
 
 
 def foreign_code(values: Json) -> list[str]:
-    """Return a line for each of the user's modules that a config imports, with file and settings.
+    """Return a line for each of the user's modules that a config imports.
+
+    The line has the file of the module, and the settings that import the module.
 
     The function imports no module. Modules of installed packages are left out.
 

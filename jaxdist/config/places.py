@@ -12,7 +12,7 @@ from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
 
 NEAR = 0.8
-"""The least similarity of two keys, from 0 to 1, at which one is suggested for the other."""
+"""The least similarity, from 0 to 1, at which a key is suggested in place of an unknown key."""
 MOST = 3
 
 

@@ -134,7 +134,7 @@ def json_schema(schema_class: type[BaseModel]) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """A representer that escapes unprintable text, since ruamel folds some into line breaks."""
+    """A representer that escapes unprintable text, parts of which ruamel turns into line breaks."""
 
     def represent_str(self, data: str) -> ScalarNode:
         style = None if data.isprintable() else '"'

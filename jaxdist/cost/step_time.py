@@ -42,8 +42,8 @@ class StepTime:
       entries: every instruction that takes time, the most expensive first.
       unknown_loops: the number of loops of unknown length. Only one iteration of each such loop is
         counted, so the step takes longer.
-      bubble_seconds: the time, over all ticks, for which a pipeline's mean stage waits for the
-        longest stage. All other times are means over stages.
+      bubble_seconds: the time, over all ticks, for which a pipeline's stages wait on average for
+        the stage that takes longest. All other times are means over stages.
       schedule: the pipeline's schedule whose ticks are timed, or "" if no ticks are timed.
       unmatched: the reason why the schedule's ticks were not found in the program, so that every
         tick takes its most expensive branches; "" if they were found, or without a pipeline.
@@ -82,10 +82,7 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of a collective that shares its links with no other collective.
-
-        The second result is the set of these links.
-        """
+        """Return the seconds of a collective that has its links to itself, and these links."""
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 

@@ -51,7 +51,8 @@ class Torus:
     Attributes:
       places: for each position in the program's device assignment, the number of the slice,
         followed by the coordinates of the chip.
-      rings: for each dim of the torus, whether its ends are joined; further elements are ignored.
+      rings: for each dim of the torus, whether its ends are joined; elements for more dims than the
+        torus has are ignored.
       fast: the link between neighbors.
       slow: the link between slices.
       cores: the number of devices of a chip. If a chip has several devices, the last coordinate in

@@ -20,9 +20,9 @@ from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
 
 MIXED_LABEL = "mixed_label"
-"""The name of the field that mixup adds, with the label of the other image."""
+"""The name of the field that mixup adds, with the label of the image that is mixed in."""
 MIXED_SHARE = "mixed_share"
-"""The name of the field that mixup adds, with the share of the other image in the mixture."""
+"""The name of the field that mixup adds, with the share of the image that is mixed in."""
 
 
 class AugmentConfig(Scaled):
@@ -70,7 +70,7 @@ class AugmentConfig(Scaled):
         """Read examples, and change each example at random by its key.
 
         Args:
-          source: the source of the examples, and of the other images for mixup.
+          source: the source of the examples, and of the images that mixup mixes in.
           indices: the indices of the examples, int64 [N].
           keys: the keys, uint64 [N].
         """
@@ -87,8 +87,8 @@ class AugmentConfig(Scaled):
         partners = draws.integers(len(source))
         other = take(source, partners)
         image = self.scaled({**other, "image": self._moved(other["image"], draws)})["image"]
-        # The share of the other image is at most 1/2, so that the example's label is the main
-        # label.
+        # The share of the image that is mixed in is at most 1/2, so that the example's label is the
+        # main label.
         drawn = betaincinv(self.mixup, self.mixup, draws.uniform())
         share = np.minimum(drawn, 1 - drawn).astype(np.float32)
         weight = share[:, None, None, None]

@@ -69,7 +69,7 @@ TransformConfig = Annotated[
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """Return the data set with a transform of both splits, or the same data set without a config.
+    """Return the data set with a transform of both splits, or the data set itself for None.
 
     Only training examples are changed at random, when the loader draws them.
     """

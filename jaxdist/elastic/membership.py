@@ -140,8 +140,8 @@ class Host:
         if given.number <= self.stopped:
             return self
         if given == self.generation:
-            # Grants may arrive in another order. An older grant must not cancel a pause or shorten
-            # the lease.
+            # Grants may arrive in another order than the registry sent them. An older grant must
+            # not cancel a pause or shorten the lease.
             pauses = self.pauses or message.pauses
             return replace(self, until=max(self.until, until), pauses=pauses)
         stopped = max(self.stopped, given.number - 1)

@@ -62,7 +62,7 @@ def _gathers(name: KernelName, ask: AttentionRequest, layout: Layout) -> bool:
 
 
 def context_notices(config: ShardingConfig, layout: Layout) -> tuple[str, ...]:
-    """Return a sentence for each setting without effect on a mesh that splits no sequence."""
+    """Return a sentence for each setting that has no effect because no sequence is split."""
     if layout.split is not None:
         return ()
     given = {"context": config.context, "context_order": config.context_order}

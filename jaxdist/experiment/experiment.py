@@ -84,7 +84,7 @@ class Experiment:
         """Return the held-out losses of simple models, by name.
 
         The result is empty if the data has no held-out split, or if the loss has no unit
-        (`loss_unit`) and cannot be compared with them.
+        (`loss_unit`) and cannot be compared with these losses.
         """
         if self.heldout is None or self.loss_unit is None:
             return {}
@@ -217,7 +217,7 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
-    """Return lines on the placement of parameters on servers, or () without several servers."""
+    """Return lines on how parameters are placed on servers, or () if there are not several."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
         return ()

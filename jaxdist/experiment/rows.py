@@ -380,7 +380,7 @@ def ties_rows(
 
 
 def _mixed(equation: Any, at: int) -> Sequence[int]:
-    """Return the dims of the input number `at` along which an equation mixes elements."""
+    """Return the dims along which an equation mixes elements of its input number `at`."""
     name = equation.primitive.name
     if name == "dot_general":
         return equation.params["dimension_numbers"][0][at]

@@ -16,7 +16,7 @@ class MembershipConfig(Config):
     min_hosts: Count = 1
     """The smallest number of hosts with which a generation starts."""
     max_hosts: Count = LARGEST
-    """The largest number of hosts in a generation; further hosts wait in reserve for lost hosts."""
+    """The largest number of hosts in a generation; additional hosts wait, to replace lost hosts."""
     lease_seconds: PositiveFloat = 10.0
     """The time, in seconds, without a heartbeat after which a host counts as lost; a host should
     renew its lease several times within this time."""

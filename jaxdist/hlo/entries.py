@@ -74,7 +74,7 @@ class Entry:
         )
 
     def plus(self, other: Entry) -> Entry:
-        """Return the sum of both entries, with the text fields of `self`."""
+        """Return the sum of this entry and `other`, with the text fields of this entry."""
         return dataclasses.replace(
             self,
             times=self.times + other.times,

@@ -4,7 +4,7 @@ All devices run the same program, and a transfer in each tick synchronizes the d
 contains a table of the branches that each group takes in each tick. `ConditionalDecision` contains
 the same table, so that a simulation takes the same branches. A conditional that depends on the tick
 is in a named scope that begins with `SCOPE`. The name of the conditional, such as "backward/last",
-joins the names of all such scopes around it, without `SCOPE`.
+consists of the names of all such scopes around the conditional, without `SCOPE`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A device runs the instructions of a computation in sequence, in the order of the
 or a copy that is split into start and done runs concurrently with other instructions. The operation
 begins when its start is reached and its links are free, and its done waits until the operation
 ends. The first iteration of a loop is simulated, and the second iteration if an operation is still
-in flight at the end of the first. The other iterations are assumed to be the same.
+in flight at the end of the first. All later iterations are assumed to be equal to the last
+simulated iteration.
 
 In a loop of ticks (`jaxdist.hlo.lockstep`), a tick is simulated once for each combination of
 branches that a group of devices takes. All groups begin a tick together, so that the tick takes the

@@ -81,7 +81,7 @@ def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRo
       ledger: the ledger with the collectives.
       together: mesh axes. All collectives over any of these axes share a row. For example, a
         reduction inside the fast network that precedes a reduction across the slow network is part
-        of a reduction over both.
+        of a reduction over both networks.
     """
 
     def span(collective: Collective) -> tuple[str, ...] | None:

@@ -100,8 +100,10 @@ class Family:
       missing: the values of keys that a config.json may omit.
       ignored: the suffixes of the names of tensors that fill no parameter.
       prefix: the prefix of tensors' names that is absent in files of the model without its head.
-      more: a function from a config.json to further options of jaxdist's model.
-      written: a function from the options of jaxdist's model to further keys of config.json.
+      more: the function that returns, for a config.json, the options of jaxdist's model that
+        neither `keys` nor `options` give.
+      written: the function that returns, for the options of jaxdist's model, the keys of
+        config.json that `keys` does not give.
       kind: the `model.type` of jaxdist's model.
       inputs: a function from a config.json to the sizes of the model's inputs and predictions.
       written_inputs: a function from these sizes to keys of config.json.

@@ -102,7 +102,7 @@ class WeightLayout:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
 
     def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a view of a file's tensor with the dims of the parameter, none of them joined.
+        """Return a view of a file's tensor with a dim for each name in the parameter's dims.
 
         An assignment to the view writes to the tensor.
 

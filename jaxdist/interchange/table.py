@@ -3,7 +3,7 @@
 The file has a single section:
 
     import:
-      rename:                               # parameter: tensor; * is any text, the same in both
+      rename:                               # parameter: tensor; * is any text, equal in both names
         embed/kernel: embeddings.weight
         blocks/*/kernel: "encoder.{layer}.*.weight"
       transpose:                            # parameter: order of dims, or a layout
@@ -36,10 +36,10 @@ class Table(Config):
     """The tensors that fill a model's parameters, and their layouts."""
 
     rename: dict[str, str] = Field(default_factory=dict)
-    """The tensor of each parameter, by patterns. In a pattern, `*` matches the same text in both
-    names, and {layer} is the number of a layer that the parameter stacks. The first pattern that
-    matches applies. If no pattern matches a parameter, its tensor has the same name, with dots for
-    slashes."""
+    """The tensor of each parameter, by patterns. In a pattern, `*` matches the same text in the
+    names of the parameter and of the tensor, and {layer} is the number of a layer that the
+    parameter stacks. The first pattern that matches applies. If no pattern matches a parameter, its
+    tensor has the name of the parameter, with dots for slashes."""
     transpose: dict[str, str | tuple[int, ...]] = Field(default_factory=dict)
     """The order of a tensor's dims in the parameter, such as [1, 0], or a layout, by patterns of
     parameters. The first pattern that matches applies; without a match the order is unchanged."""

@@ -49,7 +49,7 @@ class Tensor:
         return np.ndarray(self.shape, self.dtype, held, begin)
 
     def read_into(self, out: np.ndarray) -> None:
-        """Read the whole tensor into an array that is contiguous in memory and has its dtype.
+        """Read the whole tensor into a contiguous array that has the dtype of the tensor.
 
         A map would cost page faults, which take as long as the reading.
 

@@ -70,7 +70,7 @@ class Job:
         """Return the command of a process, with `--resume`, so that a restarted job continues.
 
         Args:
-          options: further options of the command.
+          options: the options of the command besides `--resume`.
           program: the first words of the command, with which `jaxdist` starts.
         """
         return [*program, "train", self.config, *self.overrides, "--resume", *options]

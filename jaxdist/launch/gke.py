@@ -1,4 +1,4 @@
-"""The engine of a JobSet on GKE, for TPU slices, for nodes with GPUs, and for nodes without either.
+"""The engine of a JobSet on GKE, for TPU slices, for nodes with GPUs, and for nodes with only CPUs.
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
 processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an

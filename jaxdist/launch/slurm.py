@@ -77,7 +77,7 @@ class Slurm(Engine):
     memory: Count | str | None = None
     """The memory of each node, in Slurm's form: 64G, or a number of megabytes."""
     options: tuple[str, ...] = ()
-    """The further options of sbatch, such as `--exclusive`."""
+    """The options of sbatch for which there is no setting, such as `--exclusive`."""
     srun: tuple[str, ...] = ()
     """The options of the srun that starts the processes, such as
     `--container-image=/images/train.sqsh`.

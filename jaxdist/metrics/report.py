@@ -34,7 +34,7 @@ def write_json(
     Args:
       what: the name of the report in the error message.
       remedy: the advice in the error message.
-      dumps: the further arguments of `json.dumps`.
+      dumps: the keyword arguments that are passed to `json.dumps`.
 
     Raises:
       RunError: the file cannot be written.

@@ -182,7 +182,7 @@ class MetricsWriter(Records):
             self._tell(int(step), split, values)
 
     def close(self) -> None:
-        """Flush and close both files.
+        """Flush and close the file of metrics and the file of events.
 
         Raises:
           RunError: the remaining data cannot be written.

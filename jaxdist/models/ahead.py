@@ -36,7 +36,7 @@ def scan_ahead(
     Args:
       layers: a pytree of arrays with a leading dim that counts layers.
       x: the activations, whose shape and dtype every block keeps.
-      operands: a tuple of further arguments, the same for all layers.
+      operands: a tuple of the arguments of `block` after x, which are the same for all layers.
     """
     return _forward(block, fetch, layers, x, operands)[0]
 

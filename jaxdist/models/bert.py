@@ -1,4 +1,4 @@
-"""BERT: an encoder that sees both ways, with a head for masked tokens (Devlin, arXiv 1810.04805).
+"""BERT: an encoder without causality, with a head for masked tokens (Devlin, arXiv 1810.04805).
 
 A second head classifies sequences by the state of their first token.
 

@@ -21,7 +21,8 @@ def fence(x: jax.Array, passes: Pass) -> jax.Array:
     """Return x unchanged, and keep XLA from fusing its computation with its uses.
 
     Args:
-      passes: the passes that have a fence: "backward" (for the gradient of x), "both" or "none".
+      passes: the passes that have a fence: "backward" (for the gradient of x), "both" (the forward
+        and the backward pass) or "none".
     """
     return x if passes == "none" else _fence(x, passes)
 

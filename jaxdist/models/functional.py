@@ -198,9 +198,9 @@ class Functional:
         return nest(self._param_paths, [values[name] for name in self._names])
 
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
-        """Map the number of layers of each stack to the number in `values`.
+        """Map the number of layers of each stack in the model to the number of layers in `values`.
 
-        The two differ for a chunk of a pipeline, which has fewer layers.
+        The two numbers differ for a chunk of a pipeline, which has fewer layers than the model.
         """
         declared = pick(self._param_paths, self.params)
         return {
@@ -247,7 +247,7 @@ class Functional:
         return replace(self, stacked=self.stacked | found)
 
     def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
-        """Return the model with other dims for its parameters.
+        """Return the model with the given dims for its parameters.
 
         A parameter whose first dim is "layers" is added to `stacked`.
         """
@@ -263,7 +263,7 @@ def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
     """Let the batch norms of a module average their statistics over mesh axes.
 
     Only batch norms of flax NNX and of jaxdist's adapters can average over axes.
-    `jaxdist.experiment.rows` detects and refuses other kinds.
+    `jaxdist.experiment.rows` detects and refuses batch norms of other kinds.
     """
     for _, node in nnx.iter_modules(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:

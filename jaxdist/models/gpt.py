@@ -492,7 +492,7 @@ class Gpt(RoutedStack):
         segments_BL: jax.Array | None = None,
         positions_BL: jax.Array | None = None,
     ) -> tuple[jax.Array | None, ...]:
-        """Return the documents and the positions, which are the further arguments of the blocks.
+        """Return the documents and the positions, which are the arguments of the blocks after x.
 
         The documents are None unless the model isolates documents. The positions are None if tokens
         are in the order of the text.

@@ -44,8 +44,8 @@ class SequenceRing(Protocol):
 class Hint(Protocol):
     """A function that returns an activation in the layout of the given dims.
 
-    `was` names the dims of x's current layout. If both layouts are the same on the mesh, x is
-    returned unchanged.
+    `was` names the dims of x's current layout. If the current and the wanted layout are the same on
+    the mesh, x is returned unchanged.
     """
 
     def __call__(

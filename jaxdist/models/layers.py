@@ -26,7 +26,8 @@ Initializer = Callable[..., jax.Array]
 
 
 MERGED = "merged"
-"""The name, for policies of `jax.checkpoint`, of parameters that are computed from others."""
+"""The name, for policies of `jax.checkpoint`, of parameters that are computed from other
+parameters."""
 _LECUN = nnx.initializers.lecun_normal()
 
 
@@ -51,7 +52,7 @@ class Deferred(ABC):
         return self
 
     def with_differentiated(self, part: PyTree) -> Any:
-        """Return the placeholder, or a tree of gradients like it, with another such part."""
+        """Return the placeholder, or a tree of gradients like it, with `part` as that part."""
         return part
 
     @property
@@ -66,7 +67,7 @@ class Deferred(ABC):
 
     @property
     def merges(self) -> bool:
-        """Whether the parameter is computed from others.
+        """Whether the parameter is computed from other parameters.
 
         The backward pass recomputes such a parameter, instead of keeping it.
         """
@@ -93,10 +94,11 @@ def carried(tree: Grads) -> Grads:
 def gradients_of(
     function: Callable[[Params], tuple[jax.Array, Any]], params: Params
 ) -> tuple[Grads, Any]:
-    """Return the gradients of a function of parameters, and its second result.
+    """Return the gradients of a function of parameters, and what it returns besides the scalar.
 
     Args:
-      function: the function, which returns a scalar and further results.
+      function: the function, which returns a pair of the scalar to differentiate and any other
+        results.
       params: the parameters, of which some may be a `Deferred`.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_deferred)
@@ -254,7 +256,7 @@ def scan_blocks(
     Args:
       stacked: a module made by `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
       x: an array, or a pytree of floating-point arrays.
-      operands: further arguments, the same for every block.
+      operands: the arguments of a block after x, which are the same for every block.
       remat: the policy that selects what the backward pass recomputes; see `jaxdist.models.remat`.
         A list has an entry for each of several consecutive blocks, which form a loop iteration, and
         is repeated over the layers. The activations of an iteration are in memory together.

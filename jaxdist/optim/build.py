@@ -260,7 +260,7 @@ class Optimizer:
           value: the mean loss of the batch, for rules that use the loss (`optax.polyak_sgd`).
 
         Raises:
-          ConfigError: the transformation needs further arguments.
+          ConfigError: the transformation needs arguments besides these.
         """
         skipped = next((found.skipped for found in skip_states(state)), None)
         # The optimizer's count does not advance in skipped steps, so the schedule adds their

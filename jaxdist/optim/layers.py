@@ -215,7 +215,7 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
 
 
 def single_norm(leaf: LayeredLeaf) -> LayeredLeaf:
-    """Return the same leaf as a single layer, with a norm over all its elements."""
+    """Return the leaf as a single layer, with one norm over all elements of the leaf."""
     return replace(leaf, kept=())
 
 
@@ -245,7 +245,7 @@ def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """Return this device's term of the all-reduce, in which each layer has a separate slot.
+    """Return this device's term of the all-reduce, in which each layer has a separate entry.
 
     The shape changes from `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
     """
@@ -257,8 +257,8 @@ def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.
     mixed = _mixed(leaf, axes)
     if not mixed:
         return stacked[None]
-    # The all-reduce sums over all axes at once, so devices with different layers need separate
-    # slots: their sums would otherwise be added together.
+    # The all-reduce sums over all axes at once. Devices with different layers therefore need
+    # separate entries, because the sums of different layers would otherwise be added together.
     slots = jnp.arange(math.prod(jax.lax.axis_size(axis) for axis in mixed))
     own = (slots == jax.lax.axis_index(mixed)).reshape(-1, *(1,) * stacked.ndim)
     return jnp.where(own, stacked[None], 0.0)

@@ -145,7 +145,10 @@ class Held:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """A key for groups: the matrices of tensors with equal keys are sent together."""
+        """The key by which tensors are grouped.
+
+        The matrices of tensors with equal keys are sent together.
+        """
         inner = self.of.inner
         named = tuple((self.of.shape[i], self.entries[i], self.parts[i]) for i in inner)
         return len(self.of.rows), named
@@ -193,8 +196,9 @@ class Group:
     Attributes:
       members: the positions of the tensors in the list that was planned.
       held: for each member, the part of its matrices that a device holds.
-      last: for each device, the index of the matrix in the device's last slot, or None if this slot
-        is empty. The tuple is empty if the number of devices divides the number of matrices.
+      last: for each device, the index of the remaining matrix that the device owns, or None if the
+        device owns none of the remaining matrices. The tuple is empty if the number of devices
+        divides the number of matrices.
     """
 
     members: tuple[int, ...]

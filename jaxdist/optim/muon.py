@@ -145,8 +145,8 @@ class MuonAdamW(Config):
     """The settings of AdamW, which updates vectors, embeddings and output heads."""
 
     params: tuple[str, ...] = ()
-    """The patterns for the names of further parameters that AdamW updates, for example of an output
-    head whose dims have no names."""
+    """The patterns for the names of parameters that AdamW updates although they are matrices, for
+    example an output head whose dims have no names."""
     rate: PositiveFloat = 1.0
     """The factor on the learning rate of the parameters that AdamW updates."""
     b1: Beta = 0.9
@@ -178,8 +178,9 @@ class MuonConfig(OptimizerConfig):
     do not decay."""
     scale: Scale = "match_rms"
     """The size of the updates of matrices. `match_rms` gives these updates the root mean square of
-    AdamW's updates, so that both share a learning rate. `spectral` multiplies the updates by
-    sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set adamw.rate).
+    AdamW's updates, so that all parameters share a learning rate. `spectral` multiplies the updates
+    by sqrt(max(1, outputs / inputs)), which needs another learning rate than AdamW (set
+    adamw.rate).
     """
     split_heads: bool = False
     """Whether to treat each head of the query, key and value projections as a separate matrix."""

@@ -21,7 +21,7 @@ from jaxdist.types import Leaf, OptState, Params, PyTree
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameter to which a leaf belongs, and the dims that both share.
+    """The parameter to which a leaf belongs, and the dims that leaf and parameter share.
 
     Attributes:
       name: the '/'-joined name of the parameter.
@@ -95,9 +95,9 @@ def _owner(
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
     """Return, for each dim of a leaf, the index of this dim in the leaf's parameter.
 
-    Dims are matched by their lengths. A leaf has either further dims and then all dims of the
-    parameter, or only some dims of the parameter, in order. The result has None for a dim with no
-    match or with several possible matches.
+    Dims are matched by their lengths. A leaf has either additional dims, followed by all dims of
+    the parameter, or only some dims of the parameter, in order. The result has None for a dim with
+    no match or with several possible matches.
 
     Args:
       shape: the shape of the leaf.

@@ -78,8 +78,8 @@ class XlaConfig(Config):
     during the collective of its operand or result; a tensor axis has such collectives with
     `residual_seq: tensor` (compare `sharding.collective_matmul`). `none` sets no options."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
-    """Further options, by XLA's names without leading dashes. An option that is set here overrides
-    the same option of the preset."""
+    """The options to set in addition to the preset, by XLA's names without leading dashes. An
+    option that is set here overrides the same option of the preset."""
 
 
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:

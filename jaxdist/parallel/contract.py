@@ -106,7 +106,7 @@ class Compute(Protocol):
         ...
 
     def resized(self, microbatches: int) -> Compute:
-        """Return the same computation with another number of microbatches."""
+        """Return this computation with the given number of microbatches."""
         ...
 
 
@@ -201,7 +201,7 @@ class Exchange(Protocol):
             The n trees that it returns have the structures and shardings of the last n trees.
           given: each tree with the owners of its leaves. A leaf has the sharding that
             `placements.shares` has for the owner of the leaf.
-          rest: further arguments, which are equal on all devices.
+          rest: the arguments after `given`, which are equal on all devices.
 
         Returns:
           The trees that `function` returns.

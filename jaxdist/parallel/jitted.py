@@ -37,8 +37,8 @@ class Jitted:
 
         Args:
           function: the function to compile.
-          more: further compiler options for this function.
-          settings: further arguments of `jax.jit`.
+          more: the compiler options of this function, in addition to the options of the plan.
+          settings: the keyword arguments that are passed to `jax.jit`.
         """
         told = self.exchange.options(self.platform)
         options = merged_options(merged_options(self.options, told) or {}, more or {})

@@ -67,7 +67,7 @@ class Objective:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _base(self, params: Params, buffers: Buffers) -> tuple[Any, ...]:
-        """Return the further arguments of the loss, a tuple with the base model or ().
+        """Return the arguments of the loss after the batch: a tuple with the base model, or ().
 
         The base model is the model without its adapters. The tuple has the base model if the model
         has adapters and the loss takes the base model as a reference (`takes_base`).
@@ -166,8 +166,8 @@ def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeSt
 def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Sums, bool]:
     """Return the shapes of the sums of loss and metrics, and whether the weight may vary.
 
-    The second result is true if the weight of the loss depends on the values of the parameters, the
-    buffers or the batch, and false if it depends on shapes only.
+    The weight of the loss may vary if it depends on the values of the parameters, the buffers or
+    the batch, and does not vary if it depends on shapes only.
     """
 
     def sums(params: Params, buffers: Buffers, batch: Batch) -> Sums:

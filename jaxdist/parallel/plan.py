@@ -230,7 +230,7 @@ def explicit_exchange(
       zero: the split of the training state, or None without ZeRO.
       axes: the mesh axes that split the batch. The axis across the slowest network comes first.
       algorithm: the algorithm of the sums over `axes`.
-      settings: further fields of `jaxdist.parallel.exchange.explicit.Explicit`.
+      settings: the other fields of `jaxdist.parallel.exchange.explicit.Explicit`.
     """
     settings |= {"axes": axes, "algorithm": algorithm}
     if zero is None:

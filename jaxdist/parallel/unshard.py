@@ -147,7 +147,7 @@ def defer(
 
 @dataclass(frozen=True)
 class SplitDim:
-    """The dim of a tensor that ZeRO splits, with the same attributes as a `ShardedParameter`."""
+    """The dim of a tensor that ZeRO splits, with attributes that a `ShardedParameter` has too."""
 
     dim: int
     spec: PartitionSpec

@@ -69,7 +69,8 @@ class ZeroConfig(Config):
     it to the device and back, a group of parameters at a time."""
     offload_parameters: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """The patterns for the names of parameters that rest in the host's memory, in which `*` matches
-    any characters. Each pass copies them to the device, those of blocks one layer at a time."""
+    any characters. Each pass copies these parameters to the device, the parameters of blocks one
+    layer at a time."""
     secondary: bool = False
     """Whether stage 3 gathers shards across the slow network only once per step. The forward and
     backward passes then gather inside the fast network, from a second copy that is kept for the

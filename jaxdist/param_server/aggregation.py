@@ -111,8 +111,8 @@ class Secure(Config):
     """The name that selects secure aggregation in a config."""
     dropouts: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     """The number of workers that a round can lose. With null, the number is the largest number that
-    leaves more than half of the workers, and at least two workers. If a round loses more, the run
-    ends."""
+    leaves more than half of the workers, and at least two workers. If a round loses more workers,
+    the run ends."""
 
     def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return an empty tuple, because masked pushes go to the servers directly."""

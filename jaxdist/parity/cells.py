@@ -275,7 +275,7 @@ def cover(
 
     Args:
       cells: the combinations to choose from.
-      given: further combinations, whose pairs need not be covered again.
+      given: the combinations that are already chosen, whose pairs need not be covered again.
       settings: a function from a combination to the items to cover.
 
     >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]

@@ -40,7 +40,7 @@ HEADER = (
 
 
 def combination_line(result: ParityResult, told: dict[str, int] | None = None) -> str:
-    """Return the line for a result, with further lines for a pipeline or a reason.
+    """Return the line for a result, followed by lines for a pipeline or a reason.
 
     The first line has at most 80 columns.
 

@@ -348,14 +348,14 @@ def norms_at_least(
 
     A gradient whose terms nearly cancel has the rounding error of the terms and not of their sum.
     The difference of a gradient is therefore divided by at least `SMALL` times the norm of all
-    gradients, and the update of its parameter may differ correspondingly more. Further runs of the
-    single device show how far rounding moves a value. If a further run moves a value by more than
+    gradients, and the update of its parameter may differ correspondingly more. The runs in `moved`
+    show how far rounding moves a value on a single device. If such a run moves a value by more than
     the limit, a plan may move the value as far.
 
     Args:
       reference: the results of a single device.
       limit: the limits on differences.
-      moved: further results of a single device: with `nudged` initial parameters and, if
+      moved: the results of other runs on a single device: with `nudged` initial parameters and, if
         `reference` is in half precision, in float32.
       times: the allowed multiple of a change in `moved`. The multiple is 2 if a plan and the
         reference both round to bfloat16, since then both have the error of rounding.

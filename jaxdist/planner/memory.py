@@ -75,8 +75,8 @@ WORK: Mapping[str, LiveFactors] = {
     "pipeline, halves": LiveFactors(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
 }
 """The factors by kind of plan. "whole" is for ZeRO 0 and 1, "scattered" for ZeRO 2, whose gradients
-are split, and "shards" for ZeRO 3, whose parameters are split too. Each of these three kinds has a
-further entry for plans with axis tensor. Pipelines have an entry for undivided backward tasks, and
+are split, and "shards" for ZeRO 3, whose parameters are split too. Each of these three kinds has
+another entry for plans with axis tensor. Pipelines have an entry for undivided backward tasks, and
 an entry for backward tasks in two halves."""
 
 

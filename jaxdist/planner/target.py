@@ -214,8 +214,8 @@ class Places:
     Attributes:
       sizes: the sizes of the axes stage, data and tensor.
       dims: the dims of the torus that the axes stage, data and tensor occupy.
-      inner: the size of a further axis, context or expert, or 1 without such an axis.
-      inner_dims: the dims of the torus that the further axis occupies.
+      inner: the size of axis context or axis expert, or 1 if neither axis exists.
+      inner_dims: the dims of the torus that axis context or axis expert occupies.
       slices: the size of axis data across the slow network if other axes cross this network too, or
         None if axis data alone does.
     """
@@ -251,9 +251,9 @@ def wide_meshes(target: Target, *, context: bool) -> Iterator[Places]:
 
 
 def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
-    """Yield every layout of the axes stage, data and tensor with a further axis.
+    """Yield every layout of the axes stage, data and tensor with axis context or axis expert.
 
-    The further axis is context or expert, and its size is 2 or more.
+    The size of axis context or axis expert is 2 or more.
 
     Args:
       target: the chips.

@@ -342,13 +342,13 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     again = "attention_out" not in plan.kept
     once = gather_seconds(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # There are a gather and a reduce-scatter in each pass, and a gather of the input for the
-    # gradients of weights. The recomputation of attention's output has a further gather and a
-    # further reduce-scatter.
+    # gradients of weights. The recomputation of attention's output has another gather and another
+    # reduce-scatter.
     attention = (7 if again else 5) * once
     if plan.collective_matmul:
         return attention + _ring_waits(model, plan, places, target, tokens)
     # Without collective matmuls, the MLP has the same collectives. If gate and up are recomputed,
-    # they need a further gather.
+    # they need another gather.
     return attention + (5 if {"mlp_gate", "mlp_up"} <= set(plan.kept) else 6) * once
 
 
@@ -410,9 +410,9 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-    """Return the seconds of a step's further waits for the fast and for the slow network.
+    """Return the seconds of a step's other waits for the fast and for the slow network.
 
-    Further waits are waits that are not part of `_layer_waits`.
+    The other waits are all waits that are not part of `_layer_waits`.
     """
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes

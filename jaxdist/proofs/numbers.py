@@ -274,8 +274,8 @@ def worst_of(
     Args:
       names: the names of the steps.
       found: the plan's results of each step.
-      expected: the results of each step on a single device, then further results on a single
-        device, one sequence for each `nudged` initial state.
+      expected: the results of each step on a single device, then the results of other runs on a
+        single device, one sequence for each `nudged` initial state.
       limit: the limits on differences.
     """
     worst: dict[tuple[str, str], Quantity] = {}

@@ -1,9 +1,9 @@
 """The rules that derive a reduced config, for which a plan's numbers are compared.
 
-A reduced config has a smaller model and fewer devices. A reduced dim has the same remainder modulo
-the number of devices: a size that the devices divide evenly is still divided evenly, and an odd
-size remains odd. Tied parameters, stacked layers, grouped heads, pipeline schedules and the
-optimizer do not change.
+A reduced config has a smaller model and fewer devices. A reduced dim and the full dim have the same
+remainder modulo the number of devices: a size that the devices divide evenly is still divided
+evenly, and an odd size remains odd. Tied parameters, stacked layers, grouped heads, pipeline
+schedules and the optimizer do not change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def small(size: int, parts: int, least: int) -> int:
 
 
 def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a mesh with the same axes and at most `DEVICES` devices, if possible.
+    """Return a mesh with the axes of `sizes` and at most `DEVICES` devices, if possible.
 
     The currently largest axis is divided by its smallest prime factor until the mesh is small
     enough. If the division would leave an axis of size 1, the larger mesh is returned.
@@ -164,7 +164,7 @@ def _layers(experiment: Experiment, model: Json) -> int:
 
 
 def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> JsonObject:
-    """Return a section `data` for synthetic data with the same fields.
+    """Return a section `data` for synthetic data with the fields of the config's data.
 
     A section with `type: import` is unchanged.
     """

@@ -239,7 +239,7 @@ def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level
     Args:
       what: a description of the message.
       sizes: the size of each axis by name.
-      levels: the size and link of each axis, in the same order.
+      levels: the size and link of each axis, in the order of `sizes`.
     """
     shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
     lines = [f"{what} on {{{shown}}}"]

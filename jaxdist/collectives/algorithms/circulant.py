@@ -88,8 +88,8 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
     """All-to-all [N, c] -> [N, c] in ceil(log2 N) rounds.
 
-    A block for the device d positions ahead is sent once for each power of two in the sum d, over
-    that many positions.
+    Let d be the distance to the device that a block is for, written as a sum of powers of two. The
+    block is sent once for each of these powers, over a distance equal to the power.
     """
     size = axis_size(axis)
     rows = _from_here(blocks, axis)

@@ -79,7 +79,7 @@ def _two_roots(size: int) -> list[Places]:
 def _one_root(root: int, size: int) -> list[Places]:
     """Return two trees with the same root.
 
-    In the second tree, the devices of all other nodes are rotated by one node.
+    In the second tree, the devices of all nodes except the root are rotated by one node.
     """
     first = binomial.rooted(root, size)
     return [first, (first[0], *first[2:], first[1])]

@@ -14,7 +14,7 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic, split_padd
 class Halving(circulant.Circulant):
     """Recursive halving and doubling, for any number N of devices with S bytes each.
 
-    Reduce-scatter and all-gather take L = ceil(log2 N) steps and (N-1)/N S bytes each. An
+    Reduce-scatter and all-gather take L = ceil(log2 N) steps each, and send (N-1)/N S bytes. An
     all-reduce is a reduce-scatter followed by an all-gather, and takes 2 L steps (2 fewer for N =
     3, 5 and 6) and 2 (N-1)/N S bytes. N need not be a power of two (`circulant.py`). On two devices
     an all-reduce is a single step, in which each device sends all of its S bytes. An all-to-all

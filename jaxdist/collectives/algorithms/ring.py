@@ -20,13 +20,14 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic,
 class Ring(Algorithm):
     """A ring, for any number N of devices with S bytes each.
 
-    In one direction, reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each. An
-    all-reduce takes 2 (N-1) steps and 2 (N-1)/N S bytes. In two directions, the partial sums of a
-    block are sent to its device along both sides of the ring at the same time. The result is also
-    sent along both sides. A device sends the same number of bytes in about half of the steps
-    (floor(N/2) for a reduce-scatter or an all-gather), and each link carries about half of the
-    bytes. Broadcast and reduce send the whole array along the ring, chunk by chunk. An all-to-all
-    sends each block directly to its device, as N-1 messages that do not wait for each other.
+    In one direction, reduce-scatter and all-gather take N-1 steps each, and send (N-1)/N S bytes.
+    An all-reduce takes 2 (N-1) steps, and sends 2 (N-1)/N S bytes. In two directions, the partial
+    sums of a block are sent to its device along both sides of the ring at the same time. The result
+    is also sent along both sides. A device sends the same number of bytes in about half of the
+    steps (floor(N/2) for a reduce-scatter or an all-gather), and each link carries about half of
+    the bytes. Broadcast and reduce send the whole array along the ring, chunk by chunk. An
+    all-to-all sends each block directly to its device, as N-1 messages that do not wait for each
+    other.
 
     The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
     x[d], from left to right, with indices modulo N. In two directions, with r = floor(N/2) and l =

@@ -24,7 +24,7 @@ _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
 class Name(str):
-    """The value of a constant, if it is an expression of constants, written without quotes."""
+    """The value of a constant that is an expression of other constants, written without quotes."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class LowRank(LinearCodec):
 
     @property
     def exact(self) -> bool:
-        """Always false, since a small element may have a large estimate."""
+        """Always false, since the difference of a small element and a large estimate is rounded."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:

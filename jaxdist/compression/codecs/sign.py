@@ -41,7 +41,7 @@ class Sign(Codec):
 
     @property
     def exact(self) -> bool:
-        """Always false, since the residual of an element far below the mean has over 24 bits."""
+        """Always false: for an element far below the mean, the residual needs more than 24 bits."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

@@ -25,8 +25,8 @@ class CompressedMomentum(Residual):
     computes m' again.
 
     With lossless messages, the result is the sum of the gradients. With lossy messages, the result
-    is several times larger. This feedback is therefore only for optimizers that use gradients for
-    their momentum alone.
+    is several times larger than the sum of the gradients. This feedback is therefore only for
+    optimizers that use gradients for their momentum alone.
 
     Memory: the memory of classic feedback, and 4 bytes for each element of m.
     """

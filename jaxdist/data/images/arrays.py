@@ -24,7 +24,7 @@ class _Cifar(NamedTuple):
     """The files of a data set of the CIFAR family.
 
     Attributes:
-      labels: the number of label bytes before the pixels; the last of them is the class.
+      labels: the number of label bytes before the pixels. The last label byte is the class.
       classes: the number of classes.
     """
 
@@ -160,8 +160,8 @@ def labelled(image: np.ndarray, label: np.ndarray, name: str) -> Labelled:
       name: the name of the file, for errors.
 
     Raises:
-      DataError: images or labels have another number of dims; the numbers of images and labels
-        differ; or labels are negative, are not integers, or do not fit in 32 bits.
+      DataError: images do not have 3 or 4 dims, or labels have more than 1; the numbers of images
+        and labels differ; or labels are negative, are not integers, or do not fit in 32 bits.
     """
     if image.ndim not in (3, 4) or label.ndim != 1 or len(image) != len(label):
         raise DataError(

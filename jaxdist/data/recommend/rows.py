@@ -47,7 +47,7 @@ def table_of(
       The number of each line, and the texts of each column.
 
     Raises:
-      DataError: a column is missing, or a line has another number of values.
+      DataError: a column is missing, or a line has more or fewer values than the first line.
     """
     rows = numbered_lines(text, where)
     _, head = next(rows, (1, [""]))
@@ -111,7 +111,7 @@ def read_file(path: Path, what: str) -> bytes:
 
 
 def hashed(ids: np.ndarray, size: int, column: int) -> np.ndarray:
-    """Hash 64-bit ids (uint64) to int32 in 0 to `size` - 1, by another hash in each column.
+    """Hash 64-bit ids (uint64) to int32 in 0 to `size` - 1, by a different hash in each column.
 
     >>> hashed(np.array([7, 7, 2**63], np.uint64), 1000, 0).tolist()
     [319, 319, 69]

@@ -181,7 +181,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return 16 short blocks of a stream, a twentieth of it in all, and the parts between them."""
+    """Return 16 short blocks, a twentieth of a stream together, and the parts between them."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

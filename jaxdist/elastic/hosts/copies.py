@@ -179,7 +179,7 @@ def fetch(
 
 
 class _Asked:
-    """The request of a file from another host, after the header has arrived; a context manager."""
+    """A request for a file of another host, after the header has arrived; a context manager."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want

@@ -47,7 +47,7 @@ class EnergyConfig(Config):
     def power_of(self, device: str | None) -> Power | None:
         """Return the power of a device: `watts`, or else its published power.
 
-        The result is None if neither is known.
+        The result is None if neither `watts` nor a published power is known.
 
         Args:
           device: the name of a device of `jaxdist.runtime.hardware`, or None for another device.

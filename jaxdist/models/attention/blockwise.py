@@ -164,7 +164,7 @@ class Blocks:
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
 
     def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
-        """Cut document numbers `[B, L]` into blocks `[N, B, S]`; None stays None."""
+        """Cut document numbers `[B, L]` into blocks `[N, B, S]`, or return None for None."""
         if segments_BL is None:
             return None
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)

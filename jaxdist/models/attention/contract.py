@@ -58,7 +58,7 @@ class AttentionRequest:
 class Kernel(Protocol):
     """Grouped-query attention: softmax(q k^T / sqrt(d)) v.
 
-    Position i sees position j if |i - j| <= window, both are in the same segment, and, with
+    Position i sees position j if |i - j| <= window, i and j are in the same segment, and, with
     causality, j <= i. All kernels compute the same numbers, up to rounding.
     """
 

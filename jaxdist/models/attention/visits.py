@@ -218,7 +218,7 @@ class Pieces:
         return x.reshape(B, self.chunks, -1, H, d)[:, :, : self.chunk].reshape(shape)
 
     def cut_segments(self, segments_Bl: Array | None) -> Array | None:
-        """Cut document numbers `[B, l]` into blocks `[N, B, S]`; None stays None."""
+        """Cut document numbers `[B, l]` into blocks `[N, B, S]`, or return None for None."""
         if segments_Bl is None:
             return None
         x = self._padded(segments_Bl)

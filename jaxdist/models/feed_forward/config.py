@@ -24,7 +24,7 @@ class ExpertsConfig(Config):
     mlp: Count | None = None
     """The hidden width of an expert; null takes the width of the model's MLP."""
     shared: Annotated[int, Field(ge=0)] = 0
-    """The number of further experts that receive every token, without the router."""
+    """The number of additional experts, which receive every token without the router."""
     every: Count = 1
     """The distance n between blocks with experts: every n-th block has experts, and the other
     blocks have the model's MLP."""

@@ -52,7 +52,7 @@ class Statistics(NamedTuple):
         return cls(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
     def add(self, sums_BS: jax.Array, load_BE: jax.Array) -> Statistics:
-        """Return the statistics, to which the sums and the loads of a further layer are added."""
+        """Return the statistics, to which the sums and the loads of the next layer are added."""
         load_NBE = jnp.concatenate([self.load[1:], load_BE[None]])
         return Statistics(self.sums + sums_BS, load_NBE)
 

@@ -43,7 +43,7 @@ class RoutedStack(Stacked):
         return self.routed_trunk(self._begun(self.experts, x), unweighted, *inputs)[0]
 
     def routed_embed(self, weight_BL: jax.Array, *inputs: Any) -> Routed:
-        """Return the embedding, with statistics of no router.
+        """Return the embedding, with the statistics before the first router.
 
         Args:
           weight_BL: the weight of each token, which is not used.

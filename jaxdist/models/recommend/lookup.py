@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jaxdist.models.hints import Hint
 
 HEADROOM = 2
-"""The number of ids that a device may request from another, as a multiple of an even share."""
+"""The number of ids that a device may request from another device, as a multiple of an even
+share."""
 
 
 def capacity(ids: int, devices: int) -> int:
-    """Return the largest number of ids that a device requests from another on the fast path.
+    """Return how many ids a device may request from another device on the fast path.
 
     A larger request takes the slow path of `look_up`.
 

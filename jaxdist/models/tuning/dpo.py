@@ -18,7 +18,7 @@ from jaxdist.models.mean import Mean, Sums
 
 
 class DpoConfig(Config):
-    """The loss of a preferred answer against another: -log sigmoid(beta (margin - margin_ref)).
+    """The loss of a preferred and a rejected answer: -log sigmoid(beta (margin - margin_ref)).
 
     The margin is the difference between the two answers' log-probabilities in the model, and
     margin_ref is the same difference in the reference.
@@ -55,8 +55,8 @@ class Dpo:
     def __call__(self, module: Any, batch: Any, base: Any = None) -> Sums:
         """Compute the mean loss of pairs, and the fraction of pairs with a positive margin.
 
-        The weights of the pairs apply to both means. A pair's margin is positive if it exceeds the
-        margin in the reference.
+        The weights of the pairs apply to the mean loss and to the fraction. A pair's margin is
+        positive if it exceeds the margin in the reference.
 
         Args:
           batch: tokens int32 `[B, 2, L + 1]`, segments int32 and answer float32 `[B, 2, L]`, weight

@@ -158,7 +158,7 @@ class Merged(Deferred):
 
     @property
     def merges(self) -> bool:
-        """True, because the parameter is computed from others."""
+        """True, because the parameter is computed from other parameters."""
         return True
 
     @property

@@ -157,8 +157,8 @@ class _Comparison:
     def alike(self) -> bool:
         """Return whether a layer is proven to have the same results in a list without other layers.
 
-        Results that belong to no layer, such as a step count, must also be the same. Stacks of
-        different lengths cannot be mapped together.
+        Results that belong to no layer, such as a step count, must be the same for every layer.
+        Stacks of different lengths cannot be mapped together.
         """
         leaves = zip(self.stacked, jax.tree.leaves(self.shapes), strict=True)
         if len({shape.shape[0] for flag, shape in leaves if flag}) > 1:

@@ -33,8 +33,8 @@ class AllReduce(Explicit):
         layers = self.layers_of(grads, [None] * len(leaves))
 
         def mean(positions: list[int], leaves: Layers) -> Layers:
-            # The division is in the same chunk as the sum: done later, it would be a further pass
-            # with a further buffer.
+            # A chunk is divided directly after its sum. A division after all sums would be another
+            # pass over the gradients, with another buffer.
             return over(weight, self.sum(leaves, self.axes))
 
         return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))

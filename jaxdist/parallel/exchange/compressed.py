@@ -208,7 +208,7 @@ def compressed_exchange(
     Args:
       zero: the split of the training state, or None without ZeRO.
       inside: the field of `CompressedAllReduce` with this name, which is used only without ZeRO.
-      settings: further fields of `Compressed`.
+      settings: the values of all other fields of the exchange.
     """
     if zero is None:
         return CompressedAllReduce(zero=None, inside=inside, **settings)

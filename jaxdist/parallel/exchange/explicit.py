@@ -83,8 +83,8 @@ class Explicit(Base):
         """Compute gradients of the total loss on each device's rows.
 
         The `sums` of the result are summed over all devices, and its `buffers` are means over all
-        devices. Random layers use another key on each device, so their masks differ from the masks
-        on a single device.
+        devices. Random layers use a different key on each device, so their masks differ from the
+        masks on a single device.
 
         Args:
           compute: the computation of gradients.
@@ -225,8 +225,8 @@ class Sharding(Explicit):
         """Whether replicas need barriers, which is true below ZeRO stage 3.
 
         A device uses the result of its update twice: it keeps the result and sends it. Without a
-        barrier XLA would fuse the update into both uses, and might round the two values
-        differently.
+        barrier XLA would fuse the update into both uses, and might round the kept and the sent
+        value differently.
         """
         return self.zero.stage < 3
 

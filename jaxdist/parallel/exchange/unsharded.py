@@ -73,9 +73,10 @@ class Unsharded(Sharding):
     def _seconds(self, params: Params) -> list[jax.Array | None]:
         """Gather a second copy of the shards across the slow network.
 
-        Later gathers of this copy use the fast network only. Each copy has a further dim, which
+        Later gathers of this copy use the fast network only. Each copy has an additional dim, which
         counts fast networks. This dim is the first dim, or the second dim in a stack of layers. In
-        a slice that has a single layer of a stack, the further dim is therefore the first dim too.
+        a slice that has a single layer of a stack, the additional dim is therefore the first dim
+        too.
 
         Returns:
           A copy for each leaf that ZeRO splits, and None for the other leaves.

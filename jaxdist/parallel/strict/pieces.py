@@ -38,7 +38,7 @@ def in_pieces(
       count: the number of pieces.
       trees: the trees, with this device's shards.
       places: for each tree, the dims along which its leaves are divided.
-      rest: further arguments, which are the same for all pieces.
+      rest: the arguments of `function` after the pieces, which are the same for all pieces.
 
     Returns:
       The n trees that `function` returns, joined from the results for all pieces.
@@ -73,7 +73,7 @@ def once(
       function: the function, which is called with the trees and then with `rest`. The n trees that
         it returns have the structures and shapes of the last n trees.
       trees: the trees.
-      rest: further arguments.
+      rest: the arguments of `function` after the trees.
       flat: whether to flatten arrays before the barriers, as in `settled`.
 
     Returns:

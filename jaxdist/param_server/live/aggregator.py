@@ -152,7 +152,8 @@ class Aggregator(Reception):
           payload: the parameters of a server's reply, or None without parameters.
         """
         found = rack_step(self.model, self.state, taken)
-        # A call that leads to the same state repeats earlier replies, and a replay needs none.
+        # A call that leaves the state unchanged only repeats earlier replies, which a replay does
+        # not need.
         if self._log is not None and found.state != self.state:
             self._log.add(taken)
             # The servers may save a state that contains this round before this process ends.

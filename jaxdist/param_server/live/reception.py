@@ -28,8 +28,8 @@ from jaxdist.wire.frames import FrameError, spec_for, text_payload
 MOST_REASONS = 64
 """The largest number of distinct reasons that a counter keeps."""
 WAITING_BYTES = 256 * 2**20
-"""The size of a client's waiting pushes, in bytes, above which further pushes are refused; four
-pushes are always allowed."""
+"""The size of a client's waiting pushes, in bytes, above which the client's next pushes are
+refused; four pushes are always allowed."""
 
 
 @dataclass

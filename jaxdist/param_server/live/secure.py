@@ -217,10 +217,10 @@ class MaskingClient(Client):
             # before the other clients have pushed to this server.
             self._begin(link)
         elif all(one.state.admitted == one.state.clock for one in self._links):
-            # A server that has the keys of a round admits no further client to this round. The
-            # keys are therefore sent only after all servers have ended the previous round. Another
-            # server may still wait for a new client in the previous round, and that client would
-            # be deferred to a round that is never reached.
+            # A server that has the keys of a round admits no other client to this round. The keys
+            # are therefore sent only after all servers have ended the previous round. Another
+            # server may still wait for a new client in the previous round, and that client would be
+            # deferred to a round that is never reached.
             for one in self._links:
                 self._begin(one)
 

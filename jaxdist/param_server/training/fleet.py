@@ -78,7 +78,7 @@ class EssentialProcesses:
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report to a server that a rack without workers has left, and admit a further number.
+        """Report to a server that a rack without workers has left, and admit its next number.
 
         Args:
           what: the aggregator's message, with the numbers of the server and of the rack as its

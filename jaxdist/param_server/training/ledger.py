@@ -61,7 +61,10 @@ class ClockReports:
         return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:
-        """Return the slots with the fewest computed clocks, which other slots may wait for."""
+        """Return the slots whose workers have computed the fewest clocks.
+
+        The workers of other slots may wait for these workers.
+        """
         least = min((self.computed[slot] for slot in slots), default=0)
         return {slot for slot in slots if self.computed[slot] == least}
 

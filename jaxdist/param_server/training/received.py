@@ -76,7 +76,7 @@ def _rack_did(
     Args:
       copy: the version of the rack's copy.
       answered: the sequence and the clock of the newest answer, by client. A repeated answer has
-        the parameters of the first.
+        the parameters of the first answer.
     """
     for effect in effects:
         if isinstance(effect, Forward):

@@ -77,7 +77,7 @@ def experts(random: Random, config: Sections) -> Sections | None:
 def expert_axis(random: Random, config: Sections) -> Sections | None:
     """Draw axis expert, at a random position of the mesh.
 
-    The devices of axis expert are taken from axis data. In a pipeline, the axis gets further
+    The devices of axis expert are taken from axis data. In a pipeline, the axis gets additional
     devices instead, with a larger batch. The result is None if the config does not combine with the
     drawn axis.
     """

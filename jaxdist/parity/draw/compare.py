@@ -48,7 +48,7 @@ def parity_draws(
 
     Args:
       count: the number of draws.
-      seed: the seed of the first draw. Each further draw has the next seed.
+      seed: the seed of the first draw. Each later draw has the next seed.
       axes: names of mesh axes. Only draws in which any of these axes is larger than 1 are compared,
         or all draws if there are no names.
       jobs: the number of processes, each of which trains one draw at a time.

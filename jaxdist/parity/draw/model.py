@@ -138,7 +138,7 @@ def _mlp(random: Random, needs: ModelNeeds) -> Sections:
 def _cnn(random: Random, needs: ModelNeeds) -> Sections:
     """Draw a CNN and its data.
 
-    A pipeline distributes the convolutions and two further layers.
+    A pipeline distributes the convolutions and two other layers.
     """
     count = max(random.randint(1, 3), needs.chunks - 2)
     model = {
@@ -151,7 +151,7 @@ def _cnn(random: Random, needs: ModelNeeds) -> Sections:
 
 def resnet(random: Random, needs: ModelNeeds) -> Sections:
     """Draw the section `model` of a ResNet, with batch norm if all rows are computed together."""
-    # Further stages would leave one or two pixels, too few values for the statistics of a norm.
+    # More stages would leave one or two pixels, too few values for the statistics of a norm.
     stages = random.randint(1, 2)
     blocks = [max(1, -(-(needs.chunks - 2) // stages))] * stages
     return {
@@ -281,7 +281,7 @@ MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "linen": _linen,
     "equinox": _equinox,
 }
-"""The functions that draw the sections `model` and `data`, and any further sections that the model
+"""The functions that draw the sections `model` and `data`, and any other sections that the model
 needs."""
 
 

@@ -60,7 +60,7 @@ class Op:
         return all(isinstance(one, kind) for one in self.kinds)
 
     def of(self, values: Sequence[k.Value], **changed: Any) -> Op:
-        """Return the operation on other operands, in which further attributes may be changed."""
+        """Return the operation on other operands, in which other attributes may be changed too."""
         return replace(self, values=values, **changed)
 
     def wrong(self, message: str) -> k.Kind:

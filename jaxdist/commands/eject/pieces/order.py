@@ -10,7 +10,7 @@ BATCH = 64  # examples per step, over all devices
 
 
 def mix(x: Any) -> Any:
-    """Permute uint64 numbers pseudo-randomly: the finalizer of splitmix64."""
+    """Permute uint64 numbers pseudo-randomly, by the finalizer of splitmix64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

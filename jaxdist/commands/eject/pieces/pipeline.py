@@ -46,7 +46,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         x_BLD, rows = inputs[number % SLOTS], tokens[number]
 
         def backward() -> Any:
-            # The stage is computed again from its input, which alone is kept until here.
+            # The stage is computed again from its input, because only the input was kept.
             (_, loss), pull = jax.vjp(lambda p, x: run_stage(p, x, rows), params, x_BLD)
             more, down = pull((cotangents[number % SLOTS], 1.0))
             return nothing, down, jax.tree.map(jnp.add, grads, more), total + loss
@@ -57,7 +57,7 @@ def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         # Activations move to the next stage, their gradients to the previous; ends receive zeros.
         up = jax.lax.ppermute(up, "stage", [(i, i + 1) for i in range(STAGES - 1)])
         down = jax.lax.ppermute(down, "stage", [(i + 1, i) for i in range(STAGES - 1)])
-        # If a stage sent nothing, the slot is one past the last, so the message is dropped.
+        # If a stage sent nothing, the index is one past the last slot, so the message is dropped.
         up_S, down_S = (jnp.where(kind_S == sent, number_S % SLOTS, SLOTS) for sent in (1, 2))
         inputs = inputs.at[up_S[(stage - 1) % STAGES]].set(up, mode="drop")
         cotangents = cotangents.at[down_S[(stage + 1) % STAGES]].set(down, mode="drop")

@@ -45,8 +45,8 @@ def backward(
         through this function.
 
     Returns:
-      The next state, then `y`, and the gradient of the chunk's input. With a backward task the
-      second result is zeros instead of `y`. Without a backward task the third result is zeros.
+      The next state, then `y`, and the gradient of the chunk's input. With a backward task, zeros
+      take the place of `y`. Without a backward task, the gradient consists of zeros.
     """
     # Backward tasks only read these buffers. The buffers are closed over instead of passed through
     # the conditional, since XLA may copy the results of a conditional.
@@ -112,7 +112,8 @@ def _weight(
 ) -> tuple[StageState, Activation]:
     """Compute the gradients of a chunk's weights from the values that the INPUT task stored.
 
-    The second result is zeros, because only the INPUT task has the gradient of the chunk's input.
+    In place of the gradient of the chunk's input, which the INPUT task has computed, zeros are
+    returned.
     """
     at_hand = (stage.params(work), stage.visit(work))
     grads = stage.split_backward.w(at_hand, read_slot(state.kept, work.kept))
