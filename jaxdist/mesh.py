@@ -138,7 +138,7 @@ def _count(size: int | Split) -> int:
 
 
 def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) -> list[str]:
-    """Propose meshes with the same axes for another number of devices, the most similar mesh first.
+    """Propose meshes with the axes of `sizes` for another number of devices, most similar first.
 
     Args:
       sizes: the sizes of the mesh that does not fit.
@@ -270,7 +270,7 @@ def _arranged(
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
     """Return the sizes of the torus of TPU devices, without dims of size 1.
 
-    The cores of a chip are a further dim.
+    The cores of a chip are an additional dim.
     """
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     sizes = places.max(axis=0) - places.min(axis=0) + 1

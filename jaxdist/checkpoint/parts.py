@@ -122,7 +122,7 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
 
     Raises:
       CheckpointError: arrays are missing or do not fit. The message lists the first of these
-        arrays, with both shapes and dtypes.
+        arrays, with the saved and the wanted shapes and dtypes.
     """
     lines = [
         line

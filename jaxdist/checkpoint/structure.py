@@ -84,8 +84,8 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     """Check that a checkpoint has the arrays of a target, and is not of another model.
 
     Raises:
-      CheckpointError: arrays differ; the message lists the first differences, with both shapes and
-        dtypes.
+      CheckpointError: arrays differ; the message lists the first differences, with the saved and
+        the wanted shapes and dtypes.
     """
     lines = structure_differences(saved, target)
     if not lines:

@@ -153,7 +153,7 @@ def generate_from_run(
       tokens: the largest number of tokens to add to a text. A text also ends where the model ends
         the document.
       sampling: the settings of the random choice of tokens.
-      stops: further tokens that end a text.
+      stops: the tokens that end a text, in addition to the end of a document.
       step: the step of the checkpoint, or None for the newest checkpoint.
       json_file: a JSON file for the texts, their tokens, and the logarithm of the probability of
         each added token. None writes no file.

@@ -35,7 +35,7 @@ def reshard(
       state: the shapes of the requested state, [devices of the current mesh, ...].
       sizes: the sizes of the current mesh's axes. The axis across the slowest network comes first.
       axes: the indices of the mesh axes over which messages are sent. All other axes must have the
-        same size in the old mesh.
+        same size in the old and in the current mesh.
 
     Raises:
       CompressionError: the blocks of the gradients on a device have other shapes than before.

@@ -69,7 +69,7 @@ def shown(value: Json) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a value: a file and its line (from 1), or the text of an override.
+    """The origin of a value: a file and its line (counted from 1), or the text of an override.
 
     >>> str(Origin("configs/gpt/base.yaml", 12)), str(Origin("override 'optim.lr=1'"))
     ('configs/gpt/base.yaml:12', "override 'optim.lr=1'")

@@ -11,9 +11,9 @@ of each hop to the farthest chip is added.
 
 A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
 
-The two devices of a chip form a further dim, without links of the torus. A collective that includes
-this dim sends each byte into the chip once. In a collective along other dims, both devices of a
-chip send at the same time, and share the links.
+The two devices of a chip form an additional dim, without links of the torus. A collective that
+includes this dim sends each byte into the chip once. In a collective along other dims, both devices
+of a chip send at the same time, and share the links.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def ledger_of_text(
       text: the compiled program as HLO text, or the parsed text.
       axes: the size of each mesh axis, in mesh order.
       order: the index in the flattened mesh of each device of the program's device assignment, or
-        None if both orders are the same.
+        None if the mesh and the device assignment have the same order.
       memory: the bytes on a device, which the text does not state.
 
     Raises:

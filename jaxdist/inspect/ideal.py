@@ -61,7 +61,7 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     """Return phrases about the bound of `gradient_bound`.
 
-    The first phrase is the assumption of the bound. Each further phrase names a setting of the
+    The first phrase is the assumption of the bound. Each other phrase names a setting of the
     experiment with which devices send more bytes.
     """
     parallel, program = experiment.config.parallel, experiment.program

@@ -21,8 +21,8 @@ def _dense(own: str, tensor: str, layout: str, *, absent: bool = False) -> dict[
     """Return the entries of the table of names for a kernel and its bias.
 
     Args:
-      own: the start of the names of both parameters.
-      tensor: the start of the names of both tensors.
+      own: the start of the names of the kernel and the bias.
+      tensor: the start of the names of the tensors that fill the kernel and the bias.
       layout: the layout of the kernel.
       absent: as in `Row`.
     """

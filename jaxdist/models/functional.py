@@ -64,7 +64,7 @@ class Functional:
     Attributes:
       make: a function that builds the module from random streams.
       params: the parameters, a tree of `jax.ShapeDtypeStruct`.
-      buffers: the other state that is kept, such as batch statistics, in the same form.
+      buffers: the other state that is kept, such as batch statistics, in the form of `params`.
       dims: the logical dims of each parameter by '/'-joined name, or None for a parameter whose
         dims the model does not name.
       scanned: the names of the parameters that `scan_blocks` reads layer by layer.

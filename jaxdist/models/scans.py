@@ -32,8 +32,7 @@ def _sliced(jaxpr: Jaxpr, origins: Mapping[Var, int]) -> set[int]:
             pairs = zip(equation.outvars, given, strict=True)
             known.update({var: origin for var, origin in pairs if origin is not None})
         for body in _bodies(equation):
-            # A conditional and a while loop have further arguments before the arguments of the
-            # body.
+            # A conditional and a while loop have other arguments before the arguments of the body.
             own = given[len(given) - len(body.invars) :]
             outside = equation.invars[len(given) - len(body.invars) :]
             found |= _of_body(equation, body, own, outside)

@@ -169,7 +169,8 @@ class Exchange(Protocol):
         """Convert a state that was saved under another plan to the form of this plan.
 
         Args:
-          saved: the saved arrays, a tree of the same structure whose leaves may have other shapes.
+          saved: the saved arrays, a tree with the structure of `state` whose leaves may have other
+            shapes.
           state: the shapes of this plan's state.
 
         Raises:

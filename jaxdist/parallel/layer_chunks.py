@@ -18,7 +18,7 @@ Layers = list[jax.Array]
 """A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
 """A function of the positions of some leaves and of these leaves. The function returns new leaves,
-which have the same number of layers."""
+which have as many layers as the given leaves."""
 
 
 def by_layers(

@@ -82,8 +82,8 @@ class Objective:
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients of the mean loss of a batch."""
-        # The loss is divided before differentiation, because dividing the gradients would be a
-        # further pass over them.
+        # The loss is divided before differentiation, because dividing the gradients would be
+        # another pass over the gradients.
         own, frozen = self.model.divided(held.params)
 
         def mean(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:

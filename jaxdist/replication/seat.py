@@ -31,7 +31,7 @@ class Seat:
       say: a function that sends the arbiter a report: the place at which this server copies, a
         takeover, or a server that may now follow.
       kind: the class of the server that leads.
-      more: the further arguments of `kind`.
+      more: the other arguments of `kind`.
     """
 
     def __init__(

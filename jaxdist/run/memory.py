@@ -28,8 +28,9 @@ REMEDY = (
 def copied_bytes(program: Program) -> int:
     """Return the bytes that a step copies of parameters in the host's memory, for each device.
 
-    Both passes copy the parameters of scanned layers, and the forward pass copies others, in each
-    microbatch. The update copies trained parameters to the device and back.
+    In each microbatch, the forward and the backward pass copy the parameters of scanned layers, and
+    the forward pass alone copies all other parameters. The update copies trained parameters to the
+    device and back.
     """
     model, copied = program.model, 0
     for name, leaf in flatten_with_names(program.state_shapes.params):

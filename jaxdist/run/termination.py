@@ -141,7 +141,7 @@ class Termination:
 
 
 def _forget(terminals: list[int]) -> None:
-    """Discard further output to the terminals that were closed.
+    """Discard all later output to the terminals that were closed.
 
     Otherwise a failed write to such a terminal would prevent the checkpoint.
     """

@@ -43,7 +43,7 @@ _CPU = "to run on the CPU set JAX_PLATFORMS=cpu"
 
 @dataclass(frozen=True)
 class Seen:
-    """The message in which a process describes its GPUs to the others.
+    """The message in which a process describes its GPUs to the other processes.
 
     Attributes:
       machine: the name of the process's node.

@@ -189,7 +189,8 @@ def _refuse(came: dict[int, socket.socket], text: str) -> RunError:
 def _listen(bind: str) -> socket.socket:
     host, port = split_address(bind)
     try:
-        # The socket accepts IPv4 and IPv6, since other processes may resolve the name to either.
+        # The socket accepts IPv4 and IPv6, since other processes may resolve the name to an address
+        # of either kind.
         if host in ("", "::") and socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024

@@ -151,7 +151,7 @@ class Layout:
     def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
         """Return the partition spec of a tensor with these logical dims.
 
-        The axis of experts splits no further dim of experts' parameters.
+        If the tensor has a dim of experts, the axis of experts splits no other dim of the tensor.
         """
         taken = self.names_of("experts") if "experts" in dims else ()
         entries: list[Any] = []
@@ -232,8 +232,8 @@ class Layout:
           dims: the logical dims of `x`.
           was: the logical dims that determined the sharding of `x` before this call, or None to
             ignore that sharding. With `was`, `x` is first constrained to the old sharding, so that
-            the gradient of `x` gets the old sharding. If both shardings are equal, `x` is returned
-            unchanged.
+            the gradient of `x` gets the old sharding. If the old and the new sharding are equal,
+            `x` is returned unchanged.
 
         Raises:
           ShardingError: the number of dims of `x` differs from the number of names, or the number
@@ -325,8 +325,8 @@ class Layout:
         """Return the weighted sums of the experts' results for each token.
 
         Each device computes the experts that it has. The method implements the method of
-        `jaxdist.models.hints.Hint` with the same name. A further axis may split the hidden width of
-        the kernels; the results are then summed over this axis.
+        `jaxdist.models.hints.Hint` with the same name. Another axis may split the hidden width of
+        the kernels; the results are then summed over that axis.
 
         Args:
           compute: the function that computes a device's experts. Its arguments are the three

@@ -60,7 +60,7 @@ class ChoiceConfig(Config):
     workers: Annotated[int, Field(ge=2, le=64)] = 8
     """The number of workers: hosts that compute gradients."""
     servers: Annotated[int, Field(ge=1, le=64)] = 4
-    """The number of servers: further hosts, which hold the parameters."""
+    """The number of servers, which are additional hosts that hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
     """The factor by which the step time of one worker is multiplied, in rows with a straggler."""
     noise: PositiveFloat = 0.3

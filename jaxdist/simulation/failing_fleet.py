@@ -203,7 +203,7 @@ class _State:
         self.from_disk = np.zeros(shape, bool)
 
     def advance(self, gap: np.ndarray, dies: np.ndarray, both: np.ndarray) -> None:
-        """Advance all runs to the next failure, or to the end of a run that has no further failure.
+        """Advance all runs to the next failure, or to the end of a run without another failure.
 
         Args:
           gap: the seconds to advance, float64 [runs].

@@ -61,8 +61,8 @@ class Fleet:
     """A simulated fleet.
 
     Attributes:
-      tiers: checkpoints alone, and checkpoints with snapshots in memory; both have rows for the
-        same intervals.
+      tiers: checkpoints alone, and checkpoints with snapshots in memory; the two tiers have rows
+        for the same intervals.
     """
 
     config: FleetConfig

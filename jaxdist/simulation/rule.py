@@ -111,8 +111,8 @@ class ServerRule:
             array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
         ) -> tuple[jax.Array, RuleState]:
             params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
-            # A server knows neither of these values; `check_separable` refuses optimizers that read
-            # them.
+            # A server knows neither the norm of all gradients nor the loss. `check_separable`
+            # refuses optimizers that read these values.
             nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
             updates, state = transform.update(grads, state, params, **nothing)
             if rate:

@@ -26,7 +26,7 @@ class VariantResult:
       sent_bytes: the bytes that a device sends in a step over the mesh axes that share the batch.
       base_bytes: the bytes that a device sends in a step with the baseline.
       outcomes, base: the runs of this variant and of the baseline. Variant and baseline have a run
-        for each seed, in the same order.
+        for each seed, in the order of the seeds.
     """
 
     variant: Variant

@@ -69,7 +69,7 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
       start: a state of a program whose optimizer is `adjustable`.
       learning_rate: the learning rate, which replaces the factor.
     """
-    # The state is copied, since a step donates its state, and further trials need `start`.
+    # The state is copied, since a step donates its state, and later trials need `start`.
     copied = jax.tree.map(jnp.copy, start)
     old = optax.tree.get(copied.opt_state, "step_size")
     value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)

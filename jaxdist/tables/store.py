@@ -84,7 +84,7 @@ class RowStore:
         count = int(np.count_nonzero(new))
         if count:
             begun = slice(self.touched, self.touched + count)
-            # Slots count from 1, since 0 marks a row that does not exist.
+            # The stored index counts from 1, since 0 marks a row that does not exist.
             slots[new] = self._slots[places[new]] = np.arange(
                 begun.start + 1, begun.stop + 1, dtype=np.int32
             )

@@ -2,7 +2,7 @@
 
 A decoder caches its keys and values (`jaxdist.train.decode`). Any other model of tokens computes
 its entire window again for each token. A decoder does the same as soon as a text is longer than the
-window, because each further token then changes every token's position in the window.
+window, because each new token then changes every token's position in the window.
 
 A `Generator` keeps its compiled programs. Lengths are padded, so that calls share a program unless
 they differ in the number of prompts, in the settings of sampling, or by more than `PIECE` tokens.

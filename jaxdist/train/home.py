@@ -2,8 +2,8 @@
 
 The model's form is the form on a single device. The devices' form is stored between steps, and may
 be padded or reordered. Each `View` converts leaves between these two forms. The view decides with
-which of the two forms steps compute, and which of the two forms checkpoints hold. Every further
-method to store state on devices is a view, such as `jaxdist.train.offload.HostMemory`.
+which of the two forms steps compute, and which of the two forms checkpoints hold. Every method to
+store state in another form is a view, such as `jaxdist.train.offload.HostMemory`.
 """
 
 from __future__ import annotations

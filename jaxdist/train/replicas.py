@@ -23,8 +23,8 @@ class ReplicaCheckConfig(Config):
     """The reaction to a difference: stop ends the run, and restore repeats the steps since the
     newest complete checkpoint."""
     max_restores: Count = _RESTORES
-    """The number of times that one process may restore the run; a further difference ends the run.
-    """
+    """The number of times that one process may restore the run. The next difference after that ends
+    the run."""
 
     @model_validator(mode="after")
     def _check(self) -> ReplicaCheckConfig:

@@ -40,9 +40,9 @@ class Outer(Protocol):
     The state of the exchange (slow weights, outer momentum) is `TrainState.outer`. Leaves that
     belong to a parameter (`jaxdist.optim.owners`) are split over the mesh like the moments of this
     parameter; every device has a replica of each other leaf. All leaves are saved with the rest of
-    the state, and every plan can load them without a changed bit. If the structure of the leaves in
-    a checkpoint differs, another exchange saved the checkpoint, and this exchange begins again with
-    the checkpoint's parameters.
+    the state, and every plan can load them without a changed bit. If the leaves in a checkpoint
+    have another structure than the leaves of this exchange, another exchange saved the checkpoint,
+    and this exchange begins again with the checkpoint's parameters.
     """
 
     def begin(self, params: Params) -> PyTree:

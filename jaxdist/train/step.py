@@ -279,7 +279,7 @@ class Program:
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state and further metrics of a step that the optimizer may have skipped.
+        """Return the state and the last metrics of a step that the optimizer may have skipped.
 
         After a skipped step, the buffers and the state of the exchange are taken from the old
         state. The loss scale shrinks after an overflow.
@@ -338,8 +338,8 @@ class Program:
     def train_with(self, field: str) -> Compiled:
         """Return a function like `train` that also returns the gradient of a field of the batch.
 
-        The third result of the returned function is the gradient of the mean loss, with the shape
-        and sharding of the field.
+        The gradient comes last among the results of the returned function. It is the gradient of
+        the mean loss, with the shape and sharding of the field.
         """
         compute = self.compute
         assert isinstance(compute, WholeBatch), "a batch in one piece, on one stage"
@@ -349,8 +349,8 @@ class Program:
             found = self._gradients(stored, state, batch)
             key = jax.random.fold_in(self._keys()[1], stored.step)
             held = StepInputs(state.params, stored.params, state.buffers, None)
-            # XLA computes the common part of both gradients only once, if XLA places all
-            # communication.
+            # XLA computes the common part of the gradients of the parameters and of the field only
+            # once, if XLA places all communication.
             of_field = compute.objective.field_gradients(held, batch, key, field)
             return *self._update(stored, state, found), of_field
 

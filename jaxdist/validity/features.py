@@ -285,6 +285,6 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: f.strategy == "parameter_server", lambda f: "strategy.type parameter_server"
     ),
 }
-"""The features of the matrix in the docs, in its order; `jaxdist.validity.sections` has further
-features.
+"""The features of the matrix in the docs, in its order. `jaxdist.validity.sections` has the
+features that are not in the matrix.
 """

@@ -213,7 +213,7 @@ class Assembler:
         self._filled = 0
 
     def feed(self, frame: bytes) -> Envelope | None:
-        """Return the envelope that this frame completes, or None if further frames are missing.
+        """Return the envelope that this frame completes, or None if other frames are missing.
 
         Raises:
           FrameError: the frame is refused, together with the incomplete envelope.

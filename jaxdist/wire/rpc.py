@@ -86,7 +86,7 @@ class RpcServer:
       token: the token that every session must present.
       tls: the TLS credentials; None sends plain text, which `ProcessesConfig` allows on this
         machine only.
-      sessions: the largest number of concurrent sessions; further sessions are refused.
+      sessions: the largest number of concurrent sessions; more sessions are refused.
 
     Raises:
       WireError: the port is in use, or the address is not an address of this machine.
@@ -108,7 +108,8 @@ class RpcServer:
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            # gRPC would queue further calls without this limit, and with it refuses them.
+            # Without this limit gRPC would queue calls beyond the limit. With the limit, gRPC
+            # refuses such calls.
             maximum_concurrent_rpcs=sessions + 1,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)

@@ -91,7 +91,8 @@ def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
     """Return why server or client rejects the other's certificate, or None if neither rejects it.
 
     gRPC retries a failed handshake without end and hides the reason, so this function does a
-    handshake itself. The result is None if both accept, or if the server cannot be reached.
+    handshake itself. The result is None if server and client accept, or if the server cannot be
+    reached.
 
     Args:
       address: `host:port`.

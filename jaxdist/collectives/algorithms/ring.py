@@ -83,7 +83,7 @@ class Ring(Algorithm):
         start = 0
         for piece in pieces:
             # Each device receives the blocks in a different order. Writing each block to its offset
-            # costs nothing. A concatenation would need a rotation by the rank, which is a further
+            # costs nothing. A concatenation would need a rotation by the rank, which is another
             # pass over all elements.
             into = _put(into, piece, rank(axis) * width + start)
             for way, hops in self._ways(size):

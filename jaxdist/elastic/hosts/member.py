@@ -175,7 +175,7 @@ class Membership:
           generation: the last generation of the run.
           code: the exit code of the run.
           words: the error with which the run failed, or an empty string.
-          more: further values for the other hosts.
+          more: the other values to announce, by name.
         """
         told = {"generation": generation, "code": code, "words": words, **more}
         self.over = self.over or told

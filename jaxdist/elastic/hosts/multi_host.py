@@ -291,7 +291,7 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder of the run's snapshots on this machine's disk, or None without one."""
+        """Return the folder of the run's snapshots on this machine's disk, or None."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)

@@ -155,7 +155,7 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Return whether a layer is proven to have the same results in a list without other layers.
+        """Return whether each layer is proven to have the same results alone as among all layers.
 
         Results that belong to no layer, such as a step count, must be the same for every layer.
         Stacks of different lengths cannot be mapped together.

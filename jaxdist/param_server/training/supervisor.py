@@ -131,7 +131,7 @@ class Supervisor:
     def _forks(self) -> dict[bool, ForkServer]:
         """Return the processes that fork servers (False) and workers (True).
 
-        The same process forks both if the workers compute on CPUs.
+        One process forks servers and workers if the workers compute on CPUs.
         """
         log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
         log.parent.mkdir(exist_ok=True)

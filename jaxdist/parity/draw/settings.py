@@ -295,7 +295,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     parallel = _left_to_xla(config)
     layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
     # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices.
-    # With tensor parallelism, so would the order of sums over both axes.
+    # With tensor parallelism, so would the order of sums over data and tensor.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}

@@ -323,7 +323,7 @@ class TracedFormulas:
             waits = 3 * (gathers + once(size - shared, sent))
             return count * waits, both * count * crossing
         # Parameters that do not belong to experts have gradients on all devices, which are summed
-        # over both axes.
+        # over the axes data and expert.
         part = shared * sent / (plan.data if plan.zero else 1)
         among = 2 * gather_seconds(target, places.inner_dims, plan.expert, part)
         if plan.zero == 0:

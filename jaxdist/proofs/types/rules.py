@@ -80,7 +80,8 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
 
     Args:
       name: the operation's name, which the reason for an undecided value states.
-      like: a primitive of jax with the same rule, such as "tanh" for an elementwise operation.
+      like: the primitive of jax whose rule the operation gets, such as "tanh" for an elementwise
+        operation.
       rows: the index of a dim that all operands and results have, such as the batch of an attention
         kernel. Rows along the dim must not depend on each other.
 

@@ -109,9 +109,9 @@ def _last_ones(dims: Sequence[int], shape: Sequence[int]) -> list[int]:
 def _at_borders(op: Op, kind: k.Shard, groups: Groups) -> set[int]:
     """Return new dims outside of the group of the sharded dim that may be sharded too.
 
-    A dim of size 1 between two groups may belong to either. If the reshape adds such a dim, it may
-    be the outer part of the dim after it, such as the kv_heads of a device that has one of them.
-    If the reshape removes such a dim, it may have been merged with the dim after it.
+    A dim of size 1 between two groups may belong to either group. If the reshape adds such a dim,
+    it may be the outer part of the dim after it, such as the kv_heads of a device that has one of
+    them. If the reshape removes such a dim, it may have been merged with the dim after it.
     """
     before, after = op.ins[0].shape, op.out.shape
     dims = set[int]()
@@ -246,8 +246,8 @@ def same_dims(op: Op) -> Found:
 def pad(op: Op) -> Found:
     """Return the kind of a padded array.
 
-    A partial sum must be padded with zeros. Joined arrays become joined arrays with further parts
-    for the zeros at both ends.
+    A partial sum must be padded with zeros. Joined arrays become joined arrays with additional
+    parts for the zeros at the two ends.
     """
     kind, filler = op.kinds[:2]
     zeros = isinstance(filler, k.Zero)

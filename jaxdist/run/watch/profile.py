@@ -59,7 +59,7 @@ _RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
 def parse_profile(text: str) -> ProfiledSteps:
     """Parse the text `first:last`, or a count of steps to trace after a warm-up of two steps.
 
-    In `first:last`, both steps are traced.
+    With `first:last`, the steps `first` and `last` are traced too.
 
     Raises:
       ConfigError: the text has neither form, or names no step.

@@ -35,8 +35,8 @@ OFTEN = 64
 The interval is chosen at saves 1, 2, 4, 8 and so on up to this number, and then at each multiple of
 this number."""
 CHANGED = 2.0
-"""The smallest ratio between a new interval and the last printed interval, or the reverse, at which
-the new interval is printed too.
+"""The smallest ratio of a new interval and the last printed interval, the larger divided by the
+smaller, at which the new interval is printed too.
 """
 _WORK = (Activity.STEP, Activity.INPUT_WAIT)
 

@@ -28,7 +28,7 @@ def plot_review(
     zero_bytes: Callable[[int, int], float],
     directory: Path,
 ) -> list[Path]:
-    """Draw both figures, with measured points as large circles, and return the files.
+    """Draw efficiency and memory, with measured points as large circles, and return the files.
 
     Args:
       zero_bytes: the function from a ZeRO stage and a number of devices to the bytes for each

@@ -84,8 +84,8 @@ class SlowState(NamedTuple):
 class SlowWeights:
     """An exchange that moves slow weights by the parameters' change since the previous exchange.
 
-    The exchange needs memory for a copy of the parameters, and for a second copy with momentum.
-    Both copies are sharded like the optimizer's state.
+    The exchange needs memory for a copy of the parameters and, with momentum, for a second copy.
+    The copies are sharded like the optimizer's state.
 
     Attributes:
       every: the number of steps from one exchange to the next.
