@@ -33,7 +33,7 @@ BENCHES: dict[str, str] = {
     "elastic": "benchmarks.elastic.report:bench",
     "experts": "benchmarks.experts:bench",
     "gpu": "benchmarks.gpu:bench",
-    "hybrid": "benchmarks.param_server.hybrid:bench",
+    "hybrid": "benchmarks.hybrid.report:bench",
     "jobs": "benchmarks.jobs.report:bench",
     "models": "benchmarks.models.report:bench",
     "optim": "benchmarks.optim:bench",

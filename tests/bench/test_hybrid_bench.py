@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from benchmarks.core.hosts import Timed
-from benchmarks.param_server import links, quality
-from benchmarks.param_server.hybrid import bench
+from benchmarks.hybrid import quality
+from benchmarks.hybrid.report import bench
+from benchmarks.param_server import links
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import build, load
 from jaxdist.train.evaluate import evaluate

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.layer_chunks import Layers, by_layers
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
@@ -27,7 +28,6 @@ from jaxdist.models.mean import check_adds_up
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
 from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.base import Base
-from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import ZeroMessages
 from jaxdist.parallel.zero import ZeroSplit

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxdist.collectives.layer_chunks import Layers, by_layers
 from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import Sharding, over, together
-from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.types import Grads, PyTree
 
 

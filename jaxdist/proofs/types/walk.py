@@ -24,7 +24,7 @@ PASSES = 8
 
 Turn = Callable[[list[k.Value]], list[k.Value]]
 OVERWRITING = "overwrite_chunk"
-"""The name of a function in `jaxdist.parallel.layer_chunks`. The function is the body of a loop
+"""The name of a function in `jaxdist.collectives.layer_chunks`. The function is the body of a loop
 that overwrites all elements of arrays chunk by chunk."""
 KEPT = ("name", "optimization_barrier", "copy", "copy_p", "reduce_precision")
 """The operations whose results have the kinds of their operands even outside of `shard_map`."""

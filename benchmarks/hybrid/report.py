@@ -77,7 +77,7 @@ def _links() -> list[Figure]:
 
 
 def _quality(task: str) -> list[Figure]:
-    from benchmarks.param_server import quality
+    from benchmarks.hybrid import quality
 
     return quality.figures(getattr(quality, task))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.parallel.layer_chunks import by_layers, layers_at_once
+from jaxdist.collectives.layer_chunks import by_layers, layers_at_once
 
 
 def leaves():

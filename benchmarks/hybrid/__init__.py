@@ -1,0 +1,1 @@
+"""Benches of recommenders, whose tables are on servers and whose dense layers are not."""
