@@ -200,7 +200,8 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
         product of the other sizes.
 
     Raises:
-      MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
+      MeshError: the mesh needs another number of devices than `device_count`; the message proposes
+        meshes that fit.
     """
     sizes = config.sizes()
     known = math.prod(_count(size) for size in sizes.values() if size != -1)

@@ -215,8 +215,8 @@ def _load_packed(
       whole: whether `stored` contains all arrays of these files, which orbax must know.
     """
     ocp = _orbax()
-    # With `strict=False`, orbax cuts an array or pads it with zeros if the target has another
-    # length.
+    # With `strict=False`, orbax cuts an array, or pads it with zeros, if the target has another
+    # length than the array.
     restore_args = {
         number: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False

@@ -195,7 +195,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     """Check that every file of a checkpoint has the size and digest in the manifest.
 
     Raises:
-      DamageError: files are missing, changed, or of another length; the message names these files.
+      DamageError: files are missing, changed, or of another length than in the manifest; the
+        message names these files.
     """
 
     def problem(name: str, expected: FileRecord) -> str | None:

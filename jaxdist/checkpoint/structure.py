@@ -62,7 +62,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 def structure_differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
     """Return the differences between saved arrays and a target, as a line for each path.
 
-    An array may be missing, extra, or of another shape or dtype.
+    An array may be missing, extra, or of another shape or dtype than in the target.
 
     Args:
       target: a tree of arrays or of `jax.ShapeDtypeStruct`.

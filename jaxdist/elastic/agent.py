@@ -114,7 +114,8 @@ class Agent:
                     lost = assignment.first + failure.process
                     self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
             finally:
-                # The processes are ended before `release`, because it reports that they are gone.
+                # The processes are ended before `release`, because `release` reports that they are
+                # gone.
                 team.kill()
             if failure is None:
                 asked = self._stop_reason is not None or run_folder.noticed() is not None

@@ -41,7 +41,7 @@ def evaluate_iota(text: str) -> np.ndarray:
     The array is an iota of the shape `source`, transposed by `order`, and reshaped to `shape`.
 
     Raises:
-      LedgerError: the text has another form.
+      LedgerError: the text does not have this form.
 
     >>> evaluate_iota("[4,2]<=[2,4]T(1,0)").tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -77,7 +77,7 @@ def positive(config: Mapping[str, Any], key: str, missing: int | None = None) ->
       missing: the value of an absent key, or None if the key is required.
 
     Raises:
-      ConfigError: the key is absent but required, or it has another value.
+      ConfigError: the key is absent but required, or its value is not such a number.
     """
     size = config.get(key, missing)
     if type(size) is not int or size < 1:

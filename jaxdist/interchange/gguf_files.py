@@ -208,7 +208,8 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
       tensors: the names of the tensors in the file.
 
     Raises:
-      DataError: the family is an encoder, or gemma, whose norms have other values in GGUF files.
+      DataError: the family is an encoder, or gemma, whose norms have other values in GGUF files
+        than in files of transformers.
     """
     if family.kind != "gpt":
         raise DataError(

@@ -57,7 +57,7 @@ class Source:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the source is a GGUF file, in which tensors have other names and layouts."""
+        """Whether the source is a GGUF file, with other names and layouts than a directory."""
         return self.path.is_file()
 
     @cached_property

@@ -198,8 +198,8 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
       shapes: the shape of each field of an example, by the field's name.
 
     Raises:
-      ConfigError: a field is missing or has another number of dims; `chunks` does not divide the
-        sequence.
+      ConfigError: a field is missing or has another number of dims than the loss needs; `chunks`
+        does not divide the sequence.
     """
     if isinstance(config, ClassificationConfig) and _reads(config.of_text, shapes):
         return

@@ -155,7 +155,7 @@ def describe_layers(
 
     Raises:
       ConfigError: a list does not have an entry for each dim; the mesh does not have an axis; a
-        tree has another structure.
+        tree has another structure than `params`.
     """
     named = flatten_with_names(params)
     nothing = [None] * len(named)

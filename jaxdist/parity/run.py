@@ -199,7 +199,7 @@ def is_random(model: Functional) -> bool:
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
-    """Return the reason why a model gives other numbers if it computes a batch in parts.
+    """Return the reason why a model gives other numbers for a batch in parts than at once.
 
     The result is empty if the numbers are the same, or if the batch is computed at once.
 
@@ -229,9 +229,9 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
     """Train a combination, and return its comparison with a single device.
 
     A combination is skipped if the model cannot be built, for example because axis tensor does not
-    divide its heads. A combination is also skipped if the model gives other numbers for a part of a
-    batch. A combination that XLA refuses to compile differs, with the first line of XLA's message
-    as the reason.
+    divide its heads. A combination is also skipped if the model gives other numbers for a batch in
+    parts than for the batch at once. A combination that XLA refuses to compile differs, with the
+    first line of XLA's message as the reason.
     """
     try:
         experiment = experiment_of(with_combination(subject.sections, cell))

@@ -153,7 +153,7 @@ class RestingBytes:
     Attributes:
       held: the bytes of these parameters.
       passing: the part of `held` that is on the device at once: a layer that is used, and the next
-        one. A parameter outside of the blocks counts whole.
+        layer. A parameter outside of the blocks counts whole.
       copied: the bytes that a step copies. The passes copy the parameters of blocks twice in each
         microbatch, and other parameters once. The update copies trained parameters there and back.
     """

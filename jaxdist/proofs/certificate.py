@@ -214,8 +214,8 @@ def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
       devices: the number of devices of all processes.
 
     Raises:
-      RunError: there is no certificate; the certificate is for another config, mesh or version; or
-        its verdict is not "proved".
+      RunError: there is no certificate; the certificate is for another config, mesh or version than
+        the present one; or its verdict is not "proved".
     """
     document, config = load(config_file, overrides)
     path = path_of(config, document)

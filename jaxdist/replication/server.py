@@ -133,7 +133,7 @@ class ReplicatedServer(Server):
         self._held.append((self.leader.index, reply, payload))
 
     def _advance(self) -> None:
-        """Send each held reply for which all followers have the entries, and drop such entries."""
+        """Send each reply for which all followers have the entries, and drop such entries."""
         while self._held and self._held[0][0] <= self.leader.safe:
             _, reply, payload = self._held.popleft()
             super()._reply(reply, payload)

@@ -55,7 +55,7 @@ def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
     """Return the data of a message; the inverse of `to_bytes`.
 
     Raises:
-      SecureError: the stage is unknown, or the bytes have another size.
+      SecureError: the stage is unknown, or their number does not fit the stage.
 
     >>> of_bytes(Stage.ARRIVED, to_bytes({3: b"", 7: b""}))
     {3: b'', 7: b''}

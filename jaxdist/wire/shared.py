@@ -46,7 +46,7 @@ def supported() -> bool:
 
 @dataclass
 class Direction:
-    """The slots of one direction: one side calls `write`, the other `read`.
+    """The slots of one direction: one process calls `write`, and the other process calls `read`.
 
     Attributes:
       flags: `[SLOTS]` uint8: 1 while a slot holds a payload.

@@ -4,8 +4,8 @@ Let m be half the number of blocks that a device still has to reduce, rounded up
 reduce-scatter, the device keeps m blocks, and sends its other blocks to the device whose index is
 larger by m. If N is a power of two, this is the classical recursive halving. For other N, the
 classical algorithm first sends the S bytes of each surplus device to another device, and sends the
-result back in the end. This algorithm takes the same number of steps, and never sends more than
-(N-1)/N S bytes.
+result back in the end. This algorithm takes ceil(log2 N) steps for every N, and never sends more
+than (N-1)/N S bytes.
 
 The reduce-scatter is from Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
 2024 (arXiv 2410.14234). The all-gather is its mirror image. The all-gather and the all-to-all are

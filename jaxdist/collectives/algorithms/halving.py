@@ -15,10 +15,11 @@ class Halving(circulant.Circulant):
     """Recursive halving and doubling, for any number N of devices with S bytes each.
 
     Reduce-scatter and all-gather take L = ceil(log2 N) steps each, and send (N-1)/N S bytes. An
-    all-reduce is a reduce-scatter followed by an all-gather, and takes 2 L steps (2 fewer for N =
-    3, 5 and 6) and 2 (N-1)/N S bytes. N need not be a power of two (`circulant.py`). On two devices
-    an all-reduce is a single step, in which each device sends all of its S bytes. An all-to-all
-    takes L steps, of S/2 bytes each if N is a power of two. Broadcast and reduce run as in `Tree`.
+    all-reduce is a reduce-scatter followed by an all-gather, takes 2 L steps (2 fewer for N = 3, 5
+    and 6), and sends 2 (N-1)/N S bytes. N need not be a power of two (`circulant.py`). On two
+    devices an all-reduce is a single step, in which each device sends all of its S bytes. An
+    all-to-all takes L steps, of S/2 bytes each if N is a power of two. Broadcast and reduce run as
+    in `Tree`.
 
     The order of summation for the block of device d is a balanced tree of depth L over x[d],
     x[d-1], ..., with indices modulo N. For N = 4 the sum is (x[d] + x[d-2]) + (x[d-1] + x[d-3]).

@@ -27,8 +27,8 @@ class TopK(Codec):
     The method `sampled` estimates a threshold from a sample instead of sorting all elements, as
     Deep Gradient Compression does (Lin et al., arXiv 1712.01887, section 3). If more than k
     elements exceed the threshold, k consecutive elements among these elements are sent, beginning
-    at a random element. If fewer than k elements exceed the threshold, the remaining slots of the
-    message have zeros.
+    at a random element. If fewer than k elements exceed the threshold, the remaining entries of the
+    message are zeros.
 
     Cost: 8 bytes for each of the k elements.
     """
@@ -72,7 +72,7 @@ class TopK(Codec):
         return self._onto(total, message["positions"], values)
 
     def _onto(self, total: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
-        # Values are added instead of set, since empty slots have position 0 and the value 0.
+        # Values are added instead of set, since unused entries have position 0 and the value 0.
         flat = total.reshape(-1).at[where.astype(jnp.int32)].add(values)
         return flat.reshape(total.shape)
 
@@ -81,7 +81,7 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     """Return the positions of `count` elements above a sampled threshold.
 
     The elements are not sorted. A pass over all elements packs a bit for each element into words:
-    whether the element is above the threshold. Each slot of the result then finds its bit by a
+    whether the element is above the threshold. Each entry of the result then finds its bit by a
     binary search in the cumulative counts of the words' bits. The bits of a word are from 32
     different rows, so that whole rows can be shifted and joined.
 
@@ -102,7 +102,7 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     start = jax.random.randint(start_key, (), 0, jnp.maximum(found - count, 0) + 1)
     slots = jnp.arange(count, dtype=jnp.int32)
     there = slots < found
-    # Empty slots search for the first bit, and `select` sets the values of empty slots to 0.
+    # Unused entries search for the first bit, and `select` sets the values of unused entries to 0.
     ordinal = jnp.where(there, start + slots, 0)
     # `ends` has the number of bits up to the end of each word, so the bit is in the first word with
     # a larger number.

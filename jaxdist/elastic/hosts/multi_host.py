@@ -291,7 +291,10 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return the folder of the run's snapshots on this machine's disk, or None."""
+        """Return the folder of the run's snapshots on this machine's disk.
+
+        The result is None if the config keeps no snapshots on disk, or if no folder is found.
+        """
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)

@@ -44,7 +44,7 @@ class MfConfig(RecommenderConfig):
         """Build the module for data with two fields.
 
         Raises:
-          ConfigError: the data has another number of fields, or it has dense features.
+          ConfigError: the data does not have exactly two fields, or it has dense features.
         """
         if len(fields) != 2 or dense:
             more = f" and {dense} dense features" if dense else ""

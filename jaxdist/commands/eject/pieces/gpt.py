@@ -38,7 +38,7 @@ def init_params(key: jax.Array) -> dict[str, Any]:
 
 
 def init_block(key: jax.Array) -> dict[str, Any]:
-    """Return the parameters of a layer, with small outputs, since 2 LAYERS of them are summed."""
+    """Return the parameters of a layer, with small outputs: 2 LAYERS outputs are summed."""
 
     def draw(number: int, width: int, *shape: int) -> jax.Array:
         return width**-0.5 * jax.random.normal(jax.random.fold_in(key, number), shape)

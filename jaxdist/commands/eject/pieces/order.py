@@ -18,10 +18,7 @@ def mix(x: Any) -> Any:
 
 
 def batch_of(data: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
-    """Return the examples of a step, in an order of the epoch.
-
-    A Feistel network permutes the numbers below side * side, the least square >= length.
-    """
+    """Return the examples of a step, in an order of the epoch that a Feistel network computes."""
     length = len(next(iter(data.values())))
     place = np.arange(step * BATCH, (step + 1) * BATCH, dtype=np.uint64)
     epoch, row = np.divmod(place, np.uint64(length))

@@ -2,8 +2,8 @@
 
 The server must be a single server without replicas. A replica that takes over may lack the last
 writes, and one of these may be a swap that was acknowledged. The data need not survive a restart.
-After a restart without data, the server gets a token with another name. Every agent then notices
-the new name, and no earlier lease is granted again.
+After a restart without data, the server gets a token with a new name. Every agent then notices the
+new name, and no earlier lease is granted again.
 """
 
 from __future__ import annotations
