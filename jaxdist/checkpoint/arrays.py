@@ -26,8 +26,8 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""The largest number of errors to fetch after a save. It exceeds the number of files that orbax
-writes.
+"""The largest number of errors to fetch after a save. This number exceeds the number of files that
+orbax writes.
 """
 
 
@@ -95,8 +95,8 @@ class ArrayWriter:
     Every process calls each method.
 
     Args:
-      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files; also
-        the largest size of each of these files.
+      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files. No
+        such file is larger than this size.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
@@ -152,7 +152,7 @@ class ArrayWriter:
         return pieces.place_pieces(path, held, known)
 
     def wait(self) -> None:
-        """Wait until the small arrays of all processes are on disk; raise the first error."""
+        """Wait until the small arrays of all processes are on disk, or raise the first error."""
         failures = self._failures()
         if failures:
             raise failures[0]

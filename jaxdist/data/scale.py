@@ -11,7 +11,7 @@ from jaxdist.errors import DataError
 
 
 class Scaled(Config):
-    """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
+    """A transform of images to float32, (image - mean) / std; by default the values are 0 to 1."""
 
     mean: float | list[float] = 0.0
     """The mean of a pixel's value, from 0 to 255, which is subtracted. A list has an entry for each

@@ -50,8 +50,8 @@ class SyntheticConfig(Config):
     """The number of tokens that an example of the kind tokens predicts, or the number of tokens of
     an example of the kind labelled_tokens."""
     masking: MaskingConfig | None = None
-    """The tokens to hide from an encoder (bert), which predicts the hidden tokens; only for the
-    kind tokens. null hides nothing."""
+    """The tokens to hide from an encoder (bert), which predicts the hidden tokens. The setting is
+    only for the kind tokens. null hides nothing."""
     height: int = Field(default=32, ge=1, le=LARGEST)
     """The number of rows of an image, in pixels."""
     width: int = Field(default=32, ge=1, le=LARGEST)

@@ -22,7 +22,7 @@ Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 
 
 class ScaleConfig(Scaled):
-    """A transform that converts images to float32, (image - mean) / std; by default 0 to 1."""
+    """A transform of images to float32, (image - mean) / std; by default the values are 0 to 1."""
 
     type: Literal["scale"]
     """The name that selects this transform in a config."""
@@ -43,7 +43,7 @@ class ImportedTransformConfig(Config):
     """The keyword arguments for the function, by name."""
 
     def build(self) -> Transform:
-        """Return the imported function; its errors on batches become errors of the config.
+        """Return the imported function, whose errors on batches are raised as errors of the config.
 
         Raises:
           ConfigError: the function cannot be imported.

@@ -104,7 +104,7 @@ _BEFORE = frozenset({Activity.START, Activity.RECOVERY})
 
 @dataclass
 class Team:
-    """The processes of a generation; call `watch` once, then `kill`.
+    """The processes of a generation, for one call of `watch` and then a call of `kill`.
 
     Attributes:
       newest: the last step that any process of the run has finished.

@@ -98,7 +98,7 @@ class Phase:
 
 
 class Publisher:
-    """The writer of the status of this process; a context manager.
+    """A context manager that writes the status of this process.
 
     To write a phase takes 1 us of the main thread, and to write a heartbeat takes 20 us of another
     thread (`jaxdist bench elastic`).

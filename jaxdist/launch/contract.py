@@ -48,7 +48,7 @@ class Job:
       module: the name of the module of the command `jaxdist`, for an engine whose nodes run the
         module with the interpreter of the node. This package may not import the module, so the
         command passes the name.
-      nodes: the number of machines; for TPUs, the number of hosts of a slice.
+      nodes: the number of machines or, for TPUs, the number of hosts of a slice.
       processes: the number of processes on each machine.
       folder: the working directory, which all nodes share.
     """
@@ -137,7 +137,7 @@ class Engine(Config):
         """Return the files and the command for a job."""
 
     def commands(self, identity: str, folder: Path) -> Commands:
-        """Return the commands about a submitted job; by default, none.
+        """Return the commands about a submitted job. By default there are no such commands.
 
         Args:
           identity: the name or number that the engine gave to the job.

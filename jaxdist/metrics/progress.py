@@ -29,7 +29,7 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 
 
 class Progress:
-    """A display of step, loss, rate, step time and remaining time; a context manager.
+    """A context manager that displays step, loss, rate, step time and remaining time.
 
     In a terminal, a thread redraws one line a few times per second, and `update` only stores
     numbers. In a file, a pipe or a terminal without a size (such as the terminal that mpirun gives
@@ -42,10 +42,10 @@ class Progress:
       unit: the unit of the rate, "tokens" or "examples".
       units_per_step: the number of units in a step, over all devices, which may change later.
       console: the console for the output; None uses standard output.
-      enabled: whether anything is shown; False in every process except process 0.
+      enabled: whether anything is shown. The value is False in every process except process 0.
       efficiency: the measure of MFU, or None if the peak of the devices is unknown.
       seconds_between_lines: the interval between plain lines, in seconds.
-      clock: a monotonic clock in seconds; for tests.
+      clock: a monotonic clock in seconds, which tests replace.
 
     >>> import io
     >>> console = Console(file=io.StringIO())

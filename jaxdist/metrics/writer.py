@@ -107,8 +107,8 @@ class MetricsWriter(Records):
       directory: the run directory, which is created if it is missing.
       resume_step: the step from which a run resumes, or 0 if it resumes without a checkpoint. The
         records after this step are dropped. None begins a new run.
-      admit: the function that is called before each record. It raises an error if this process may
-        not write.
+      admit: the function that is called before each record. The function raises an error if this
+        process may not write.
       tell: the function that is called with the step, the split and the values of each record that
         was written.
 
@@ -219,7 +219,7 @@ class MetricsWriter(Records):
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step`; a kill in the meantime loses no other records."""
+        """Drop the records after `resume_step`, such that a kill loses no earlier records."""
         if not self.path.exists():
             return
         kept = [
@@ -283,7 +283,7 @@ def _complete_lines(
 
     Args:
       lines: the lines of the file, or None to read the file.
-      start, count: the range of the lines to yield; by default all lines.
+      start, count: the range of the lines to yield, which by default has all lines.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]

@@ -327,7 +327,7 @@ def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
 def _scan_lists(
     block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: PyTree, unroll: int
 ) -> Any:
-    """Run a loop with a block per policy in each iteration; remaining blocks run after the loop."""
+    """Run a loop with a block per policy in each iteration, and then run the remaining blocks."""
     together = len(policies)
     count = jax.tree.leaves(state)[0].shape[0]
     looped = count - count % together

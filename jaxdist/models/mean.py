@@ -51,7 +51,7 @@ class RootMean(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The scores and labels of examples, for the metric AUC; only for evaluation.
+    """The scores and labels of examples, for the metric AUC, which only an evaluation measures.
 
     The AUC of a data split is not a mean over its parts, so the examples of all parts are kept.
 

@@ -159,7 +159,7 @@ class Held:
         return moved.reshape(self.count, *self.block)
 
     def put(self, matrices: jax.Array) -> jax.Array:
-        """Convert the parts of matrices to the device's block of the tensor; invert `taken`."""
+        """Invert `taken`: convert the parts of matrices to the device's block of the tensor."""
         order = (*self.of.kept, *self.of.inner)
         moved = matrices.reshape(*(self.local[i] for i in order))
         return moved.transpose(*(order.index(i) for i in range(len(order))))

@@ -235,8 +235,8 @@ class Follower:
 
     Attributes:
       epoch: the newest epoch that the server knows of.
-      index: the index of the newest entry; -1 before the first copy.
-      range: the state of the protocol after the newest entry; None before the first copy.
+      index: the index of the newest entry, or -1 before the first copy.
+      range: the state of the protocol after the newest entry, or None before the first copy.
     """
 
     server: int

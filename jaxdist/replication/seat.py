@@ -28,8 +28,8 @@ class Seat:
         of the port.
       wire_to: a function from a place, at which another server copies ranges, to a wire to that
         server.
-      say: a function that sends the arbiter a report: the place at which this server copies, a
-        takeover, or a server that may now follow.
+      say: a function that sends the arbiter a report, which is the place at which this server
+        copies, a takeover, or a server that may now follow.
       kind: the class of the server that leads.
       more: the other arguments of `kind`.
     """

@@ -27,7 +27,7 @@ class Termination:
 
     Attributes:
       signal: the name of the signal or notice that stops this process, or the reason that a hook
-        gave; None before that.
+        gave, or None while nothing stops the process.
       asked: the reason that a hook gave for the stop. The value is None if no hook asked, or if a
         signal or notice came earlier.
 

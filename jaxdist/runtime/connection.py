@@ -69,8 +69,8 @@ def connected(
         code = report(_lost_peer(error, processes) or error)
         sys.stdout.flush()
         words.close()
-        # `sys.exit` would run jax's exit handlers. They wait for the other processes, which may
-        # wait for this process.
+        # `sys.exit` would run jax's exit handlers. These handlers wait for the other processes,
+        # which may wait for this process.
         os._exit(code)
 
 

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.01
 
 
 class ForkServer:
-    """The client of a fork server; call `start` before the first fork, and `close` at the end.
+    """The client of a fork server, from `start` before the first fork to `close` at the end.
 
     Args:
       module: a module that calls `hold_signals`, imports, and then calls `await_fork`.

@@ -177,7 +177,7 @@ class CachedAttention:
         v_BLKd: jax.Array,
         segments_BL: jax.Array | None,
     ) -> jax.Array:
-        """Write these positions' keys and values to the cache; attend to all positions so far."""
+        """Write the positions' keys and values to the cache, and attend to all positions so far."""
         keys, values = self.cache
         if q_BLHd.shape[1] > 1:
             start = self.layer, 0, 0, 0, 0

@@ -46,7 +46,7 @@ class Outer(Protocol):
     """
 
     def begin(self, params: Params) -> PyTree:
-        """Return the exchange's state before the first step; called under jit."""
+        """Return the exchange's state before the first step. The caller runs this under jit."""
         ...
 
     def due(self, step: int) -> bool:
@@ -65,7 +65,7 @@ class Outer(Protocol):
         ...
 
     def evaluated(self, params: Params, carried: Any, step: Leaf) -> Params:
-        """Return the parameters to evaluate after `step`; called under jit.
+        """Return the parameters to evaluate after `step`. The caller runs this under jit.
 
         Args:
           params: the parameters after the step.

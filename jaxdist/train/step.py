@@ -338,7 +338,7 @@ class Program:
     def train_with(self, field: str) -> Compiled:
         """Return a function like `train` that also returns the gradient of a field of the batch.
 
-        The gradient comes last among the results of the returned function. It is the gradient of
+        The gradient comes last among the results of the returned function. This is the gradient of
         the mean loss, with the shape and sharding of the field.
         """
         compute = self.compute

@@ -60,7 +60,7 @@ class ProcessesConfig(Config):
 
 
 def stays_on_machine(host: str) -> bool:
-    """Return whether only this machine can reach an address; False for all names but localhost.
+    """Return whether only this machine can reach an address. Of all names, only localhost counts.
 
     >>> [stays_on_machine(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1")]
     [True, True, True, False]

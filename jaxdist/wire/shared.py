@@ -88,8 +88,8 @@ class Shared:
     """The shared memory of one session.
 
     Attributes:
-      place: the location of the memory, by which other processes of this user open it; empty except
-        on the worker that created the memory.
+      place: the location of the memory, by which other processes of this user open the memory. The
+        text is empty except on the worker that created the memory.
       to_server, to_worker: the directions of the session.
     """
 

@@ -41,8 +41,8 @@ class ImagesConfig(Config):
     val/CLASS/*.jpg). tars reads tars of the webdataset format (train-*.tar, val-*.tar, with
     NAME.jpg and NAME.cls)."""
     directory: str | None = None
-    """The folder of the files; for npz, the path of the archive. null is only for sources that need
-    no directory."""
+    """The folder of the files or, for npz, the path of the archive. null is only for sources that
+    need no directory."""
     size: Count | None = None
     """The side, in pixels, of the square to which images of the sources folder and tars are scaled
     and cropped. null keeps their size, which must then be the same for all images."""

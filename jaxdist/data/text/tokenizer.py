@@ -139,7 +139,10 @@ class BpeTokenizer:
         return tokens
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """Encode a text, in which the name of a special token becomes this token; int32 `[N]`."""
+        """Encode a text as int32 `[N]`.
+
+        The name of a special token in the text becomes this token.
+        """
         before = self._tokenizer.encode_special_tokens
         self._tokenizer.encode_special_tokens = False
         try:

@@ -179,7 +179,7 @@ def fetch(
 
 
 class _Asked:
-    """A request for a file of another host, after the header has arrived; a context manager."""
+    """A context manager for a requested file of another host, whose header has arrived."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want

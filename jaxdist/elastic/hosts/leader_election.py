@@ -76,7 +76,7 @@ class Term:
 
 
 class LeaderElection:
-    """The leader election from the view of a single host; call `turn` repeatedly.
+    """The leader election from the view of a single host, which calls `turn` repeatedly.
 
     Args:
       own: the name of this host.
@@ -106,7 +106,7 @@ class LeaderElection:
         self._seen, self._since = "", clock()
 
     def turn(self) -> None:
-        """Become the leader if possible; as the leader, answer the requests of hosts."""
+        """Become the leader if possible, and answer the requests of hosts if this host leads."""
         if self.term is None:
             self.look()
         if self.term is not None:

@@ -30,7 +30,7 @@ If less is left, the processes are killed."""
 
 
 class Membership:
-    """The membership of this host; call `begin`, and `close` at the end.
+    """The membership of this host, from a call of `begin` to a call of `close`.
 
     Attributes:
       facts: the facts that this host publishes about itself; see `tell`.

@@ -75,7 +75,8 @@ class Tables(nnx.Module):
         """Look up rows `[B, F, D]`.
 
         Args:
-          ids_BF: the ids, each an index in its field's table; with `pulled`, indices in `pulled`.
+          ids_BF: the ids. An id is an index in the table of its field or, with `pulled`, an index
+            in `pulled`.
           pulled: the rows that were pulled for this batch, or None if the module holds the tables.
         """
         if pulled is not None:

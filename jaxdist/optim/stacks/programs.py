@@ -91,7 +91,7 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """Return a term for each leaf of the arguments; for a stack, the term of a layer."""
+        """Return the term of each leaf of the arguments, or of a layer if the leaf is a stack."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]

@@ -189,7 +189,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _key(equation: JaxprEqn) -> Hashable:
-    """Return a primitive's parameters; for an elementwise primitive, without shardings."""
+    """Return a primitive's parameters, without the shardings if the primitive is elementwise."""
     shapeless = ("sharding", "out_sharding") if equation.primitive.name in _ELEMENTWISE else ()
     return tuple(
         (name, _plain(value))

@@ -30,7 +30,7 @@ class ClientState:
       clock: the clock of the next computation.
       version: the version of the client's copy of the parameters, or None without a copy.
       floor: the floor of the client's copy.
-      admitted: the newest clock for which a pull was answered; -1 before the first answer.
+      admitted: the newest clock for which a pull was answered, or -1 before the first answer.
       own: the first version that contains all settled changes of the client.
       under_way: the messages without a final reply, by sequence.
     """

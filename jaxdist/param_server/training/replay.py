@@ -47,7 +47,7 @@ class Replay:
       states: the initial protocol state of each server.
       logs: the recorded messages of each server.
       work: a function that returns a new computation for a client.
-      racks: the recorded messages of all racks, for each server; () without racks.
+      racks: the recorded messages of all racks, for each server, or () without racks.
       due: a clock at which the servers' shards are stored in `reached`, or None to store no shard.
     """
 

@@ -350,7 +350,7 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
 
 @contextmanager
 def _token(given: Path | None) -> Iterator[Path]:
-    """Yield the file of the token; by default, write a new token in a temporary, private folder."""
+    """Yield the file of the token. Without a file, write a new token to a private folder."""
     if given is not None:
         yield given.absolute()
         return

@@ -111,7 +111,10 @@ class Hook:
     every_process: bool = False
 
     def start(self, run: Run) -> None:
-        """Prepare for the first step; called once, when the training state exists."""
+        """Prepare for the first step.
+
+        The run calls this method once, when the training state exists.
+        """
 
     def step(self, run: Run, step: int, metrics: StepMetrics) -> None:
         """Receive the metrics of each finished step, in order, while the next step runs.
@@ -132,11 +135,16 @@ class Hook:
         """
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Receive a record that was just written to `metrics.jsonl`; called only in process 0.
+        """Receive a record that was just written to `metrics.jsonl`.
+
+        Only process 0 calls this method.
 
         Args:
           split: the subject of the numbers: train, heldout, goodput, energy, servers, ...
         """
 
     def end(self, run: Run, outcome: Outcome) -> None:
-        """Clean up after the run has saved and closed all its files, or has failed; called once."""
+        """Clean up after the run has saved and closed all its files, or has failed.
+
+        The run calls this method once.
+        """

@@ -36,7 +36,7 @@ class Cadence:
         return step == self.last or (self.every is not None and step % self.every == 0)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Record that a due save took `seconds`; called in every process."""
+        """Record that a due save took `seconds`. Every process calls this method."""
 
 
 @dataclass
@@ -68,7 +68,10 @@ class LoopHook:
         """Note that the loop begins to wait for `step`; a call of `metrics` comes next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Receive the metrics of `step` once they are computed; called for every step, in order."""
+        """Receive the metrics of `step` once they are computed.
+
+        The loop calls this method for every step, in order.
+        """
 
     def due(self, step: int) -> bool:
         """Return whether the loop must wait for the end of `step`, so that the hook can act.

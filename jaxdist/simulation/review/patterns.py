@@ -24,8 +24,8 @@ class Pattern:
         worker sends on average.
       server_bytes: the bytes that the busiest server sends in a step, or None without servers.
       parameter_bytes: the bytes of all parameters, the unit of the table.
-      state_bytes: the bytes of a device's parameters and optimizer state; with servers, the bytes
-        of the server with the largest state.
+      state_bytes: the bytes of a device's parameters and optimizer state or, with servers, the
+        bytes of the server with the largest state.
     """
 
     name: str

@@ -26,7 +26,8 @@ Moved = Callable[[int, Place, int], None]
 """A function that receives the range, the place and the epoch of a server that begins to lead."""
 BeginsServer = Callable[[int, list[int], SimpleQueue[Event], RemoteProcess | None], RunProcess]
 """A function that starts a table server, given its number, the ranges that it leads, the queue of
-its events, and the process on another host that runs it, or None to run it on this host."""
+its events, and the process on another host that runs the server, or None to run the server on this
+host."""
 
 
 class TableTeam:

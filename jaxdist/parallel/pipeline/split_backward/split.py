@@ -110,7 +110,8 @@ def _scan(
       loop: the divided scan.
       env: the values that the scan reads.
       half: "b" or "w".
-      kept: the values that the scan in B kept, stacked over iterations; () for the scan in B.
+      kept: the values that the scan in B kept, stacked over iterations, or () for the scan in B
+        itself.
 
     Returns:
       The results of the scan by variable, and the kept values, stacked over iterations. The scan in
