@@ -1,11 +1,11 @@
 """The time of a plan's step by formula, from the rates of the chips and their links.
 
 Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
-memory. The times of both add up, since XLA fuses few elementwise operations with products. The
-device waits for ZeRO's collectives, as XLA:TPU schedules them. The collectives of axis tensor
-overlap with the products of the MLP (`collective_matmul`), whose partial sums pass through memory,
-but around attention the device waits for these collectives. A pipeline takes the time of its ticks.
-A tick takes the time of its busiest stage.
+memory. The times of products and of elementwise operations add up, since XLA fuses few elementwise
+operations with products. The device waits for ZeRO's collectives, as XLA:TPU schedules them. The
+collectives of axis tensor overlap with the products of the MLP (`collective_matmul`), whose partial
+sums pass through memory, but around attention the device waits for these collectives. A pipeline
+takes the time of its ticks. A tick takes the time of its busiest stage.
 """
 
 from __future__ import annotations

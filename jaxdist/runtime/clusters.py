@@ -254,8 +254,8 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    torchrun,  # The first detector, since mpirun, srun or a pod may start torchrun.
-    open_mpi,  # Before `slurm`, since the script of a Slurm job may start processes with mpirun.
+    torchrun,  # This detector is first, since mpirun, srun or a pod may start torchrun.
+    open_mpi,  # This precedes `slurm`, since the script of a Slurm job may use mpirun.
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

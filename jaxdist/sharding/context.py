@@ -26,7 +26,8 @@ def share_sequences(
       layout: the layout, without a method.
       config: the config of the sharding, which sets a method or `auto`.
       needs: the attention that a device would compute if it had whole sequences.
-      reorders: whether the positions of a training batch may be in another order than in the text.
+      reorders: whether the positions of a training batch may be in another order than in the
+        sequence.
 
     Returns:
       The layout, and a tuple with a sentence about the method and the reason for it. If no axis

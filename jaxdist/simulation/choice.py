@@ -48,7 +48,7 @@ class ChoiceConfig(Config):
     """The model to train, and the machines that train it."""
 
     parameter_bytes: Annotated[float, Field(ge=4096)] = 1e8
-    """The bytes of the parameters, and of a gradient of all of them."""
+    """The bytes of the parameters, and of a gradient of all parameters."""
     touched: tuple[Share, ...] = (1.0, 0.01)
     """The share of the parameters that a worker's batch reads and changes; 1 is a dense model."""
     step_seconds: PositiveFloat = 0.1

@@ -23,7 +23,7 @@ from jaxdist.errors import DataError
 _DIGITS = 1797
 _DIGITS_SEED = 0
 _DIGITS_HELDOUT = 5
-"""The number n for which one digit in n is held out."""
+"""The number n such that one of n digits is held out."""
 
 
 class ImagesConfig(Config):

@@ -272,7 +272,7 @@ class Supervisor:
                 raise RunError(f"{event.child}: {what['error']}")
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
-        """Report the clocks in turn, do the work due after each, and return the last state."""
+        """Report each clock, do the work due after clocks in `due`, and return the last state."""
         hooks, clock = self.prepared.hooks, self.first
         while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):

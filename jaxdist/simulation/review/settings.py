@@ -79,8 +79,8 @@ class ReviewConfig(Config):
     devices: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
     """The numbers of devices of the curves."""
     parameter_bytes: PositiveFloat = 1.34e9
-    """The bytes of the parameters, and of a gradient of all of them. The default is BERT-large in
-    float32."""
+    """The bytes of the parameters, and of a gradient of all parameters. The default is BERT-large
+    in float32."""
     step_seconds: PositiveFloat = 0.5
     """The seconds of a device's work in a step; each device has the same amount of work."""
     gbits: PositiveFloat = 100.0
