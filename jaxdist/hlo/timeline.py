@@ -335,14 +335,25 @@ class _Run:
             shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
         host = is_on_host(start)
         # The operand is the whole array in the host's memory, of which only a slice is moved.
-        if host and start.opcode == "dynamic-slice-start":
+        moving = self._begun(start)
+        if host and moving == "dynamic-slice":
             shapes = shapes[len(start.operands) :]
-        if host and start.opcode == "dynamic-update-slice-start":
+        if host and moving == "dynamic-update-slice":
             shapes = shapes[1:2]
         size_bytes = max((shape.bytes for shape in shapes), default=0)
         seconds = self.player.rates.copy(size_bytes, host=host)
         name: Resource = "host" if host else "memory"
         self._depart(start, "copy", name, seconds, frozenset({name}), ())
+
+    def _begun(self, start: Instruction) -> str:
+        """Return the opcode of the operation that an asynchronous start begins.
+
+        XLA writes a start such as `dynamic-slice-start` also as `async-start`, whose computation
+        has the operation.
+        """
+        if start.opcode == "async-start":
+            return self.frame.called(start, "calls").root.opcode
+        return start.opcode.removesuffix("-start")
 
     def _depart(
         self,

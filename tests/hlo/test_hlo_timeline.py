@@ -136,6 +136,16 @@ def looped(trips):
     )
 
 
+SLICE = """
+%slice (h: f32[8,2], i: s32[], j: s32[]) -> f32[1,2] {
+  %h = f32[8,2]S(5) parameter(0)
+  %i = s32[] parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %r = f32[1,2] dynamic-slice(%h, %i, %j), dynamic_slice_sizes={1,2}
+}
+"""
+
+
 @pytest.mark.parametrize(
     ("start", "done", "moved"),
     [
@@ -144,13 +154,16 @@ def looped(trips):
         ("((f32[8,2]S(5), f32[1,2], s32[], s32[]), f32[8,2]S(5), u32[]) "
          "dynamic-update-slice-start(%h, %u, %i, %i)",
          "f32[8,2]S(5) dynamic-update-slice-done(%s)", 2),
+        ("((f32[8,2]S(5), s32[], s32[]), f32[1,2], u32[]) async-start(%h, %i, %i), calls=%slice",
+         "f32[1,2] async-done(%s)", 2),
         ("(f32[8,2], f32[8,2]S(5), u32[]) copy-start(%h)", "f32[8,2] copy-done(%s)", 16),
     ],
 )  # fmt: skip
 def test_only_the_slice_of_an_array_on_the_host_is_moved(start, done, moved):
     given = ("%h = f32[8,2]S(5) parameter(0)", "%u = f32[1,2] parameter(1)",
              "%i = s32[] parameter(2)")  # fmt: skip
-    found = timeline(program(*given, f"%s = {start}", f"%d = {done}", "ROOT %t = (u32[]) tuple()"))
+    lines = *given, f"%s = {start}", f"%d = {done}", "ROOT %t = (u32[]) tuple()"
+    found = timeline(program(*lines, other=SLICE))
     assert found.seconds == 10 * moved
 
 
