@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.context import context_notices, with_context
 from jaxdist.experiment.facts import config_facts
-from jaxdist.experiment.program import make_program, trace_parts
+from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
@@ -153,9 +153,8 @@ def build(
     with at():
         layout, shared = with_context(config, layout, loader.batch_shapes)
     shapes = loader.batch_shapes if rows is None else rows.with_rows(loader.batch_shapes)
-    program, derived, notices = make_program(config, layout, dataset, shapes, plan, rate, at)
-    if traced:
-        trace_parts(config, program, at)
+    given = config, layout, dataset, shapes, plan, rate, at
+    program, derived, notices = make_program(*given, traced=traced)
     if rows is not None:
         rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
         heldout = heldout and RowsLoader(heldout, rows)

@@ -26,6 +26,7 @@ from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.optim.common import NamedParams
 from jaxdist.parallel.compiler import compiler_options
+from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective, measures
 from jaxdist.parallel.pipeline.model.parted import plan_parted
@@ -58,6 +59,7 @@ def make_program(
     plan: TrainPlan,
     rate: Rate,
     at: At,
+    traced: bool = True,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """Return the program, lines that explain its choices, and notices of settings without effect.
 
@@ -67,6 +69,7 @@ def make_program(
       rate: the learning rate of the run.
       at: a function from a setting to a context manager; errors in the context are reported at that
         setting.
+      traced: whether to trace the step, so that its errors are raised here.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
@@ -130,16 +133,15 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
+    # Before the notices, which call the user's code too, but do not explain its errors.
+    if traced:
+        _trace(config, program, at)
     of_model = model_notices(config.model, _shapes(batch))
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
-    notices = (*of_model, *of_optimizer, *notices, *of_strategy)
-    explained = (*of_rule, *explain_messages(config.parallel.compression, exchange))
-    if isinstance(exchange, Strict):
-        explained = (*explained, exchange.explain())
-    if chunks is None:
-        return program, explained, notices
-    more = chunks.notices(stored, model, dims)
-    return program, (*chunks.explained, *explained), (*notices, *more)
+    of_chunks = () if chunks is None else chunks.notices(stored, model, dims)
+    explained = (*of_rule, *_explained(config, exchange))
+    explained = explained if chunks is None else (*chunks.explained, *explained)
+    return program, explained, (*of_model, *of_optimizer, *notices, *of_strategy, *of_chunks)
 
 
 def _loss_facts(
@@ -302,7 +304,12 @@ def _pipeline(
     return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
 
 
-def trace_parts(config: ExperimentConfig, program: Program, at: At) -> None:
+def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
+    found = tuple(explain_messages(config.parallel.compression, exchange))
+    return (*found, exchange.explain()) if isinstance(exchange, Strict) else found
+
+
+def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
     """Trace the parts that may raise errors, so that these are reported before any compilation."""
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     if program.exchange.explicit:

@@ -202,9 +202,7 @@ def test_the_choice_is_explained():
 
 def test_a_caller_that_compiles_at_once_needs_no_trace(monkeypatch):
     traces = []
-    monkeypatch.setattr(
-        "jaxdist.experiment.experiment.trace_parts", lambda *given: traces.append(given)
-    )
+    monkeypatch.setattr("jaxdist.experiment.program._trace", lambda *given: traces.append(given))
     config = validate(Document({**BASE, "mesh": {"data": 1}}), ExperimentConfig)
     for traced in (True, False):
         build(config, devices=jax.devices()[:1], traced=traced)
