@@ -87,7 +87,7 @@ CLICKS = Task(
     config="movielens_clicks",
     settings=(
         "strategy={type: hybrid, servers: 2, optimizer: {type: lazy_adam}}",
-        "train.batch_size=1024", "optim.learning_rate=3e-3",
+        "train.batch_size=1024", "optim.learning_rate=3e-3", "model.penalty=0.12",
     ),
     folds=1,
     goal=0.7765,

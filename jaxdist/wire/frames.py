@@ -51,7 +51,9 @@ from jaxdist.wire.shared import Direction
 MAGIC = b"JXPS"
 FORMAT = 2
 CHUNK_BYTES = 2**20
-TEXT_BYTES = 2**16
+TEXT_BYTES = 2**15
+"""The largest size of a text, which is smaller than any payload in shared memory. The longest text
+names the leaders of a run's ranges."""
 SECURE_BYTES = 2**24
 """The largest size of a message of secure aggregation, for about 100,000 clients."""
 HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")

@@ -89,7 +89,7 @@ def test_a_run_that_does_not_get_on_ends_when_it_is_told_to(tmp_path, monkeypatc
     for _ in range(3):  # what servers count says nothing of progress
         applied = {"event": "applied", "squares": [], "stats": stats}
         found.events.put(Event(found.fleet.servers[0], applied))
-    with pytest.raises(StoppedError, match=r"waited 0 s for clock 0 \(worker 0, worker 1 is") as e:
+    with pytest.raises(StoppedError, match=r"for clock 0 in vain \(worker 0, worker 1 is") as e:
         found._through(found.prepared.state, set())
     assert "--resume continues" in str(e.value)
     assert e.value.exit_code == STOPPED

@@ -30,6 +30,7 @@ from jaxdist.wire.frames import (
     CRC,
     HEAD,
     HEADER_BYTES,
+    TEXT_BYTES,
     Assembler,
     FrameError,
     frames,
@@ -100,8 +101,8 @@ def test_what_has_no_payload_and_what_is_text():
     for op in (Op.PULL, Op.HELLO, Op.ACKNOWLEDGE):
         (frame,) = frames(Envelope(op, 1, 2, 3))
         assert assembler().feed(frame) == Envelope(op, 1, 2, 3)
-    (frame,) = frames(Envelope(Op.REFUSE, payload=text_payload("no: " + "x" * 5000)))
-    assert assembler().feed(frame).text == "no: " + "x" * 4092
+    (frame,) = frames(Envelope(Op.REFUSE, payload=text_payload("no: " + "x" * TEXT_BYTES)))
+    assert assembler().feed(frame).text == "no: " + "x" * (TEXT_BYTES - 4)
     (frame,) = frames(Envelope(Op.REFUSE, payload=text_payload("")))
     assert assembler().feed(frame).text == ""
 
@@ -161,8 +162,8 @@ def test_payloads_that_an_op_does_not_have():
     assert refused(frame) == "PULL has a payload, but must not have one"
     (frame,) = frames(push(payload=None))
     assert refused(frame) == "PUSH has no payload, but needs one"
-    (frame,) = frames(Envelope(Op.REFUSE, payload=np.zeros(4097, np.uint8)))
-    assert "a text of 4097" in refused(frame)
+    (frame,) = frames(Envelope(Op.REFUSE, payload=np.zeros(TEXT_BYTES + 1, np.uint8)))
+    assert f"a text of {TEXT_BYTES + 1}" in refused(frame)
 
 
 def test_nothing_is_allocated_for_what_is_refused():
