@@ -109,7 +109,7 @@ def check_host_memory(zero: ZeroSplit | None) -> None:
 
 
 @dataclass(frozen=True)
-class Streams:
+class StreamedLeaves:
     """The leaves in the host's memory that an update streams through the device.
 
     Attributes:
@@ -149,7 +149,7 @@ def streamed(
     update: Callable[[Params, OptState], tuple[Any, ...]],
     stored: OptState,
     params: Params,
-    streams: Streams,
+    streams: StreamedLeaves,
     after: jax.Array,
 ) -> tuple[Any, OptState, OptState]:
     """Update the parameters group by group, so that few groups are on the device at once.

@@ -31,7 +31,7 @@ from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
-from jaxdist.train.offload import Streams, on_host, streamed
+from jaxdist.train.offload import StreamedLeaves, on_host, streamed
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
@@ -113,11 +113,11 @@ class Program:
         return zero is not None and (zero.offload or bool(zero.resting))
 
     @property
-    def _streams(self) -> Streams:
+    def _streams(self) -> StreamedLeaves:
         zero, placements = self.exchange.zero, self.exchange.placements
         whole = self.model.divided(placements.params)[0]
         resting = frozenset() if zero is None else zero.resting
-        return Streams(self.home, resting, whole, placements.shares)
+        return StreamedLeaves(self.home, resting, whole, placements.shares)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         replicated = self.layout.replicated

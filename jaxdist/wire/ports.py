@@ -12,10 +12,10 @@ Place = int | str
 """The place of a server: a port of the run's host, or `host:port` on another host."""
 
 
-def address_of(host: str, place: Place) -> str:
+def place_address(host: str, place: Place) -> str:
     """Return the address `host:port` of a place, given the run's host.
 
-    >>> address_of("10.0.0.1", 40001), address_of("10.0.0.1", "10.0.0.2:40001")
+    >>> place_address("10.0.0.1", 40001), place_address("10.0.0.1", "10.0.0.2:40001")
     ('10.0.0.1:40001', '10.0.0.2:40001')
     """
     return place if isinstance(place, str) else f"{host}:{place}"

@@ -29,7 +29,7 @@ from jaxdist.tables.training.files import TableWriter, form_of, read_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
-from jaxdist.wire.ports import Place, address_of, place_on
+from jaxdist.wire.ports import Place, place_address, place_on
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
@@ -166,7 +166,7 @@ class TableProcess:
 
     def _wire_to(self, shard: TableShard, place: Place) -> RpcWire:
         spec_of = partial(spec_of_reply, spec=shard.layout.spec)
-        address = address_of(self.strategy.processes.host, place)
+        address = place_address(self.strategy.processes.host, place)
         return RpcWire(address, self._token, spec_of, self._tls)
 
     def close(self) -> None:

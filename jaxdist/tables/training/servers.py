@@ -34,7 +34,7 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
 from jaxdist.wire.kept import Board, read_board, spec_of_board
-from jaxdist.wire.ports import Place, address_of
+from jaxdist.wire.ports import Place, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import make_token, read_tls, read_token
 
@@ -142,7 +142,7 @@ def _open_gate(strategy: Hybrid, run: Path, team: TableTeam, token: str, stack: 
     tls = settings.tls and read_tls(settings.tls)
     rpc = RpcServer(Gate(team.offer), token, host=settings.host, tls=tls)
     stack.callback(rpc.close)
-    path = write_gate(run, GateAddress(address_of(settings.host, rpc.port), token))
+    path = write_gate(run, GateAddress(place_address(settings.host, rpc.port), token))
     stack.callback(partial(path.unlink, missing_ok=True))
 
 
@@ -166,7 +166,7 @@ class Wires:
         kind = row_dtype(self.strategy.most_rows or 0)
         spec = payload_spec(server, self.most, self.width, kind)
         tls = settings.tls and read_tls(settings.tls)
-        address = address_of(settings.host, port)
+        address = place_address(settings.host, port)
         return RpcWire(address, self.token, partial(spec_of_reply, spec=spec), tls)
 
     def client(self, leaders: Sequence[tuple[Place, int]], number: int) -> TableClient:
