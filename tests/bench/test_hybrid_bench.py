@@ -40,7 +40,8 @@ def test_workers_of_the_bench_train_as_one_mesh_does() -> None:
     config = {
         "model": {"type": "mf", "width": 4},
         "data": {"type": "clicks", "fields": 2, "ids": 30, "examples": 256, "heldout_examples": 32},
-        "optim": {"type": "sgd", "momentum": 0.0, "learning_rate": 0.5},
+        # At a rate of 0.5, stale rows diverge, and how far depends on the order of arrival.
+        "optim": {"type": "sgd", "momentum": 0.0, "learning_rate": 0.02},
         "train": {"steps": 12, "batch_size": 16},
     }
     plain = build(load(config)[1], devices=jax.devices()[: quality.WORKERS])
