@@ -138,7 +138,7 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
             + "\n  ".join(listed)
             + (
                 f"\nthe checkpoint has {outline(list(saved))}; leave out the arrays that do not "
-                f"fit, such as with '!{lines[0].split(':')[0]}', or change the model so that its "
-                "arrays have the shapes of the checkpoint"
+                f"fit, for example with '!{lines[0].split(':')[0]}', or change the model so that "
+                "its arrays have the shapes of the checkpoint"
             )
         )

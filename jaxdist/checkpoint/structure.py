@@ -94,8 +94,9 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
         raise CheckpointError(
             f"{where} contains only a part of the training state: {len(lines)} arrays were not "
             f"saved, such as {lines[0]}. If the config has another model or optimizer than the "
-            "run, restore both. If the run saves with checkpoint.parts, it cannot be resumed, but "
-            "a new run can begin with its parameters (checkpoint.begin_with)"
+            "run, set both back to those of the run. If the run saves with checkpoint.parts, it "
+            "cannot be resumed, but a new run can begin with its parameters "
+            "(checkpoint.begin_with)"
         )
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])

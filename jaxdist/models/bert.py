@@ -143,7 +143,7 @@ class BertConfig(PartConfig):
         """
         if self.head == "classes" and classes is None:
             raise ConfigError(
-                "model.head classes needs data with classes, such as data.type labelled_text",
+                "model.head: classes needs data with classes, such as data.type: labelled_text",
                 setting=("head",),
             )
         ask = self.ask(platform, hint, length, family)

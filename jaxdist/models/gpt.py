@@ -217,8 +217,8 @@ class GptConfig(PartConfig):
             )
         if hint.ring is not None and self.biases == "all":
             raise ConfigError(
-                "sharding.collective_matmul computes an MLP without biases, but model.biases is "
-                "all: set sharding.collective_matmul: false",
+                "sharding.collective_matmul computes an MLP without biases, but model.biases: all "
+                "gives it biases; set sharding.collective_matmul: false",
                 setting=("biases",),
             )
         if hint.ring is not None and self.experts is not None:

@@ -175,7 +175,7 @@ def topology_devices(text: str) -> list[Any]:
     topology = parse_topology(text)
     if importlib.util.find_spec("libtpu") is None:
         raise MeshError(
-            f"topology {text!r} needs libtpu to compile for it, which is not installed: pip "
+            f"compiling for topology {text!r} needs libtpu, which is not installed: pip "
             "install 'jaxdist[tpu]'"
         )
     for name, value in ENVIRONMENT.items():

@@ -83,7 +83,7 @@ def test_what_a_checkpoint_lacks_of_a_part_is_named_with_the_remedy() -> None:
         "params/b: saved float32[4], expected bfloat16[4]\n",
         "params/c: not saved, expected int32[]\n",
         "the checkpoint has params/a, params/b, step; leave out the arrays that do not fit, "
-        "such as with '!params/a'",
+        "for example with '!params/a'",
     ]:
         assert line in str(caught.value)
     assert "step:" not in str(caught.value)

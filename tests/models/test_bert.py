@@ -186,7 +186,7 @@ def test_a_classifier_reads_the_first_state_alone():
     found = classification(module, batch, label_smoothing=0.0)
     nats = -jax.nn.log_softmax(expected)[jnp.arange(2), batch["label"]]
     np.testing.assert_allclose(found["loss"].total, (nats * weight).sum(), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"model\.head classes needs data with classes"):
+    with pytest.raises(ConfigError, match=r"model\.head: classes needs data with classes"):
         config(head="classes").build(nnx.Rngs(0), vocab_size=VOCAB)
 
 

@@ -105,7 +105,9 @@ def test_an_encoder_under_another_head(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         begin_with(found, BeginWith(run=str(tmp_path)), say=pytest.fail)
     assert "params/head: saved float32[6,5], expected float32[6,7]" in str(caught.value)
-    assert "leave out the arrays that do not fit, such as with '!params/head'" in str(caught.value)
+    assert "leave out the arrays that do not fit, for example with '!params/head'" in str(
+        caught.value
+    )
     assert str(tmp_path) in str(caught.value)
 
 

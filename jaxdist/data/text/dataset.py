@@ -102,8 +102,8 @@ class TextConfig(Config):
         if self.packing == "documents" and self.masking is None:
             raise ValueError(
                 "data.packing: documents works only with data.masking. Without masking, each "
-                "token is predicted from the tokens before it, but no window contains the token "
-                "after the end of a document. Leave data.packing out, or set data.masking: {}"
+                "token is the target of the token before it, so the last token of a packed "
+                "document would have no target. Leave data.packing out, or set data.masking: {}"
             )
         return self
 

@@ -92,7 +92,7 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
         raise JaxdistError(f"rule {name!r}: give like=PRIMITIVE or rows=DIM, one of the two")
     if like is not None and like not in RULES:
         known = did_you_mean(like, RULES)
-        raise JaxdistError(f"rule {name!r}: no rule exists for {like!r}: {known}")
+        raise JaxdistError(f"rule {name!r}: like={like!r} has no rule; {known}")
     RULES[name] = RULES[like] if like is not None else lambda op: apart(op, {rows or 0})
 
 

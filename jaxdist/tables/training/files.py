@@ -1,8 +1,8 @@
-"""The checkpoints of tables: the touched rows of each server, for any number of servers.
+"""The checkpoints of tables: the touched rows of each server, which any number of servers can load.
 
-A checkpoint has only the rows that were updated since the previous checkpoint, unless the sum of
-such rows would exceed the number of all rows. Reading a checkpoint takes at most twice the bytes of
-all rows.
+A checkpoint has only the rows that were updated since the previous checkpoint. If the rows of
+successive checkpoints of this kind would add up to more than all rows, the checkpoint has all rows.
+Reading a checkpoint takes at most twice the bytes of all rows.
 
 RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
     arrays/000000.bin                  row numbers, uint32, or keys (`jaxdist.tables.keys`)
@@ -67,7 +67,8 @@ def write_tables(
     directory = _directory(run, server)
     staging = names.staging_directory(directory, step)
     try:
-        shutil.rmtree(staging, ignore_errors=True)  # A crash may have left a part.
+        # A crash may have left a part of an earlier attempt.
+        shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
         plain = rows.view(np.uint8).reshape(len(rows), -1) if rows.dtype.names else rows
         for number, leaf in enumerate((plain, values)):
@@ -190,8 +191,9 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
                 count = int(found["servers"])
             except (DamageError, OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"the tables of step {step} in {path} are damaged: {error}; resume from a step "
-                    "whose tables are complete (jaxdist train with a copy of the run)"
+                    f"the tables of step {step} in {path} are damaged: {error}; to resume from "
+                    f"an earlier step, delete the checkpoints from step {step} on in "
+                    f"{run / 'checkpoints'}, and resume the run (jaxdist train --resume)"
                 ) from error
             problem = _differences(path, found, about)
             if problem is not None:
@@ -209,7 +211,7 @@ def _checked(path: Path, given: str | None) -> JsonObject:
     """Return the metadata of a step whose files are intact.
 
     Args:
-      given: the identification of the step, or None if any step is meant.
+      given: the id that the step must have, or None to accept any id.
     """
     check_files(path, read_manifest(path))
     found = _metadata(path)
