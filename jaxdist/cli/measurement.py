@@ -18,7 +18,8 @@ class ConfigOrCommand(TyperGroup):
 
     default = "compare"
 
-    # The class of contexts that typer passes has no public name, and its public class is narrower.
+    # The class of the context that typer passes has no public name; the public class that is named
+    # here is narrower.
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments, and insert the default command if they do not begin with a command.
 

@@ -88,7 +88,8 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     from jaxdist.errors import RunError
 
     config = run / "config.yaml"
-    if not os.path.exists(config):  # Path.exists would raise for a name that is too long
+    # `Path.exists` would raise an error for a name that is too long.
+    if not os.path.exists(config):
         near = run if os.path.isdir(run) else run.parent
         runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))
         more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""

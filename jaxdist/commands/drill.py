@@ -27,7 +27,7 @@ def drill(
     say: Callable[[str], None],
     fork_module: str,
 ) -> Drilled:
-    """Train a config under an agent, which suffers failures at random steps; return the recoveries.
+    """Train a config under an agent, inject failures at random steps, and return the recoveries.
 
     Args:
       path: the configuration file, to which `overrides` are applied.

@@ -72,7 +72,8 @@ def open_run(
     if not whole and parts == ("params", "buffers"):
         return experiment, load_parameters(directory, program, step=step, say=say)
     # A checkpoint of some parts, or of an imported model, lacks some of the state that a resumed
-    # run needs. If it has only parameters, averages and slow weights begin at these.
+    # run needs. If the checkpoint has only parameters, the averages and the slow weights begin with
+    # these parameters.
     bare = holds_parameters_only(directory, step)
     if config.checkpoint.parts is not None or bare:
         parts = ("params", "buffers") if bare else parts

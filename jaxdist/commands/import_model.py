@@ -218,7 +218,7 @@ def synthetic_data(source: Source) -> JsonObject:
     if inputs.classes:
         return {**given, "kind": "labelled_tokens", "classes": inputs.classes, **vocab}
     if kind == "bert":
-        # The data adds the token of the mask to the vocabulary.
+        # Masked data adds the mask token to the vocabulary, so the config has one token less.
         vocab = {"vocab_size": inputs.vocab_size - 1, "masking": {}}
     return {**given, "kind": "tokens", **vocab}
 

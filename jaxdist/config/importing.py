@@ -21,7 +21,8 @@ from jaxdist.types import Json
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    # A virtual environment may include the packages of another environment.
+    # Packages are also in other entries of `sys.path` if a virtual environment includes another
+    # environment.
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",  # Frozen modules have names such as <frozen importlib._bootstrap> instead of paths.
 )

@@ -6,10 +6,9 @@ overrides all its includes. If both values are mappings, they are merged key by 
 base come first, then the new keys. Every other value is replaced. A mapping is replaced, not
 merged, in two cases:
 
-- Both mappings have a `type:`, and the types differ, so that the keys of the other type have no
-  meaning.
+- Both mappings have a `type:`, and the types differ, so that the keys of the base have no meaning.
 - The including file lists the mapping under `replace:`, as in `replace: [mesh]`, or by a dotted
-  path if the mapping is inside another mapping.
+path if the mapping is inside another mapping.
 """
 
 from __future__ import annotations

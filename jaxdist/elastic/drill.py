@@ -61,9 +61,9 @@ def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Str
     for index in range(failures):
         step = math.ceil(steps * (FIRST + part * (index + rng.random())))
         process, stops = rng.randrange(processes), rng.random() < STOPS
-        # The first failure always kills its process, because `judge_drill` measures with it the
-        # recovery from a kill. To this recovery `judge_drill` adds the time after which a stopped
-        # process is detected.
+        # The first failure always kills its process, because `judge_drill` uses this failure to
+        # measure the recovery from a kill. For a stopped process, `judge_drill` adds the time after
+        # which the stop is detected.
         found.append(Strike(step, process, stops and index > 0))
     return found
 
@@ -184,7 +184,7 @@ class Drilled:
 
     @property
     def held(self) -> bool:
-        """Whether the achieved share of kept work is at least nine tenths of the predicted one."""
+        """Whether `achieved` is at least nine tenths of `predicted`."""
         return self.achieved >= 0.9 * self.predicted
 
     def as_json(self) -> JsonObject:

@@ -141,7 +141,7 @@ class Team:
         """
         try:
             return self._watch(lost_at)
-        finally:  # Otherwise the last steps and requests would be missed.
+        finally:  # Steps and requests since the last look of `_watch` would otherwise be missed.
             self._statuses([None] * len(self.members))
             self._leave()
             self._note_copies()

@@ -133,7 +133,8 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
-    # Before the notices, which call the user's code too, but do not explain its errors.
+    # The trace comes before the notices. The notices call the user's code too, but do not explain
+    # its errors.
     if traced:
         _trace(config, program, at)
     of_model = model_notices(config.model, _shapes(batch))

@@ -17,7 +17,7 @@ from jaxdist.types import JsonObject
 
 DEAREST = 10
 """The number of rows in the table of the most expensive operations."""
-# The parts of an `op_name` that name transformations of jax, and not the user's scopes.
+# These parts of an `op_name` are names of jax's transformations, and not scopes of the user.
 _WRAPPERS = re.compile(
     r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
 )

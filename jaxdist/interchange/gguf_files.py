@@ -373,7 +373,7 @@ _DECODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def _by_package(path: Path, kind: int, name: str, raw: np.ndarray) -> np.ndarray:
     try:
-        # Imported here, because gguf is an optional dependency.
+        # The package is imported here, because gguf is an optional dependency.
         gguf: Any = importlib.import_module("gguf")
     except ImportError as error:
         raise DataError(

@@ -53,7 +53,7 @@ def account_values(account: Account, life: int) -> dict[str, float]:
 
 
 def next_life(records: Iterable[Record]) -> int:
-    """Return the number of the attempt after those in these records; the first has number 1."""
+    """Return the number of the attempt that follows the recorded attempts, counted from 1."""
     return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
 
 

@@ -90,7 +90,7 @@ def append(
 class Records:
     """The destination of a run's records.
 
-    This base class drops them, for processes other than 0.
+    This base class drops all records. Processes other than process 0 use it.
     """
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:

@@ -88,7 +88,7 @@ def _excess(result: ParityResult) -> str:
     return ", ".join(
         f"{name} {value:.1e} exceeds {asdict(limit)[name]:.1e}"
         for name, value in asdict(found).items()
-        if not value <= asdict(limit)[name]  # `>` would be false for NaN
+        if not value <= asdict(limit)[name]  # The comparison `>` would be false for NaN.
     )
 
 

@@ -65,7 +65,7 @@ class ParityResult:
         differs.
       differences: the differences from a single device, or None if the combination was skipped or
         not compiled.
-      limit: the limits on the differences, or None like `differences`.
+      limit: the limits on the differences, or None if `differences` is None.
       reason: the reason why there are no differences, or an empty string.
     """
 
@@ -82,7 +82,7 @@ class ParitySubject:
 
     Attributes:
       sections: the sections of the model's config, to which a combination adds its settings.
-      initial: the initial state on a single device, which is on the host.
+      initial: the initial state that a single device computes, as arrays on the host.
       reference: the results of three steps on a single device.
       terms: the number of tokens in a batch, or of examples if the data have no tokens.
     """
@@ -217,7 +217,8 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     if microbatches > 1 and batch_norms(module):
         return "batch statistics are those of a microbatch"
     others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))
-    # `settle` moves buffers by sums over the whole batch.
+    # A model with `settle` is exact, because `settle` moves the buffers by sums over the whole
+    # batch.
     if model.settle is None and any(
         jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)
     ):

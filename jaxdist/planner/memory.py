@@ -155,7 +155,8 @@ class RestingBytes:
       passing: the part of `held` that is on the device at once: a layer that is used, and the next
         layer. A parameter outside of the blocks counts whole.
       copied: the bytes that a step copies. The passes copy the parameters of blocks twice in each
-        microbatch, and other parameters once. The update copies trained parameters there and back.
+        microbatch, and other parameters once. The update copies trained parameters to the device
+        and back.
     """
 
     held: float = 0.0

@@ -123,7 +123,8 @@ class Plan:
             sizes["stage"] = self.stage
         data: Json = {"dcn": self.slices, "ici": self.data} if self.slices > 1 else self.data
         sizes["data"] = self.slices if self.wide else data
-        # The last axis connects the nearest devices: if the plan is wide, the GPUs of a host.
+        # The devices along the last axis are nearest to one another. In a wide plan, they are the
+        # GPUs of a host.
         order = ("context", "tensor") if self.wide else ("tensor", "context")
         for name in (*order, "expert"):
             if (size := getattr(self, name)) > 1:

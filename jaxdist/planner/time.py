@@ -180,9 +180,11 @@ def seconds(
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     rows = rows_of(model, plan)
-    tokens = rows * model.window // plan.context  # The tokens of a microbatch on a replica.
+    # This is the number of tokens in a microbatch of a replica.
+    tokens = rows * model.window // plan.context
     count, layers = plan.microbatches, model.layers // plan.stage
-    split = tokens / plan.tensor  # The tokens for which each device of a replica computes.
+    # This is the number of tokens for which each device of a replica computes.
+    split = tokens / plan.tensor
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
@@ -449,7 +451,8 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
       ahead, back: the seconds of a layer's forward and backward pass.
       plan: the plan.
     """
-    # `back` contains one recomputed forward pass, but each half of a backward task recomputes it.
+    # `back` contains one recomputed forward pass, but without a stash each half of a backward task
+    # recomputes the forward pass.
     twice = ahead if not plan.stash else 0.0
     kinds = {
         TaskKind.FORWARD: layers * ahead,

@@ -185,7 +185,7 @@ def write_certificate(path: Path, certificate: JsonObject) -> None:
     Raises:
       RunError: the file cannot be written.
     """
-    with suppress(OSError):  # A file in a directory that does not exist cannot be written below.
+    with suppress(OSError):  # If the directory cannot be created, the write below raises the error.
         path.parent.mkdir(parents=True, exist_ok=True)
     remedy = "choose another directory with run.directory=PATH"
     write_json(path, certificate, what="certificate", remedy=remedy)

@@ -145,7 +145,7 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
         found["experts"] = {**experts, "mlp": small(experts["mlp"], parts, 8)}
     layers, window = _layers(experiment, model), model["attention_window"]
     return found | {
-        # Devices that share a sequence attend block by block.
+        # Attention is computed block by block if devices share a sequence.
         "attention": "plain" if experiment.layout.split is None else "blockwise",
         "vocab_multiple": small(model["vocab_multiple"], parts, parts),
         "layers": layers,

@@ -128,7 +128,8 @@ def portable(state: RangeState) -> RangeState:
     """
     waiting: dict[int, tuple[int, int]] = {}
     for one in state.clocks.held:
-        # A client's changes wait in order. From the first of them on, the client sends them again.
+        # The changes of a client wait in order. The client sends the first of these changes and all
+        # later changes again.
         waiting.setdefault(one.client, (one.sequence, one.clock))
     inboxes = {
         client: replace(inbox, expected=waiting.get(client, (inbox.expected,))[0], early={})
@@ -164,7 +165,7 @@ class Leader:
 
     @property
     def safe(self) -> int:
-        """The index up to which replies may be sent: all required followers have the entries."""
+        """The index of the newest entry to which replies may refer: all followers have it."""
         if self.deposed:
             return self.released
         # A server that has no copy yet delays no reply.

@@ -28,8 +28,8 @@ class Seat:
         of the port.
       wire_to: a function from a place, at which another server copies ranges, to a wire to that
         server.
-      say: a function that sends the arbiter a report, which is the place at which this server
-        copies, a takeover, or a server that may now follow.
+      say: a function that sends a report to the arbiter. A report states the place at which this
+        server copies the range, that this server leads now, or that another server may now follow.
       kind: the class of the server that leads.
       more: the other arguments of `kind`.
     """
@@ -155,7 +155,8 @@ class Arbiter:
         if found is None or found.epoch > self.view.epoch:
             self.port = None
         self._decide(found)
-        for other in self._copies:  # Servers that were not needed so far.
+        # The servers in `_copies` also include servers that were not needed so far.
+        for other in self._copies:
             if self.view is not None:
                 self._decide(self.view.joined_by(other))
 

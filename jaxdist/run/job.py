@@ -274,7 +274,7 @@ class RunJob:
     def _watching(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[GoodputHook | Profile]:
-        """Yield the hook that records time, in process 0, and any hook that traces."""
+        """Yield the hook that records time, only in process 0, and the hook that traces, if any."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:

@@ -102,7 +102,8 @@ class RunLock:
         self._released.set()
         self._beat.join()
         with suppress(OSError):
-            # A later generation may have replaced the file, and its lock must not be removed.
+            # A later generation may have replaced the file, and the lock of that generation must
+            # not be removed.
             if _is_at(self._descriptor, self.path):
                 self.path.unlink()
         os.close(self._descriptor)

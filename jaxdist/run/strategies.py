@@ -54,7 +54,8 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
             except SuspectStateError as error:
                 error.check_restores(restores)
                 prepared.note(f"going back: {error.what}")
-        # The end of the handler releases the exception, whose frames hold the wrong state.
+        # Here the exception is released. Its frames would otherwise keep the suspect state in
+        # memory during the next attempt.
     raise AssertionError("unreachable: the count does not end")
 
 

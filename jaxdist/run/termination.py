@@ -89,7 +89,8 @@ class Termination:
                 continue  # A C library installed this handler, which Python could not restore.
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)  # set_wakeup_fd refuses a pipe that blocks
+        # `set_wakeup_fd` refuses a pipe whose writes may block.
+        os.set_blocking(self._writer, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # Terminals are found before the run, since `isatty` no longer recognizes a terminal that
         # has hung up.

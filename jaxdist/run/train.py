@@ -180,7 +180,7 @@ def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory
 
 
 def _check_everywhere(path: Path, wanted: str) -> None:
-    """Check that no machine has another run at a path; the disk may not be shared.
+    """Check that no machine has another run at a path, since the machines may not share a disk.
 
     Args:
       wanted: the id of the run.

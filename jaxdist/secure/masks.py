@@ -48,7 +48,8 @@ def encode(x: np.ndarray, clients: int, weight: float = 1.0) -> np.ndarray:
     >>> decode(encode(np.array([0.25, -3.0]), 2) + encode(np.array([1.0, 1.0]), 2))
     array([ 1.25, -2.  ])
     """
-    # float64 has 53 bits of precision, and 24 bits of float32 are fewer than the integers need.
+    # The products are in float64. The 53 bits of its precision are enough for the integers, and the
+    # 24 bits of float32 are not.
     scaled = np.rint(x.astype(np.float64) * weight * 2.0**FRACTION_BITS)
     bound = 2.0**63 / clients
     largest = float(np.max(np.abs(scaled), initial=0.0))

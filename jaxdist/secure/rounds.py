@@ -55,7 +55,7 @@ def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
     """Return the data of a message; the inverse of `to_bytes`.
 
     Raises:
-      SecureError: the stage is unknown, or their number does not fit the stage.
+      SecureError: the stage is unknown, or the number of bytes does not fit the stage.
 
     >>> of_bytes(Stage.ARRIVED, to_bytes({3: b"", 7: b""}))
     {3: b'', 7: b''}
@@ -193,7 +193,8 @@ class ServerRound:
         """
         members = self._members = frozenset(members)
         if self._roster is None:
-            # A client that replaces another may still join.
+            # The round begins only when all members have sent their keys, so that a client that
+            # replaces another client may still join.
             if len(self._keys.keys() & members) >= self._needed and members <= self._keys.keys():
                 self._roster = members
             return
@@ -214,7 +215,7 @@ class ServerRound:
             )
 
     def answer(self, client: int, stage: Stage) -> Parts | None:
-        """Return the answer to a client's request, or None while requests of others are missing."""
+        """Return the answer to a client's request, or None while other requests are missing."""
         match stage:
             case Stage.KEYS if client in (self._roster or ()):
                 assert self._roster is not None

@@ -62,10 +62,11 @@ class ChoiceConfig(Config):
     servers: Annotated[int, Field(ge=1, le=64)] = 4
     """The number of servers, which are additional hosts that hold the parameters."""
     slower: Annotated[float, Field(gt=1)] = 2.0
-    """The factor by which the step time of one worker is multiplied, in rows with a straggler."""
+    """The factor by which the step time of one worker is multiplied, in the rows of the table that
+    have a straggler."""
     noise: PositiveFloat = 0.3
-    """The standard deviation of the logarithm of each step's time, in rows where all workers are
-    slow at times."""
+    """The standard deviation of the logarithm of each step's time, in the rows of the table in
+    which every worker is slow at times."""
 
     def speeds(self) -> tuple[Speeds, ...]:
         """Return the compared distributions of the workers' step times."""

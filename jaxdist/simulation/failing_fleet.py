@@ -235,13 +235,14 @@ class _State:
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds
         cycle = disk * every + (disk - 1) * fleet.snapshot_seconds + fleet.checkpoint_seconds
-        # A slack of one microsecond preserves saved work in spite of rounding.
+        # One microsecond is added, because rounding could make a finished save look unfinished.
         cycles, rest = np.divmod(self.saved * period + up + 1e-6, cycle)
         saved = np.minimum(rest // period, disk - 1).astype(np.int64)
         left = np.clip(rest - saved * period - 1e-6, 0.0, None)
         undone = np.minimum(left, every)
         kept = (cycles * disk + saved - self.saved) * every
-        # The time that remains after a cycle's last interval belongs to its unfinished checkpoint.
+        # The time that remains after a cycle's last interval belongs to the cycle's unfinished
+        # checkpoint.
         stood = cycles * fleet.checkpoint_seconds
         stood += np.where(saved == disk - 1, left - undone, 0.0)
         self.seconds[Activity.CHECKPOINT_BLOCKED] += stood

@@ -13,8 +13,8 @@ from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
 MARGIN = 0.01
-"""The largest mean change of the held-out loss, up or down, of a variant that counts as equal, as a
-fraction of the baseline's loss."""
+"""A variant counts as equal to the baseline if its held-out loss changes by at most this fraction
+of the baseline's loss, up or down, in the mean over the seeds."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class VariantsStudy(_Study):
 
     type: Literal["variants"] = "variants"
     of: str | None = None
-    """The name of a shipped set of variants, of which there is only compression; null compares the
-    variants of `variants`."""
+    """The name of a shipped set of variants. The only shipped set is compression. With null, the
+    study compares the variants of `variants`."""
     variants: dict[str, Settings] = Field(default_factory=dict)
     """The settings of each variant, by the variant's name."""
 

@@ -219,7 +219,7 @@ def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
 
 
 def rounded(learning_rate: float) -> float:
-    """Return a learning rate rounded to six digits, so that roundings of a rate are equal."""
+    """Return a learning rate rounded to six digits, which removes differences by rounding."""
     return float(f"{learning_rate:.6g}")
 
 

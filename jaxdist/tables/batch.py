@@ -31,8 +31,8 @@ class Touched:
     Attributes:
       rows: the unique rows, ascending, uint32 or keys (`jaxdist.tables.keys`), `[n]`.
       blocks: for each block on this process's devices, the index in `rows` of each unique row of
-        the block. The arrays are by the index of the block's first example in the batch.
-      looked_up: the number of ids. A row counts once for each of its ids.
+        the block. The key of a block is the index of its first example in the batch.
+      looked_up: the number of ids. A row that several ids look up counts several times.
     """
 
     rows: np.ndarray
@@ -91,9 +91,10 @@ class TableRows:
         return {**batch, "ids": ids, PULLED: pulled}
 
     def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
-        """Return the rows that a batch touches, and the index of each id's row in its block's rows.
+        """Return the rows that a batch touches, and for each id the index of its row in its block.
 
-        The indices are in an array for each block, by the index of the block's first example.
+        The second result has an array of indices for each block. The key of a block is the index of
+        its first example in the batch.
         """
         blocks: dict[int, np.ndarray] = {}
         places: dict[int, np.ndarray] = {}
@@ -130,7 +131,7 @@ class TableRows:
         """Return a batch with the values of its rows.
 
         Args:
-          touched, places: what `touched` returns for the batch.
+          touched, places: the two results of `touched` for the batch.
           values: the values `[n, D]` of the touched rows.
         """
         ids = batch["ids"]

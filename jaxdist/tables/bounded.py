@@ -1,4 +1,4 @@
-"""The store of a bounded number of rows, in which a new row replaces the row updated longest ago.
+"""The store of a bounded number of rows, in which new rows replace the rows updated longest ago.
 
 Each key belongs to a set (`jaxdist.tables.keys`). A set keeps the `WAYS` rows that were updated
 last. If several rows have the same last update, the set keeps the rows with the smallest keys. A
@@ -46,7 +46,7 @@ class BoundedStore(RowStore):
         """
         hashed = hashes(rows)
         sets = sets_of_hashes(hashed, self.form.most) // self._servers
-        # 0 marks a way without a row, so tags are odd.
+        # The tag 0 marks an unused position in a set, so the tags of rows are odd.
         tags = hashed.astype(np.uint32) | np.uint32(1)
         hits = np.flatnonzero(self._tags.take(sets, 0) == tags[:, None])
         at, way = hits // WAYS, hits % WAYS
@@ -112,11 +112,12 @@ class BoundedStore(RowStore):
         places[old[gone[places[old]]]] = -1
         new, inverse = new[stays], inverse[stays]
         ranks = _ranks(inverse).astype(np.uint8)
-        # The first way before which as many ways are free as the row has earlier new rows.
+        # If the set has r earlier new rows in this call, the row takes the free position r of its
+        # set, counted from 0.
         free = (np.cumsum(~taken, 1, dtype=np.uint8).take(inverse, 0) > ranks[:, None]).argmax(1)
         where = (touched[inverse], free)
-        # A way that a row has left still has the index of the row's values, which the new row
-        # overwrites.
+        # The position of a row that was evicted still has the index of the row's values. The new
+        # row takes this position and overwrites these values.
         empty = self._tags[where] == 0
         count = int(np.count_nonzero(empty))
         found = self._places[where].astype(np.int64)
@@ -137,15 +138,16 @@ class BoundedStore(RowStore):
         versions: np.ndarray,
         rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which new rows their sets keep, and the indices of the rows that leave for them.
+        """Return whether each new row is kept by its set, and the indices of the evicted rows.
 
         Args:
           sets: the unique sets of the new rows.
-          taken: which ways of `sets` have rows; the ways that rows leave become false.
+          taken: for each position in `sets`, whether it has a row. The function sets the positions
+            of evicted rows to false.
           inverse: the index in `sets` of each new row's set.
           versions, rows: the last updates and the keys of the new rows.
         """
-        # Only sets with too many rows compare their rows, and most sets have room.
+        # Rows are compared only in sets with too many rows, because most sets have free positions.
         crowded = taken.sum(1) + np.bincount(inverse) > WAYS
         rivals = np.flatnonzero(crowded[inverse])
         at, way = np.nonzero(taken & crowded[:, None])
@@ -197,7 +199,7 @@ def _ranks(groups: np.ndarray) -> np.ndarray:
 
 
 def _stays(sets: np.ndarray, versions: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return which rows are among the `WAYS` of their set with the newest versions."""
+    """Return whether each row is among the `WAYS` rows of its set with the newest versions."""
     order = np.lexsort((rows["id"], rows["field"], ~versions))
     found = np.empty(len(sets), np.bool_)
     found[order] = _ranks(sets[order]) < WAYS

@@ -71,7 +71,7 @@ class TableClient:
         self._exchange.close()
 
     def fail(self, reason: str) -> None:
-        """Let the call that now waits, or the next wait, raise an error with this reason."""
+        """Make the call that waits now, or else the next call that waits, raise an error."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
@@ -87,7 +87,8 @@ class TableClient:
         if self._rows is None:
             self.begin(rows)
             return self.take()
-        # Rows for the next step are under way; a server answers one pull after another.
+        # The rows of the next step may be requested already, and a server answers one pull after
+        # another.
         kept = self._found or self._finish(self._rows)
         found, _ = self._finish(rows, begins=True)
         self._found = kept

@@ -79,7 +79,7 @@ class TableShard:
 
         Args:
           change: the change, as the payload of a push.
-          rate: a factor on the learning rate in the change.
+          rate: the factor by which the learning rate in the change is multiplied.
         """
         found = self.unpacked(change)
         assert found is not None, "a change has the form of a push"
@@ -181,7 +181,8 @@ class TableServer(Server):
             were updated since the last call, only these rows are returned.
 
         Returns:
-          Whether all touched rows are returned, the row numbers, and the values.
+          A bool, the row numbers, and the values. The bool is true if all touched rows are
+          returned.
         """
         with self._changed:
             rows, values = self.store.kept()

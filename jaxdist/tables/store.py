@@ -14,7 +14,7 @@ from jaxdist.tables.optimizer import RowOptimizer
 
 
 def reserved(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Return zeros; memory is used only for the pages that are written."""
+    """Return an array of zeros, which uses memory only for the pages that are written."""
     size = max(1, prod(shape)) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype, prod(shape)).reshape(shape)
@@ -36,7 +36,7 @@ class RowStore:
     Attributes:
       server: the number of this server.
       touched: the number of rows that exist.
-      evicted: the number of rows that made room for other rows.
+      evicted: the number of rows that were removed to make room for new rows.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class RowStore:
         self.server, self._servers = server, servers
         self.columns = form.width + optimizer.state_width(form.width)
         self._reserve(servers)
-        # An element of this view is a whole row: numpy writes one element several times faster
-        # than a row of elements.
+        # Each element of this view is a complete row, because numpy writes a single large element
+        # several times faster than a row of elements.
         self._whole = self._values.view(f"V{4 * self.columns}")[:, 0]
         self.touched = self.evicted = 0
 
@@ -102,7 +102,7 @@ class RowStore:
     def _read(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the values of rows, given their indices, which are -1 for rows without values."""
         # The index -1 reads the values of another row. These values are replaced below. `take`
-        # copies whole rows, in a quarter of the time of an index with a slice.
+        # copies complete rows, which takes a quarter of the time of an index with a slice.
         found = np.ascontiguousarray(self._values.take(places, 0)[:, : self.form.width])
         new = places < 0
         if new.any():

@@ -56,7 +56,7 @@ def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
       rows: the number of rows of a batch.
 
     Raises:
-      ConfigError: the loss returns scalars, for which `check_adds_up` has the message.
+      ConfigError: the loss returns scalars, as found by `check_adds_up`.
     """
     for sums in parts:
         if len(parts) > 1:
@@ -96,7 +96,9 @@ def evaluate(
     load: Any = np.zeros((1, 1))
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
-            if name == LOAD:  # The load is a table, and only training reports it.
+            # The load has a number for each layer and expert. It is not a mean, and only training
+            # reports it by expert.
+            if name == LOAD:
                 load = load + np.asarray(mean.total, np.float64)
                 continue
             total, weight = totals.get(name, (0.0, 0.0))

@@ -163,11 +163,11 @@ class Home:
         return self._store_owned(self._not_in_steps, opt_state, self.owners)
 
     def outer_to_step(self, carried: PyTree) -> PyTree:
-        """Convert only the state of the outer exchange, in the direction of `to_step`."""
+        """Convert only the outer exchange's state, to the form with which steps compute."""
         return self._use_outer(self._not_in_steps, carried)
 
     def outer_from_step(self, carried: PyTree) -> PyTree:
-        """Convert only the state of the outer exchange, in the direction of `from_step`."""
+        """Convert only the outer exchange's state, from the form with which steps compute."""
         return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
@@ -175,13 +175,13 @@ class Home:
         return self._params(self._not_in_steps, params)
 
     def grads_to_step(self, grads: Grads) -> PyTree:
-        """Convert sharded gradients, in the direction of `to_step`."""
+        """Convert sharded gradients from the devices' form to the form with which steps compute."""
         for view in reversed(self._not_in_steps):
             grads = self._each(view.use, grads)
         return grads
 
     def grads_from_step(self, grads: Grads) -> PyTree:
-        """Convert sharded gradients, in the direction of `from_step`."""
+        """Convert sharded gradients from the form with which steps compute to the devices' form."""
         for view in self._not_in_steps:
             grads = self._each(view.store, grads)
         return grads

@@ -136,7 +136,7 @@ class StreamedLeaves:
         def moved(leaf: jax.Array, sharding: Any, owner: Owner) -> jax.Array:
             if owner.name not in self.resting:
                 return leaf
-            # Shardings are set on the device, where XLA can send.
+            # A sharding is set while the leaf is in the device's memory, from which XLA can send.
             if space == jax.memory.Space.Device:
                 leaf = jax.device_put(leaf, space)
             leaf = jax.lax.with_sharding_constraint(leaf, sharding)

@@ -1,4 +1,4 @@
-"""The plan of a run: the train stages that follow from the config's length, sizes and rate."""
+"""The plan of a run: its train stages, computed from its length, batch sizes and learning rate."""
 
 from __future__ import annotations
 

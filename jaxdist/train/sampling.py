@@ -27,7 +27,8 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
-    # Programs that differ only in the seed are one program, which is given the key.
+    # The seed is not compared, so that instances that differ only in the seed share a compiled
+    # program. The program receives the random key as an argument.
     seed: int = field(default=0, compare=False)
 
     def draw(self, logits_BV: jax.Array, number: jax.Array, key: jax.Array) -> jax.Array:

@@ -3,9 +3,9 @@
 The host that last swapped the rendezvous's token is the leader. In each turn the leader reads the
 requests of the hosts and computes the new state of the registry. If the state has changed, the
 leader writes the state. The leader then swaps the token for its next token, and answers only if the
-swap has succeeded. If another host sees the same token for too long, by its clock, this host swaps
-the token for a token with its name. The host is then the leader. The new leader reads the registry
-and continues as `Registry.restarted` describes.
+swap has succeeded. If another host sees the same token for too long, by its own clock, that other
+host swaps the token for a token with its own name. It is then the leader. The new leader reads the
+registry and continues as `Registry.restarted` describes.
 
 The following argument shows that two generations are never active at once. Suppose that a leader
 was suspended at any point, that another host took the token at time T, and that the first leader
@@ -235,7 +235,8 @@ def encode_registry(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        "aside": sorted(registry.quarantined),  # Earlier versions stored this name.
+        # Earlier versions wrote this key, so that it must not change.
+        "aside": sorted(registry.quarantined),
         "holders": [*registry.holders],
     }
 

@@ -28,8 +28,8 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
     """Return the weighted sum of a merge's changes, added in order, divided by the merge's total.
 
-    The function skips weights and totals of 1, so that a single change, or a mean with equal
-    weights, rounds like a plain sum.
+    The function does not multiply by a weight of 1 or divide by a total of 1, so that a single
+    change, or a mean with equal weights, rounds like a plain sum.
 
     Args:
       change_of: the function that returns the payload of an arrival, after the correction that the

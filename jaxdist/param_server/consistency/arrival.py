@@ -99,11 +99,11 @@ class OnArrival(Consistency):
         Args:
           largest: the largest magnitude of an element in the sum of the worker's unapplied changes.
         """
-        # The negated comparison also holds a worker back whose changes contain a NaN.
+        # The comparison is negated, so that it is also true if the changes contain a NaN.
         return self.value_bound is not None and not largest < self.value_bound / workers
 
     def rate(self, staleness: int, team: int) -> float:
-        """Return the factor of the learning rate for a change with this staleness.
+        """Return the factor by which the learning rate of a change is multiplied for its staleness.
 
         With power 1, the factor is from Zhang et al. (arXiv 1511.05950).
 
@@ -249,7 +249,8 @@ def extra_clocks(
 
     def wait(clocks: int) -> float:
         done = fast[1] + clocks * step
-        # The negated floor division rounds up, to the slowest worker's first push from `done` on.
+        # The negated floor division rounds up. It counts the pushes of the slowest worker until the
+        # first push that is not before `done`.
         pushes = max(1, -((slow[1] - done) // pace))
         return slow[1] + pushes * pace - done
 

@@ -25,7 +25,9 @@ is added directly; or a change of parameters, whose negative is the outer optimi
 
 @dataclass(frozen=True)
 class Arrival:
-    """A change that has arrived at a server, in the order in which its client sent changes.
+    """A change that has arrived at a server.
+
+    The changes of a client arrive in the order in which the client sent them.
 
     Attributes:
       client: the client that sent the change.
@@ -128,7 +130,7 @@ class Clocks:
         return replace(self, clocks={**self.clocks, client: self.floor})
 
     def left(self, client: int) -> Clocks:
-        """Return the clocks without a member; the member's earlier changes stay."""
+        """Return the clocks without a member; its changes that have arrived can still be merged."""
         clocks = {member: clock for member, clock in self.clocks.items() if member != client}
         pushed = {member: times for member, times in self.pushed.items() if member != client}
         return replace(self, clocks=clocks, pushed=pushed)

@@ -88,7 +88,7 @@ class Aggregator(Reception):
         return self.state.inner
 
     def close(self) -> None:
-        """End the session with the server and close the log; the wire ends the other sessions."""
+        """End the session with the server and close the log; the wire ends all worker sessions."""
         self._exchange.close()
         if self._log is not None:
             self._log.close()
@@ -156,7 +156,8 @@ class Aggregator(Reception):
         # not need.
         if self._log is not None and found.state != self.state:
             self._log.add(taken)
-            # The servers may save a state that contains this round before this process ends.
+            # The servers may save a state that contains this round. A replay of that state needs
+            # this entry of the log, even if this process is killed now.
             self._log.flush()
         if found.takes:
             self._link.copy = payload

@@ -130,8 +130,8 @@ class Client:
     def _catch_up(self) -> None:
         """Push zeros to each server that is a round behind another server.
 
-        The servers are not in the same round at the moment when this worker joins. The worker must
-        be in the same round at all servers, or its last push would wait for ever.
+        At the moment when this worker joins, the servers may be in different rounds. The worker
+        must be in the same round at all servers, or its last push would wait for ever.
         """
         while any(link.state.clock < self._newest for link in self._links):
             for at, link in enumerate(self._links):
@@ -145,7 +145,8 @@ class Client:
         return max(link.state.clock for link in self._links)
 
     def _ready(self) -> bool:
-        # Each check tries to pull again, since a link may have had no room for the pull before.
+        # Each check tries to pull again, since no pull is sent on a link that has too many pending
+        # messages.
         self._pull(ready=False)
         return all(protocol.ready(self.model, link.state) for link in self._links)
 
@@ -174,7 +175,8 @@ class Client:
     def _push_to(self, at: int, change: np.ndarray, read: int | None, tokens: float) -> None:
         link = self._links[at]
         change, usable = self._written(at, change, tokens)
-        # Servers refuse a weight that is not finite; `_written` marked the push as unusable.
+        # Servers refuse a weight that is not finite; `_written` has already marked this push as
+        # unusable.
         tokens = tokens if math.isfinite(tokens) else 1.0
         link.state, message = protocol.push(link.state, version=read, tokens=tokens, usable=usable)
         link.payloads[message.stamp.sequence] = change
@@ -182,7 +184,7 @@ class Client:
         link.send(message)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
-        """Return a change in the form that is sent, and whether the worker finds the change usable.
+        """Return a change in the form that is sent, and whether the push is to be marked as usable.
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
         may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,

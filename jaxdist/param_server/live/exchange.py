@@ -39,7 +39,7 @@ class ServerLink:
       copy: the newest parameters received; set by the owner.
       payloads: the payloads of pushes that are not settled, by sequence; set by the owner.
       welcome: whether the server has bound the session to this client.
-      late: the clients that the server waits for, as its last answer to LATE names them.
+      late: the clients that the server waits for, as named in its last answer to `ask_late`.
       idle: whether no session is kept open, because the rack has no worker.
       asked: the unanswered request that is not a message of the protocol, or None if there is none.
     """
@@ -64,7 +64,7 @@ class ServerLink:
             self.session.send(of_message(message, self.server, payload))
 
     def ask(self, envelope: Envelope) -> None:
-        """Send a request in place of any earlier request, and repeat it until an answer arrives."""
+        """Replace any earlier request by a request that is repeated until an answer arrives."""
         self.asked, self._asked_seconds = envelope, time.monotonic()
         if self.session is not None and self.welcome:
             self.session.send(envelope)
@@ -75,7 +75,7 @@ class ServerLink:
             self.session.send(self._envelope(Op.LATE))
 
     def again(self, before: float) -> None:
-        """Send unanswered messages again if they were sent before a time of `time.monotonic`."""
+        """Send again the unanswered messages that were sent before a time of `time.monotonic`."""
         if not self.welcome:
             if self.session is not None and self._greeted <= before:
                 self._greet(self.session)
@@ -123,12 +123,12 @@ class ServerLink:
         return self.ended(self._over)
 
     def end(self) -> Session | None:
-        """Stop using the session, and return it for the caller to close, or None without one."""
+        """Stop using the session; return it for the caller to close, or None if none is open."""
         return self.ended(self._over)
 
     def _greet(self, session: Session) -> None:
         self._greeted = time.monotonic()
-        # All messages before this one have had their final replies, which a new server must know.
+        # All messages before `first` have had their final replies. A new server must know this.
         first = min(self.state.under_way, default=self.state.sequence)
         session.send(replace(self._envelope(Op.HELLO), sequence=first))
 
@@ -237,8 +237,8 @@ class Sessions:
                     link.again(before)
                 away = [link for link in self.links if link.session is None and not link.idle]
                 if not away and not self._left:
-                    # With this interval, a message is repeated at most a quarter of the time too
-                    # late.
+                    # With this interval, a message is repeated at most a quarter of `retry_seconds`
+                    # too late.
                     self._lost.wait(self._retry_seconds / 4)
                 left, self._left = self._left, []
             # This thread does not hold the lock here: `close` waits for the session's reader, which

@@ -27,8 +27,8 @@ class ShardPiece:
       shape: the number of rows of the range, then the sizes of the parameter's other dims; a scalar
         has one row.
       offset: the number of elements before the range.
-      dtype: the dtype of the parameter. The dtype of the flat array can represent all of its
-        values.
+      dtype: the dtype of the parameter. The dtype of the flat array can represent every value of
+        this dtype.
     """
 
     range: Range
@@ -114,7 +114,7 @@ def joined_shards(
     flats: Sequence[np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
-    """Join shards to parameters by name; a parameter of a single range is a view of its shard.
+    """Join shards to parameters by name; a parameter of one range is a view of its shard's array.
 
     Args:
       shapes: the shapes of the parameters, by name.

@@ -14,7 +14,7 @@ WORD_BYTES = 8
 
 
 def masked_spec(shard: Spec) -> Spec:
-    """Return the specification of a masked push: the bytes of an integer for each parameter."""
+    """Return the specification of a masked push, in which each element is an integer of 8 bytes."""
     return Spec(shard.tensor, np.dtype(np.uint8), WORD_BYTES * shard.length)
 
 

@@ -62,7 +62,8 @@ class SecureServer(Server):
     def _received(self, peer: Peer, envelope: Envelope, finite: bool) -> None:
         client = envelope.client
         if envelope.op is Op.HELLO and self.round.begun and client not in self._range.inboxes:
-            # A new client could not be masked any more, so it joins with the next round.
+            # The clients of this round have already agreed on their masks, so the new client joins
+            # with the next round.
             self._joining = [*((p, e) for p, e in self._joining if p is not peer), (peer, envelope)]
         elif envelope.op is Op.SECURE and self._clients.get(peer) == client:
             self._asked(peer, envelope)

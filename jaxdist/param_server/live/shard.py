@@ -93,11 +93,11 @@ class ServerShard:
         # An optimizer that uses these values is not separable, and was refused at the start.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
-        if rate:  # The learning rate is a factor of the whole update, with weight decay.
+        if rate:  # The factor applies to the whole update, including its weight decay.
             updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
-        # Without the barrier, XLA fuses this with the update and tests each element's range: 10x
-        # the time.
+        # Without the barrier, XLA fuses the concatenation below with the update, and then tests for
+        # each element to which range it belongs. This takes ten times as long.
         moved = jax.lax.optimization_barrier(moved)
         return jnp.concatenate([jnp.ravel(moved[key]).astype(flat.dtype) for key in params]), state
 

@@ -54,7 +54,7 @@ class Range:
 
 
 def updates_elementwise(optim: OptimizerConfig) -> bool:
-    """Return whether an optimizer updates elements independently, so servers may share a tensor."""
+    """Return whether an optimizer updates each element independently of all other elements."""
     return isinstance(optim, AdamWConfig | SgdConfig)
 
 

@@ -81,8 +81,8 @@ class EssentialProcesses:
         """Report to a server that a rack without workers has left, and admit its next number.
 
         Args:
-          what: the aggregator's message, with the numbers of the server and of the rack as its
-            client.
+          what: the aggregator's message, with the number of the server, and the client number that
+            the rack had at this server.
         """
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})

@@ -235,7 +235,8 @@ class Sharded:
         found: dict[str, np.ndarray] = {}
         for path, leaf in flatten_with_names(self.program.own_shapes.opt_state):
             parts = [array for _, array in sorted(rows[path], key=lambda row: row[0])]
-            # Parts that do not add up to the leaf are counts, which all servers have.
+            # If the sizes of the parts do not add up to the size of the leaf, the parts are counts,
+            # which are equal on all servers.
             if sum(part.size for part in parts) == leaf.size:
                 found[path] = np.concatenate([np.ravel(p) for p in parts]).reshape(leaf.shape)
             else:

@@ -56,7 +56,7 @@ class PushComputation(Protocol):
     """A computation from parameters to the change that is pushed."""
 
     def begin(self, flats: Flats) -> Flats | None:
-        """Accept new parameters; return the change if it is known already, and otherwise None."""
+        """Accept new parameters; return the change if it needs no batch, and otherwise None."""
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:

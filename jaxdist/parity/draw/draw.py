@@ -153,7 +153,9 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
     if has_batch_norm(model):
-        rows *= 8  # If values are normalized over only two rows, they are +-1 except for rounding.
+        # Values that are normalized over only two rows are +-1 except for rounding, so a batch has
+        # more rows.
+        rows *= 8
     return {
         **common,
         "model": model,
@@ -255,7 +257,7 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
         scope = random.choice(SCOPES) if stage else "all"
         config = ZeroConfig(stage=stage, scope=scope)
         if violations(facts(mesh, reduce, config)) or (stage == 3 and mesh.get("stage", 1) > 1):
-            continue  # `_sharded_stages` draws ZeRO 3 in pipelines
+            continue  # `_sharded_stages` draws ZeRO 3 in pipelines.
         zero: Sections = {"stage": stage, "scope": scope}
         zero["whole_below"] = random.choice((0, 0, 16, 64, ZeroConfig().whole_below))
         if stage == 3 and reduce is not None:
@@ -278,7 +280,8 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     parallel = {**plan.parallel, "compression": found}
     zero = ZeroConfig.model_validate(parallel["zero"])
     if zero.stage >= 2 and found["axis"] == "data":
-        return plan  # ZeRO 2 and 3 reduce layer by layer, which only lossy codecs support
+        # ZeRO 2 and 3 reduce gradients layer by layer, which only lossy codecs support.
+        return plan
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan
     return replace(plan, parallel=parallel)

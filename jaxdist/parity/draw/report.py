@@ -170,8 +170,8 @@ def outcomes_to_json(
 def _row(outcome: DrawOutcome) -> JsonObject:
     """Return an outcome as JSON values.
 
-    Of the sections in `COMMON`, the result's `reader` lacks those that are equal in `sections` and
-    `reader`. A section in `COMMON` that only `sections` has is None in the result's `reader`.
+    The `reader` of the result lacks each section in `COMMON` that is equal in both configs of the
+    outcome. A section in `COMMON` that only `sections` has is None in the `reader` of the result.
     """
     row = asdict(outcome)
     sections, reader = row["sections"], row["reader"]

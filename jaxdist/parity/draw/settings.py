@@ -62,7 +62,8 @@ def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Section
         first = _added(setting, f"{name} {seed} first", first) or first
         second = _added(setting, f"{name} {seed} second", second) or second
     if first["optim"]["type"] == "muon" and (in_half_precision(first) or in_half_precision(second)):
-        # Each step of Newton-Schulz multiplies the rounding of small singular values by 3.4.
+        # Each step of Newton-Schulz multiplies the rounding error of small singular values by 3.4,
+        # so only one step is taken.
         first, second = (
             {**plan, "optim": {**plan["optim"], "ns_steps": 1}} for plan in (first, second)
         )
@@ -108,7 +109,7 @@ def _compute_dtype(random: Random, config: Sections) -> Sections | None:
 
 def _master_weights(random: Random, config: Sections) -> Sections | None:
     if "strategy" in config:
-        return None  # Lookahead, which has a section `strategy`, refuses master weights
+        return None  # Lookahead, which has a section `strategy`, refuses master weights.
     return with_values(config, "optim", master_weights="bfloat16")
 
 
@@ -295,7 +296,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     parallel = _left_to_xla(config)
     layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
     # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices.
-    # With tensor parallelism, so would the order of sums over data and tensor.
+    # With tensor parallelism, the order of sums over data and tensor would depend on it too.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}

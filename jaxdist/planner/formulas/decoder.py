@@ -67,10 +67,12 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
         per_stage = model.layers // stage
         cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
-    # Devices that share sequences share parameters too, as ZeRO 3 does, except in a pipeline.
+    # If devices share sequences, only ZeRO 3 is tried, because these devices split the parameters
+    # anyway. In a pipeline they do not split them.
     zeros = range(3, 4) if places.inner > 1 and stage == 1 else range(4)
     if wide:
-        # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so one stage is enough.
+        # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so a single level of ZeRO
+        # is tried.
         zeros = [3 if stage == 1 else int(slices > 1)]
         counts = [count for count in counts if count >= stage]
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, zeros, kinds):

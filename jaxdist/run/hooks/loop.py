@@ -86,7 +86,7 @@ class LoopHook:
         return False
 
     def at(self, moment: Moment) -> None:
-        """Act after a step, if there is a reason; called on every hook when any hook is due."""
+        """Act after a step if needed; if any hook is due, this method of every hook is called."""
 
 
 @dataclass

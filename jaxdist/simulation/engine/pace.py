@@ -45,7 +45,7 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
         cluster.model_copy(update={"simulation": script}),
         Still(floats, cluster.servers),
         Sgd(0.1),
-        clocks=10**6,  # The time limit ends the run earlier.
+        clocks=10**6,  # The time limit ends the run before any worker has this number of clocks.
         measure_every=1,
         pooled=cluster.pooled,
     )

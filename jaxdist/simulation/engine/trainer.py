@@ -49,7 +49,7 @@ class LocalTrainer:
         if not isinstance(self.model, Elastic):
             self._own = dict(copy)
             return None
-        if self._own is None:  # A new worker begins at the centre.
+        if self._own is None:  # A new worker begins with the parameters of the centre.
             self._own = dict(copy)
         self._pull = {
             name: elastic_difference(self._own[name], centre, self.alpha)

@@ -85,7 +85,11 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull from the servers whose copies are ready or not ready, and return their number."""
+        """Pull new parameters from some of the servers, and return the number of these servers.
+
+        If `ready` is true, these are the servers whose copies the worker may compute from. If
+        `ready` is false, these are all other servers.
+        """
         found = [
             server
             for server, link in enumerate(self.links)
@@ -134,7 +138,9 @@ class WorkerNode:
         counts = change.tokens != 0
         for server, shard in enumerate(self.run.shards):
             payload = slices(shard.ranges, change.gradient)
-            if not counts:  # A gradient of no tokens may be 0/0 and spoil the residual.
+            # The gradient of a batch without tokens may be 0/0, and would make the encoder's
+            # residual NaN.
+            if not counts:
                 payload, fine = tuple(np.zeros_like(array) for array in payload), True
             elif self.encoder is not None:
                 sequence = self.links[server].sequence

@@ -2,11 +2,12 @@
 
 RUN/gate.json    {"address": "10.0.0.1:40001", "token": "..."}, which only the run's owner may read
 
-The session of a host carries texts in both directions. The first text of the host is
-{"host": ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the
-texts are the orders to this server and its events, as between a parent and a child
+The session of a host carries texts in both directions. The first text of the host is {"host":
+ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the texts
+are the orders to this server and its events, as between a parent and a child
 (`jaxdist.runtime.children`). An empty text ends the server, and the last text of the host is
-{"code": EXIT_CODE}. Each text of the host is a line; the texts to the host together are lines.
+{"code": EXIT_CODE}. Each text from the host is a line. A text to the host may contain several lines
+or end within a line.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def _envelope(text: bytes) -> Envelope:
 class RemoteProcess:
     """A process on another host with the methods of a process of this host.
 
-    The object is a `jaxdist.runtime.children.PipedProcess`, and begins as a fork server begins
-    processes. The lines between the process and its parent pass through the session of the host.
+    The object is a `jaxdist.runtime.children.PipedProcess`. It also has the method `begin` of a
+    fork server, which here returns the object itself. The lines between the process and its parent
+    pass through the session of the host.
 
     Attributes:
       host: the address at which the process listens.
@@ -109,7 +111,7 @@ class RemoteProcess:
         return self._over.is_set()
 
     def refuse(self, reason: str) -> None:
-        """Tell the host why it cannot start a server."""
+        """Report to the host why it cannot start a server."""
         self._peer.say(text_of({"refused": reason}))
 
     def begin(self, stdin: int, stderr: int) -> RemoteProcess:

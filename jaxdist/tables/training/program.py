@@ -108,8 +108,8 @@ class TableProgram:
         state, values, grads = self._step(state, given)
         examples, fields = given["ids"].sharding.shard_shape(given["ids"].shape)
         found = touched.gathered(grads, examples * fields, examples)
-        # The gradient of the whole batch's mean loss is the sum of the processes' parts, but a
-        # server takes the mean over processes.
+        # The gradient of the batch's mean loss is the sum of the gradients from all processes, but
+        # a server computes the mean over processes.
         if self.processes > 1:
             found *= np.float32(self.processes)
         rate = self.rate or float(np.asarray(values)[self._rate_at])

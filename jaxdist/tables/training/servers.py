@@ -160,7 +160,7 @@ class Wires:
 
         Args:
           server: the number of the range.
-          port: the place of the leader.
+          port: the place of the leader (`jaxdist.wire.ports.Place`).
         """
         settings = self.strategy.processes
         kind = row_dtype(self.strategy.most_rows or 0)

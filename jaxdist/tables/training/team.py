@@ -23,7 +23,8 @@ ASK_SECONDS = 0.5
 """The largest number of seconds without a message before a server is asked whether it is alive."""
 
 Moved = Callable[[int, Place, int], None]
-"""A function that receives the range, the place and the epoch of a server that begins to lead."""
+"""A function that is called when a server begins to lead a range. Its arguments are the number of
+the range, the place of the server (`jaxdist.wire.ports.Place`), and the epoch."""
 BeginsServer = Callable[[int, list[int], SimpleQueue[Event], RemoteProcess | None], RunProcess]
 """A function that starts a table server, given its number, the ranges that it leads, the queue of
 its events, and the process on another host that runs the server, or None to run the server on this
@@ -81,7 +82,7 @@ class TableTeam:
 
     @property
     def leaders(self) -> list[tuple[Place, int]]:
-        """The place and the epoch of each range's leader; place 0 while a server takes over."""
+        """The place and the epoch of each range's leader; the place is 0 during a takeover."""
         with self._changed:
             found = [(one.port or 0, one.view) for one in self._arbiters]
             return [(port, view.epoch if view else 0) for port, view in found]
@@ -266,7 +267,7 @@ class TableTeam:
         count = len(self.servers.keys() - self._leaving) + 1
         problem = servers_problem(self._strategy, count)
         if remote.gone:
-            return  # The command on the other host was stopped meanwhile.
+            return  # The command on the other host was stopped after its offer.
         if problem is not None:
             remote.refuse(problem)
             return
@@ -315,9 +316,9 @@ class TableTeam:
         return server not in self._leaving and (server, at) not in self._passing
 
     def _hand_over(self) -> None:
-        """Remove servers from the ranges that they give up, once other servers have the rows."""
+        """Remove each server from the ranges that it gives up, once other servers have the rows."""
         if self._asked:
-            return  # A leader carries out an order to its end.
+            return  # A leader has not answered an order yet, and must keep its ranges until then.
         for number in sorted(self._seats):
             for at in sorted(self._seats[number]):
                 if not self._keeps(number, at) and self._is_replaced(number, at):
@@ -349,7 +350,7 @@ class TableTeam:
         return all(arbiter.knows(one) for one in heirs)
 
     def _swap(self) -> None:
-        """Let a server lead a range that passed to it, and let the earlier leader follow."""
+        """Make the new server of a passed range its leader, and the earlier leader its follower."""
         for at in sorted(self._swaps):
             arbiter = self._arbiters[at]
             view = arbiter.view
@@ -403,7 +404,8 @@ class TableTeam:
             view, at = arbiter.view, arbiter.range
             staying = [one for one in self._seats if self._keeps(one, at)]
             seated = [one for one in staying if at in self._seats[one]]
-            # The next server comes first, so that the followers of a server's ranges are spread.
+            # Among servers with equally few ranges, the next server after the number of the range
+            # comes first, so that the ranges of one leader have different followers.
             free = sorted(
                 {*staying} - {*seated},
                 key=lambda one: (len(self._seats[one]), (one - at) % len(self._arbiters)),

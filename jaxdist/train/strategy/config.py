@@ -59,9 +59,9 @@ class Hybrid(Config):
     servers: Count = 1
     """The number of servers that share the rows of all tables when the run starts."""
     ranges: Count | None = None
-    """The number of parts into which hashes divide the rows. null has one for each server. A server
-    that joins during the run takes whole ranges, so that a run with more ranges than servers can
-    grow (`jaxdist servers`)."""
+    """The number of parts into which hashes divide the rows. With null, there are as many ranges as
+    servers. A server that joins during the run takes whole ranges, so that a run with more ranges
+    than servers can grow (`jaxdist servers`)."""
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
     """The number of servers that have each row. With 2, a follower takes over when a server dies.
     """
