@@ -1,4 +1,4 @@
-"""The entry point of the command `jaxdist`; Ctrl-C during imports ends it without a traceback."""
+"""The entry point of the command `jaxdist`, which Ctrl-C ends without a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # A module that is being imported could catch an exception. There is nothing to clean up.
+    # The process ends without an exception, because a module that is being imported could catch the
+    # exception. There is nothing to clean up.
     os._exit(INTERRUPTED)
 
 

@@ -69,7 +69,7 @@ class MeshError(JaxdistError):
 
 
 class ShardingError(JaxdistError):
-    """The error for a tensor, rule or dim that cannot be laid out on the mesh."""
+    """The error for a tensor, a dim or a rule of sharding that does not fit the mesh."""
 
 
 class CollectiveError(JaxdistError):

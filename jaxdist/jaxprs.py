@@ -1,4 +1,4 @@
-"""Functions on jaxprs: visitors, dependencies of results, inlining, and running of equations."""
+"""Functions that visit, analyze, inline and run the equations of jaxprs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Env = dict[Hashable, jax.Array]
-"""The values of variables by variable, and the values that a `SplitScan` keeps by name."""
+"""A mapping from variables to their values. Its other keys are the names of the values that a
+`SplitScan` keeps."""
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
@@ -45,8 +46,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Return, for each result of a jaxpr, whether it may depend on a marked argument.
 
-    Scans, calls and conditionals are searched. Every result of another operation is assumed to
-    depend on all arguments of the operation.
+    The jaxprs inside scans, calls and conditionals are analyzed too. Every result of any other
+    operation is assumed to depend on all arguments of the operation.
 
     Args:
       jaxpr: the traced function.
@@ -81,7 +82,7 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
     consts, carries = scan_counts(equation)
     while True:
         found = depends_on(equation.params["jaxpr"].jaxpr, given)
-        # `zip` is not strict: after the carries, `given` has the arguments that are cut into
+        # `zip` stops at the end of the carries, and leaves out the arguments that are cut into
         # slices.
         more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
         if more == given[consts : consts + carries]:
@@ -90,7 +91,7 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the function that an equation calls once on its arguments, or None without a call.
+    """Return the function that an equation calls once on its arguments, or None if it calls none.
 
     The function is a jitted or rematerialized function, or the rule of a `jax.custom_vjp`, which
     jax calls by `closed_call` and stores as `call_jaxpr`.
@@ -125,8 +126,8 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
     """Replace the calls in a function by the equations of the called functions.
 
-    The equations of a called function can then also be divided between the two halves of a backward
-    pass, B and W.
+    The equations of a called function can then also be divided between the two tasks of a backward
+    pass: the gradient of the input, and the gradient of the weights.
     """
 
     def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:

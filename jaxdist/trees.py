@@ -26,7 +26,7 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
 
 
 def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTree, PyTree]:
-    """Divide nested dictionaries into two trees: the leaves without and with the given names.
+    """Divide nested dictionaries into a tree of the leaves not in `names`, and a tree of the rest.
 
     Every value that is not a dictionary is a leaf. A dictionary without leaves is left out.
 

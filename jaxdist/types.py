@@ -21,7 +21,7 @@ usually nested dicts with string keys."""
 Grads: TypeAlias = Any
 """The gradients of the parameters, a tree with the structure of `Params`."""
 Updates: TypeAlias = Any
-"""The values that an optimizer adds to the parameters, or transformed gradients, a tree with the
+"""The values that an optimizer adds to the parameters, or transformed gradients: a tree with the
 structure of `Params`."""
 OptState: TypeAlias = Any
 """The state of an optax transformation."""

@@ -106,7 +106,7 @@ class ArrayWriter:
         self._tree_args = ocp.args.PyTreeSave
         self._barrier = ocp.multihost.get_barrier_sync_fn()
         # By default, orbax cuts each array into slices for its replicas, and compiles a program for
-        # each slice. The arrays that it gets are too small to gain from that.
+        # each slice. The arrays that orbax gets here are too small to gain from slices.
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
         kinds = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
         self._orbax = ocp.AsyncCheckpointer(
@@ -136,14 +136,17 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            # Orbax keeps the error and would raise it again in the `wait` of the next save.
-            # Therefore all its errors are fetched here.
+            # Orbax keeps its errors, and would raise them again in the `wait` of the next save.
+            # Therefore all errors are fetched here.
             except Exception:
                 self._failures()
                 raise
 
     def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
-        """Write this process's chunks of the large arrays below `path`, or link equal files.
+        """Write this process's chunks of the large arrays below `path`.
+
+        If a known file has the same content as a chunk, the method makes a hard link to that file
+        instead.
 
         Raises:
           OSError: a file cannot be written.

@@ -99,9 +99,9 @@ class Snapshots:
         self._thread.start()
 
     def forget(self, after: int) -> None:
-        """Delete the snapshots after a step from which the run has resumed.
+        """Delete the snapshots of all steps later than `after`, from which the run has resumed.
 
-        The run repeats these steps, and must not resume from snapshots that were taken before.
+        The run repeats these steps, and must not resume from snapshots of their first execution.
         """
         self._unlink(lambda step: step > after)
 

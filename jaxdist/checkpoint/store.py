@@ -360,7 +360,7 @@ class CheckpointStore:
         return layout.staging_directory(self.directory, step, generation)
 
     def _prune(self, step: int) -> None:
-        """Delete the checkpoints up to a committed step that the retention does not keep.
+        """Delete those checkpoints that the retention does not keep, among the steps up to `step`.
 
         If the run was resumed from an earlier step, the directory also has later steps. If the
         retention counted those steps, it could delete the step that was just saved.

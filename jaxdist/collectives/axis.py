@@ -1,4 +1,4 @@
-"""Functions on the axis of a collective: its names, its size, the index of a device, permutes."""
+"""Functions for the axis of a collective: names, size, a device's index, and `ppermute`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def neighbour(axis: Axis, offset: int) -> jax.Array:
     The offset may be negative.
     """
     size = axis_size(axis)
-    # Both operands are positive, and `%` would add code for negative operands to each kernel.
+    # No operand is negative, and `%` would add code for negative operands to each kernel.
     return lax.rem(rank(axis) + offset % size, size)
 
 
@@ -91,7 +91,7 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def checked(axis: object, operation: str) -> Axis:
-    """Check an axis, and return the axis, or the single name if the axis is a tuple with one name.
+    """Check an axis, and return the axis, or only the name if the axis is a tuple with one name.
 
     Args:
       axis: the axis.

@@ -42,7 +42,7 @@ def array(x: object, operation: str) -> jax.Array:
 
 
 def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
-    """Return the function that combines two arrays for an op.
+    """Return the function that combines two arrays for an `op` such as "sum".
 
     Raises:
       CollectiveError: the op is unknown, or is not defined for the dtype of `x`.
@@ -131,7 +131,7 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
 
     Args:
       count: the number of tensors.
-      values: the values.
+      values: the values, one for each tensor.
       name: the name of the values, for error messages.
       operation: the name of the collective.
     """

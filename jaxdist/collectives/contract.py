@@ -76,8 +76,8 @@ class Traffic:
 
 NOTHING = Traffic(0, 0.0, 0.0, 0)
 Size = int | tuple[int, ...]
-"""The number of devices on an axis, or a tuple with the number for each of several axes, slowest
-first."""
+"""The number of devices on an axis, or a tuple with the number for each of several axes. The axis
+across the slowest network comes first."""
 
 
 class Algorithm(Config):
@@ -115,7 +115,7 @@ class Algorithm(Config):
 
     @abstractmethod
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        """Combine all devices' arrays on the root, [n] -> [n]. Other devices get any values."""
+        """Combine all devices' arrays on the root, [n] -> [n]; the other devices get any values."""
 
     @abstractmethod
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
@@ -128,8 +128,8 @@ class Algorithm(Config):
           kind: the operation.
           payload_bytes: the bytes of the whole tensor on one device, in the dtype that is sent
             (`accumulate`). The tensor is the input, or the result for all_gather.
-          size: the number of devices on the axis, or a tuple with the number for each axis, slowest
-            first.
+          size: the number of devices on the axis, or a tuple with the number for each axis. The
+            axis across the slowest network comes first.
         """
         count = math.prod(size) if isinstance(size, tuple) else size
         assert kind in KINDS, kind

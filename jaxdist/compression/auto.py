@@ -30,9 +30,9 @@ from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
 CANDIDATES: tuple[CodecConfig, ...] = (WholeCodec(), Cast(), Quantize(), Quantize(bits=4))
-"""The default candidates. With classic feedback and any optimizer, these codecs train as well as no
-compression. Codecs with smaller messages need a matching feedback and optimizer. If two candidates
-have equal times, the earlier candidate is chosen."""
+"""The default candidates. With classic feedback and any optimizer, a run with these codecs trains
+as well as a run without compression. Codecs with smaller messages need a feedback and an optimizer
+that match the codec. If two candidates have equal times, the earlier candidate is chosen."""
 
 
 class AutoCodec(Config):
@@ -72,7 +72,7 @@ class AutoCodec(Config):
 
 @dataclass(frozen=True)
 class CodecCandidate:
-    """A candidate of the automatic choice.
+    """A codec that the automatic choice compares with others, and its predicted cost.
 
     Attributes:
       codec: the codec.
@@ -117,11 +117,13 @@ def resolve(
       inside: whether gradients are first summed without compression over the last axis. Messages
         are then sent over the other axes only.
       algorithm: the algorithm of the collectives.
-      choice_of: the function from a codec to the choice for all parameters.
+      choice_of: the function that receives a codec, and returns the choice of codecs for all
+        parameters.
 
     Raises:
       CollectiveError: a link is neither configured nor known for the device.
-      CompressionError: no candidate can encode all gradients; the message has all reasons.
+      CompressionError: no candidate can encode all gradients; the message has the reason for each
+        candidate.
     """
     found = candidates(
         choice, leaves, sizes, device_kind,
@@ -147,7 +149,7 @@ def candidates(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> list[CodecCandidate]:
-    """Return all candidates with their predictions, in the order of the settings.
+    """Return all candidates with their predictions, in the order of `choice.candidates`.
 
     The arguments are the arguments of `resolve`.
 

@@ -21,7 +21,7 @@ from jaxdist.errors import CompressionError, did_you_mean
 from jaxdist.types import Leaf
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
-"""The fractions of the elements that Deep Gradient Compression sends in the parts of its warm-up.
+"""The fractions of the elements that Deep Gradient Compression sends, in order, in its warm-up.
 """
 
 
@@ -183,8 +183,8 @@ def plan_groups(
       bucket_bytes: the maximum number of bytes of a bucket.
 
     Raises:
-      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together,
-        the feedback does not fit a codec, or a rule matches no parameter.
+      CompressionError: a codec cannot encode a leaf, the codecs of two stages need different
+        buckets, the feedback does not fit a codec, or a rule matches no parameter.
     """
     if isinstance(choice, PerParameter):
         choice.check([name for name, _ in named])
@@ -220,7 +220,8 @@ def _group(
     starts, codecs = zip(*((stage.start, stage.codec) for stage in stages), strict=True)
     for codec in codecs:
         feedback.check(codec)
-    # If a codec depends on the shape, each leaf has its own bucket. Otherwise leaves are packed.
+    # If a codec depends on the shape of an array, each leaf has a bucket for itself. Otherwise
+    # several leaves share a bucket.
     shaped = [codec for codec in codecs if not codec.flat]
     mine = [leaves[position] for position in positions]
     buckets = plan_buckets(mine, None if shaped else bucket_bytes)

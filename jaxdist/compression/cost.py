@@ -34,7 +34,7 @@ FLAG_BYTES = 4
 CPU_CODING_BYTES_PER_SECOND = 1.4e10
 """The bytes of memory per second that a CPU core processes in coding. With this rate, the numbers
 of passes below give 2.4 to 7 ns for each element of the gradients. The same time was measured on a
-core of an EPYC, for gradients of 1.6 and 6.3 million elements ("coding alone")."""
+core of an EPYC, for gradients of 1.6 and 6.3 million elements."""
 WHOLE_PASSES = 8.0
 """The number of passes over all gradients: they are scaled, packed, checked and unpacked, each with
 a read and a write."""
@@ -130,8 +130,8 @@ def predict(
       bucket_bytes: the maximum number of bytes of a bucket.
 
     Raises:
-      CompressionError: a codec cannot encode a leaf, the stages of a choice do not fit together, or
-        a rule matches no parameter.
+      CompressionError: a codec cannot encode a leaf, the codecs of two stages need different
+        buckets, or a rule matches no parameter.
     """
     found = calls(grads, choice, [level.size for level in levels], inside, bucket_bytes)
     parts = {"all": levels, "inside": levels[-1:], "across": levels[:-1]}

@@ -62,10 +62,11 @@ class BucketState(NamedTuple):
     Attributes:
       up: the feedback's memory for the messages with this device's gradients, with the shape of the
         bucket.
-      up_view: the view of the sum of all devices' messages. With "scatter" this is the view of this
-        device's shard of the sum.
+      up_view: the state of a receiver (`Feedback.view`) for the sum of all devices' messages. With
+        "scatter" the state is for this device's shard of the sum only.
       down: the feedback's memory for the messages with the sums of this device's shard.
-      down_view: the view of the messages with the sums of all shards, with the shape of the bucket.
+      down_view: the state of a receiver for the messages with the sums of all shards, with the
+        shape of the bucket.
       common: the common state of the feedback, which is the same on all devices.
     """
 
@@ -137,8 +138,8 @@ def scatter_decoded(
     def real(shard: jax.Array) -> jax.Array:
         """Return the sum of a shard with zeros in the padding after the end of the bucket.
 
-        The sign codec cannot represent zero, so the residual of the padding would grow and distort
-        the scale of the last block.
+        The sign codec cannot represent zero. Without this function, the residual of the padding
+        would grow, and would distort the scale of the last block.
         """
         if shards.size == x.size:
             return shard

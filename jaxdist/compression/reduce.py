@@ -48,8 +48,7 @@ class GroupState(NamedTuple):
     """The state of a group of leaves.
 
     Attributes:
-      codecs: for each stage of the codec's schedule over steps, the states of the stage's codec,
-        one for each bucket.
+      codecs: for each stage of the codecs, the state that the stage's codec has for each bucket.
       buckets: the state of each bucket.
     """
 

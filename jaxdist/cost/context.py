@@ -122,7 +122,7 @@ class ContextNeeds:
         """Return the bytes that a device receives in the forward and in the backward pass.
 
         Gradients of keys and values are sent in float32. In the backward pass, keys and values are
-        gathered or rotate again, so that no device keeps the keys and values of others.
+        gathered or rotate again, so that no device keeps the keys and values of other devices.
         """
         piece = self.rows * self.length / split.size * self.head_dim
         keys = 2 * piece * self.kv_heads
@@ -179,7 +179,7 @@ def splits_of(way: Way | Literal["auto"], axes: tuple[str, ...], size: int) -> l
 def best_split(
     splits: list[SequenceSplit], needs: ContextNeeds
 ) -> tuple[SequenceSplit, str] | None:
-    """Return the split with the fewest received bytes, and why, or None if no split fits.
+    """Return the split with the fewest received bytes and the reason, or None if no split fits.
 
     If several splits have equal bytes, the first of these splits is returned. `splits_of` lists a
     ring before a gather, in which every device needs memory for all keys. If a kernel computes

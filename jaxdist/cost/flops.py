@@ -62,7 +62,7 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr, *, scans: bool = True) -> float:
 def scanned_results(jaxpr: Jaxpr | ClosedJaxpr) -> list[bool]:
     """Return, for each result of a jaxpr, whether a scan makes it.
 
-    Calls are searched.
+    A result of a called function counts as made by a scan if a scan in this function makes it.
 
     >>> import jax
     >>> def both(x): return jax.lax.scan(lambda x, _: (x, x), x, length=3)[1], x + 1

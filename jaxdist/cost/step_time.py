@@ -45,8 +45,9 @@ class StepTime:
       bubble_seconds: the time, over all ticks, for which a pipeline's stages wait on average for
         the stage that takes longest. All other times are means over stages.
       schedule: the pipeline's schedule whose ticks are timed, or "" if no ticks are timed.
-      unmatched: the reason why the schedule's ticks were not found in the program, so that every
-        tick takes its most expensive branches; "" if they were found, or without a pipeline.
+      unmatched: the reason why the schedule's ticks were not found in the program, or "" if they
+        were found or there is no pipeline. Without the ticks, every iteration is assumed to take
+        its most expensive branches.
     """
 
     seconds: float

@@ -11,7 +11,7 @@ from jaxdist.data.permutation import mix
 
 @dataclass
 class Draws:
-    """The random numbers of N examples: each key has a stream, and a call draws from each."""
+    """The random numbers of N examples: each call draws a number from the stream of every key."""
 
     keys: np.ndarray
     count: int = 0

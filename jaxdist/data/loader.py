@@ -263,8 +263,8 @@ class Batches(Iterator[DeviceBatch]):
         """
         import grain  # Imported here, because it takes 1.6 s and only users of data need it.
 
-        # A batch waits in the fetcher and the other batches in grain, so that at most `prefetch`
-        # exist.
+        # One batch waits in the fetcher, and all others wait in grain, so that at most `prefetch`
+        # batches exist at a time.
         fetched = min(prefetch, 1)
         waiting = prefetch - fetched
         readers = min(threads, waiting)

@@ -60,8 +60,8 @@ def describe_collective(
     size = layout.size(axes or ()) if is_permute else max(map(len, groups))
     operands = computation.operand_shapes(instruction)
     if instruction.opcode.startswith("ragged"):
-        # Only the first operand is sent. The others are the buffer of the output, offsets and
-        # sizes.
+        # Only the first operand is sent. The other operands are the buffer of the output, offsets
+        # and sizes.
         operands = operands[:1]
     shapes = [shape for operand in operands for shape in operand]
     # Sizes come from the operands, since XLA:TPU may fuse a conversion of the result's dtype.

@@ -180,7 +180,7 @@ class _Run:
         start = self.body.by_name[update.operands[0]]
         return start if launch_of(start, self.body) is update else None
 
-    # The methods for instructions that run one after another.
+    # The following methods simulate instructions that run one after another.
 
     def _compute(self, instruction: Instruction) -> None:
         cycles = estimated_cycles(instruction)
@@ -273,7 +273,7 @@ class _Run:
     def _taken(self, branch: str, operand: str) -> _Piece:
         return self.player.computation(self.frame.enter_branch(branch, operand), {})
 
-    # The methods for operations that run concurrently with instructions.
+    # The following methods simulate operations that run concurrently with instructions.
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """Return the collective that an instruction or its callee begins, or None without one."""

@@ -133,7 +133,8 @@ def from_linen(module: Any, *example: Any) -> Make:
         params = variables.pop("params", {})
 
         def run(params: Params, buffers: Buffers, inputs: PyTree, call: Call) -> tuple[Any, Any]:
-            # An empty list, unlike False, still makes `apply` return a pair.
+            # With an empty list of collections that may change, `apply` still returns a pair. With
+            # False it would return the outputs alone.
             changed = [*buffers] if call.training else []
             with _averaging(call.statistics_over):
                 out, new = module.apply(
@@ -188,7 +189,8 @@ def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
         norm = context.module
         if not isinstance(norm, linen.BatchNorm) or norm.axis_name is not None:
             return call(*args, **named)
-        # Linen modules are frozen, but this module is a copy that belongs to the call of `apply`.
+        # Linen modules are frozen, but this module is a copy for a single call of `apply`, so it is
+        # safe to change.
         object.__setattr__(norm, "axis_name", axes)
         try:
             return call(*args, **named)

@@ -277,9 +277,8 @@ class Bert(BertEncoder):
     def padded_head(self, x_BPD: jax.Array) -> jax.Array:
         """Return logits `[B, P, V]`; the padding of the vocabulary has probability 0."""
         with jax.named_scope("head"):
-            # The predicted positions are few, and the mesh axis that splits the sequence need not
-            # divide
-            # their number.
+            # There are few predicted positions. They are split like the sequence only if their
+            # number is a multiple of the sequence's number of parts.
             split = x_BPD.shape[1] % self.hint.parts("residual_seq") == 0
             if split:
                 x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)

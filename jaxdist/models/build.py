@@ -143,7 +143,7 @@ def make_model(
 
 
 def _for_blocks(config: GptConfig | BertConfig | VitConfig, device: Any | None) -> Kwargs:
-    """Return a transformer's arguments of `build` that depend on the devices.
+    """Return the keyword arguments of a transformer's `build` that depend on the devices.
 
     Raises:
       ConfigError: the model's `remat` offloads activations, which the devices do not support.

@@ -64,7 +64,8 @@ class Functional:
     Attributes:
       make: a function that builds the module from random streams.
       params: the parameters, a tree of `jax.ShapeDtypeStruct`.
-      buffers: the other state that is kept, such as batch statistics, in the form of `params`.
+      buffers: the arrays that are kept between steps but are not parameters, such as batch
+        statistics, in the form of `params`.
       dims: the logical dims of each parameter by '/'-joined name, or None for a parameter whose
         dims the model does not name.
       scanned: the names of the parameters that `scan_blocks` reads layer by layer.
@@ -97,7 +98,7 @@ class Functional:
     settle: Settle | None = None
 
     def settled(self, buffers: NestedDict, sums: Sums) -> NestedDict:
-        """Return the buffers after a step, in which any biases of routers have moved.
+        """Return the buffers after a step, with new biases of routers if the model has such biases.
 
         Args:
           buffers: the buffers after the forward passes of the step.
@@ -270,7 +271,8 @@ def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
             # The attribute is annotated as a string, but jax also accepts a tuple of axes.
             node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
         elif hasattr(node, "statistics_over"):
-            # The adapter of another library's module passes the axes on.
+            # The adapter of another library's module passes the axes to the batch norms of this
+            # module.
             setattr(node, "statistics_over", axes)  # noqa: B010
 
 

@@ -383,8 +383,8 @@ class Block(nnx.Module):
         positions_BL: jax.Array | None = None,
     ) -> jax.Array:
         x_BLD = named(x_BLD, "block_input")
-        # Scopes appear in the compiled program, and therefore in the most expensive operations of
-        # `inspect`.
+        # The compiled program has the scope in the names of its operations, so that `inspect` can
+        # show to which layer an expensive operation belongs.
         with jax.named_scope("attention"):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
@@ -395,7 +395,7 @@ class Block(nnx.Module):
 
 
 class ExpertsBlock(Block):
-    """A pre-norm residual block with experts, preceded by `every` - 1 blocks without experts."""
+    """A pre-norm residual block with experts, after `experts.every` - 1 blocks without experts."""
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         every = 1 if config.experts is None else config.experts.every

@@ -52,7 +52,7 @@ class Deferred(ABC):
         return self
 
     def with_differentiated(self, part: PyTree) -> Any:
-        """Return the placeholder, or a tree of gradients like it, with `part` as that part."""
+        """Return the placeholder (or gradients like it) with `part` instead of `differentiated`."""
         return part
 
     @property
@@ -94,7 +94,7 @@ def carried(tree: Grads) -> Grads:
 def gradients_of(
     function: Callable[[Params], tuple[jax.Array, Any]], params: Params
 ) -> tuple[Grads, Any]:
-    """Return the gradients of a function of parameters, and what it returns besides the scalar.
+    """Return the gradients of a function of parameters, and the other results of the function.
 
     Args:
       function: the function, which returns a pair of the scalar to differentiate and any other
@@ -230,7 +230,8 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     graphs: list[nnx.GraphDef] = []
 
     def arrays(key: jax.Array) -> nnx.State:
-        # `vmap` can return only arrays, so the structure leaves the traced function like this.
+        # `vmap` can return only arrays, so the traced function appends the structure to a list
+        # outside.
         graph, state = nnx.split(make(nnx.Rngs(key)))
         graphs.append(graph)
         return state
@@ -333,7 +334,7 @@ def _scan_lists(
     looped = count - count % together
 
     def run(x: PyTree, layers: Params, *, prevent_cse: bool) -> Any:
-        # `zip` is not strict: after the loop, fewer blocks than policies remain.
+        # After the loop, fewer blocks than policies may remain, and `zip` stops at the last block.
         for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
             layer = jax.tree.map(operator.itemgetter(i), layers)
             x = recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
@@ -393,7 +394,7 @@ def _scan_ahead(
 
 
 class Stacked(nnx.Module):
-    """A model of `embed`, a stack of `blocks`, and `head`, which a pipeline can separate.
+    """A model of three parts, which a pipeline separates: `embed`, a stack `blocks`, and `head`.
 
     A subclass has `embed(*inputs)`, `head(x)` and the attribute `blocks`, made by `stack` or
     `nnx.vmap`; each block maps `(x, *operands)` to a new x. `remat` and `unroll` are passed to

@@ -41,10 +41,10 @@ the batch is not computed in parts; see `check_adds_up`.
 
 
 def weighted(batch: Batch) -> Batch:
-    """Return a batch with the field `weight`, which is 1 for each example if it was missing.
+    """Return a batch with the field `weight`; if the field is missing, every weight is 1.
 
-    Since the compiler then knows the weights, their sum is a constant, and the gradient of the mean
-    does not wait for the weights of other devices.
+    If the field is missing, the compiler knows the weights and their sum. The gradient of the mean
+    then does not wait for the weights of other devices.
     """
     if "weight" in batch:
         return batch
@@ -429,7 +429,7 @@ def _nats(
 def classification(
     module: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float
 ) -> Sums:
-    """Compute the mean cross-entropy and accuracy of examples, weighted.
+    """Compute the weighted means of cross-entropy and of accuracy over examples.
 
     Args:
       module: a module that maps images `[B, height, width, channels]`, or tokens and segments `[B,

@@ -79,7 +79,8 @@ def auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
     0.75
     """
     order = np.argsort(score, kind="stable")
-    # A float32 sum of weights of 1 stops growing at 2^24 examples.
+    # In float32, a sum of weights of 1 would stop growing at 2^24 examples, so the weights are
+    # float64.
     score, label, weight = score[order], label[order], weight[order].astype(np.float64)
     ones, zeros = weight * label, weight * (1 - label)
     groups = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])

@@ -53,7 +53,7 @@ class ScaleFromConfig(Config):
 
     @property
     def warmup(self) -> str:
-        """Return the warm-up as the config gives it, as text, or "" without a warm-up."""
+        """The warm-up as the config gives it, as text, or "" if the config gives no warm-up."""
         if self.warmup_fraction is not None:
             return f"optim.scale_from.warmup_fraction {self.warmup_fraction:g}"
         if self.warmup_epochs is not None:
@@ -97,8 +97,8 @@ def scale(
 
     With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
     sqrt(k) (sqrt, lamb). With linear and sqrt, the warm-up takes the same fraction of the run. With
-    lamb, the warm-up takes k times that fraction. If the number of epochs is fixed, lamb's warm-up
-    therefore has the same number of steps.
+    lamb, the warm-up takes k times that fraction. If the number of epochs of a run is fixed, lamb's
+    warm-up therefore has the same number of steps at every batch size.
 
     Args:
       examples_per_epoch: the size of the training split. None is allowed if the config has no

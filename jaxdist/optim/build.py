@@ -156,7 +156,8 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
             finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
-    # The user's rule may fit only the user's own tree, and may raise any exception on this tree.
+    # The user's rule may work only for the tree of the user's model, and may raise any exception
+    # for the tree of this check.
     except Exception:
         return
     if not finite:
@@ -263,8 +264,8 @@ class Optimizer:
           ConfigError: the transformation needs arguments besides these.
         """
         skipped = next((found.skipped for found in skip_states(state)), None)
-        # The optimizer's count does not advance in skipped steps, so the schedule adds their
-        # number.
+        # The optimizer does not count skipped steps, so the schedule adds the number of skipped
+        # steps to the optimizer's count.
         try:
             with self.clock.behind(skipped):
                 return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)

@@ -147,7 +147,7 @@ class NamedParams:
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
     def masks(self, rule: LayerwiseRule, exclude_vectors: bool | None) -> dict[str, Masks]:
-        """Return `decay_mask` and `adapt_mask`, each a mask of the matrices or of all parameters.
+        """Return `decay_mask` and `adapt_mask`; each mask selects matrices or all parameters.
 
         Args:
           rule: the rule, which decides for each mask if `exclude_vectors` is None.

@@ -217,7 +217,10 @@ class _Look(NamedTuple):
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """Return the direction for the ratio's norm, with weight decay unless `decay` is None."""
+        """Return Adam's direction, with weight decay unless `decay` is None.
+
+        The trust ratio takes the norm of this direction.
+        """
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 

@@ -180,8 +180,8 @@ def _ratio(
     ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
     fine = usable(norms)
     if rule.clip_to_rate:
-        # LARC compares the step with the plain learning rate, by which the step is multiplied
-        # later.
+        # LARC replaces the learning rate by min(ratio, rate). The step is multiplied by the rate
+        # later, so the minimum is divided by the rate here.
         ratio = jnp.where(fine, jnp.minimum(ratio / rate, 1.0), 1.0)
     return ratio, x.decay if rule.decay_zero_grads else jnp.where(fine, x.decay, 0.0)
 

@@ -21,8 +21,8 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
-"""The number of elements that a reduction first adds up in parallel; XLA:CPU unrolls and vectorizes
-no more."""
+"""The number of adjacent elements that a reduction adds up first. XLA:CPU unrolls and vectorizes at
+most this number of additions."""
 
 StepCount: TypeAlias = Any
 """An int32 scalar. (A more exact type would clash with the method `count` of named tuples.)"""

@@ -120,7 +120,7 @@ def layerwise(
         p, structure = jax.tree.flatten(params)
         g, *moments = map(structure.flatten_up_to, (updates, *state[1:]))
         chosen = decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
-        # Bias correction counts steps from 1, a schedule from 0.
+        # Bias correction counts steps from 1, and a schedule counts steps from 0.
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         now = RuleInputs(p, g, moments, leaves, *chosen, count, rate)

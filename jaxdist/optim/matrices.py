@@ -1,4 +1,4 @@
-"""The matrices in a tree of parameters, and their exchange between the devices that hold the parts.
+"""The matrices in a tree of parameters, and their exchange between devices that hold parts of them.
 
 An update rule for whole matrices (Newton-Schulz) runs on a single device for each matrix, the
 *owner* of the matrix. If shards split a matrix, an all-to-all sends its parts to the owner, and a
@@ -194,11 +194,11 @@ class Group:
     """The tensors whose matrices are sent together, and the owner of each matrix.
 
     Attributes:
-      members: the positions of the tensors in the list that was planned.
+      members: the positions of the tensors in the list that `plan_matrices` receives.
       held: for each member, the part of its matrices that a device holds.
-      last: for each device, the index of the remaining matrix that the device owns, or None if the
-        device owns none of the remaining matrices. The tuple is empty if the number of devices
-        divides the number of matrices.
+      last: the owners of the matrices that remain after each device got an equal number. For each
+        device, the tuple has the index of the remaining matrix that the device owns, or None if the
+        device owns none of them. The tuple is empty if no matrix remains.
     """
 
     members: tuple[int, ...]
@@ -251,8 +251,8 @@ class Group:
         taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
         mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
         if self.devices == 1:
-            # The parts are whole matrices. `join` would move dims of size 1 among one another, and
-            # a reshape leaves open which of several dims of size 1 it keeps.
+            # Every part is already a whole matrix, so a reshape is enough. `join` would also
+            # transpose the dims of size 1.
             done = rule(mine.reshape(-1, *first.of.size)).reshape(mine.shape)
         else:
             done = self._exchanged(rule, mine)
@@ -365,8 +365,8 @@ def plan_matrices(
     for i, one in enumerate(held):
         alike.setdefault(one.alike, []).append(i)
     groups = [Group(tuple(at), tuple(held[i] for i in at)) for at in alike.values()]
-    # Only groups that are split along the same axes number their devices alike, so only their loads
-    # are compared.
+    # A number means the same device only in groups that are split along the same axes, so loads are
+    # added up for each choice of axes separately.
     loads: dict[tuple[str, ...], list[float]] = {}
     done: list[Group] = []
     for group in sorted(groups, key=lambda group: -cost(group.held[0].of.size)):

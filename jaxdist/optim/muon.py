@@ -245,8 +245,8 @@ class MuonConfig(OptimizerConfig):
         labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
         decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
 
-        # The mask is a function, since a mask must have the structure of the tree, and
-        # `optax.partition` hides the leaves of Muon from AdamW.
+        # A mask must have the structure of the tree that it masks. The mask is a function of this
+        # tree, because `optax.partition` hides the leaves of Muon from AdamW.
         def mask(params: Params) -> Masks:
             return _by_name(params, decays.__getitem__)
 

@@ -104,8 +104,9 @@ def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) ->
         return sum(squares, start=jnp.float32(0))
     total = jnp.float32(0)
     for square, spec in zip(squares, specs, strict=True):
-        # The all-reduce below sums over all axes at once. Devices may hold copies of this leaf
-        # along some axes, and each copy would count, so the square is divided by their number.
+        # The all-reduce below sums over all axes at once. Along some axes, devices may hold copies
+        # of this leaf. The square is divided by the number of copies, because the sum counts every
+        # copy.
         copies = set(axes) - _axes(spec)
         total += square / (lax.axis_size(tuple(copies)) if copies else 1)
     return lax.psum(total, axes)

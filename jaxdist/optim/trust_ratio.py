@@ -1,4 +1,4 @@
-"""The layer-wise trust ratio, which scales an update of a layer to the norm of its weights."""
+"""The trust ratio, which scales the update of each layer to the norm of the layer's weights."""
 
 from __future__ import annotations
 

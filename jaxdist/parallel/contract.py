@@ -199,7 +199,8 @@ class Exchange(Protocol):
 
         Args:
           function: the function, which is called with the trees of `given` and then with `rest`.
-            The n trees that it returns have the structures and shardings of the last n trees.
+            The n trees that it returns have the structures and shardings of the last n trees of
+            `given`.
           given: each tree with the owners of its leaves. A leaf has the sharding that
             `placements.shares` has for the owner of the leaf.
           rest: the arguments after `given`, which are equal on all devices.

@@ -117,7 +117,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
-    """Return stage, name and microbatch of the first missing task, or None if all tasks exist."""
+    """Return the first missing task as (stage, name, microbatch), or None if all tasks exist."""
     found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
     trained = any(task.kind is not TaskKind.FORWARD for row in found for task in row)
     for chunk, stage in enumerate(schedule.placement):
@@ -180,8 +180,8 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
 
 def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
     """Return the stages of a deadlock: each stage waits for the next stage, in a circle."""
-    # Every blocked stage waits for another blocked stage, so this walk must return to a stage of
-    # its trail.
+    # Every blocked stage waits for another blocked stage, so this walk must return to a stage that
+    # is already in `trail`.
     trail = [min(blocked)]
     while True:
         missing = blocked[trail[-1]][1]

@@ -70,14 +70,15 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         try:
-            # `theirs` is closed in this process, since `_read` would otherwise not see the end of a
-            # dead child.
+            # If `theirs` stayed open in this process, `_read` would not see the end of a dead
+            # child.
             with log.open("ab") as errors, theirs:
                 self.process = begin(theirs.fileno(), errors.fileno())
         except BaseException:  # The reader, which closes the socket at its end, has not started.
             self._socket.close()
             raise
-        # With a thread for each child, the parent can wait for all children with a single queue.
+        # Each child has a thread that fills the common queue, so that the parent can wait for all
+        # children at once.
         self._reader = threading.Thread(target=self._read, name=name, daemon=True)
         self._reader.start()
 
@@ -99,7 +100,7 @@ class Child:
             self._socket.shutdown(socket.SHUT_WR)
 
     def end(self, deadline: float) -> None:
-        """Wait until the child has ended; kill the child at the deadline, by `time.monotonic`."""
+        """Wait until the child has ended, or kill it at `deadline`, a time of `time.monotonic`."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -197,7 +197,7 @@ def skypilot(environ: Environ) -> Sighting | None:
 
 def tpu_vm(environ: Environ) -> Sighting | None:
     """Detect TPU VMs of Google Cloud, which have a metadata server."""
-    # On GKE the variables are set, so the server is not needed.
+    # On GKE the variables are set, so the metadata server is not needed.
     if tpu_pod(environ) is not None or "TPU_SKIP_MDS_QUERY" in environ:
         return None
     if not any(Path(one).exists() for one in TPU_FILES):

@@ -122,8 +122,8 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
             coordinator_bind_address=bind,
             # Without GPUs the list is empty, and None leaves the choice of devices to jax.
             local_device_ids=share["own"] or None,
-            # Otherwise jax would detect the scheduler itself, and use a single GPU in each process
-            # under Slurm or Open MPI.
+            # If jax detected the scheduler itself, it would use a single GPU in each process under
+            # Slurm or Open MPI.
             cluster_detection_method="deactivate",
             initialization_timeout=seconds,
         )

@@ -3,8 +3,8 @@
 jax waits for its peers silently, and ends the process from C++ after a timeout. The processes
 therefore connect here first, on the same address. Process 0 listens, and each of the other
 processes connects and sends a line with its data. When all processes have connected, process 0
-answers each with a decision, and closes the port, so that jax can open it. A client that is not a
-process of this program is rejected.
+answers each process with a decision. Process 0 then closes the port, so that jax can open it. A
+client that is not a process of this program is rejected.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Matmuls that overlap, chunk by chunk, with their collectives over a tensor axis.
 
-If the sequence of the residual stream is split over the axis, an MLP begins with an all-gather of
-its input and ends with a reduce-scatter of its result. This module instead sends each device's
-chunk of the sequence around a ring. A device multiplies the chunks that it has while the next
-chunks arrive. The partial sums of the result are sent around the ring in the opposite directions
-(Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
+If a tensor axis splits the sequence of the residual stream, an MLP usually begins with an
+all-gather of its input and ends with a reduce-scatter of its result. This module instead sends each
+device's chunk of the sequence around a ring. A device multiplies the chunks that it has while the
+next chunks arrive. The partial sums of the result are sent around the ring in the opposite
+directions (Wang et al., "Overlap Communication with Dependent Computation via Decomposition",
+ASPLOS 2023).
 
 Each device processes the chunks in the order in which they arrive, which differs between devices.
 The chunks are not sorted: the result of an MLP does not depend on the order of the sequence, and
@@ -32,7 +33,7 @@ MOST_READ = 4
 
 
 def distances(count: int) -> list[int]:
-    """Return the numbers of hops from which the chunks of a ring arrive, the nearest chunk first.
+    """Return the number of hops over which each chunk of a ring arrives, the nearest chunk first.
 
     A positive number is for one direction of the ring, and a negative number for the other
     direction.
@@ -77,9 +78,9 @@ class AxisRing:
         Args:
           pieces: the chunks.
           kernels: the kernels.
-          leaving: whether the results are passed to `reduced`. The farthest chunk is then
-            multiplied first. Otherwise the chunks are from `gathered`, and the nearest chunk is
-            multiplied first.
+          leaving: whether the caller passes the results to `reduced`. If true, the farthest chunk
+            is multiplied first. If false, the chunks must be from `gathered`, and the nearest chunk
+            is multiplied first.
 
         Returns:
           For each kernel, the products of all chunks, `[B, l, F]`.
@@ -126,8 +127,8 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
     columns = list(zip(*cotangents, strict=True))
     if not leaving:
-        # Because of this barrier, the chunks of another gather are sent before these matmuls, and
-        # not between these matmuls and the following matmuls.
+        # The barrier makes these matmuls wait for `pieces`. Otherwise XLA would send the chunks of
+        # `pieces` between these matmuls and the matmuls for the gradients of the kernels.
         pieces, columns[-1] = jax.lax.optimization_barrier((pieces, columns[-1]))
     passed = _one_by_one(back, columns, farthest_first=not leaving)
     return tuple(passed), tuple(_kernel_gradient(pieces, grads) for grads in cotangents)

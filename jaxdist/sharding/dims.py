@@ -51,7 +51,7 @@ def resolve_dims(
 
     Raises:
       ShardingError: parameters have no dims, patterns have no effect, or rules name dims that no
-        parameter has; one message lists all of these.
+        parameter has. A single message lists all of these faults.
     """
     resolved: dict[str, Dims] = {}
     unnamed: dict[str, tuple[int, ...]] = {}
@@ -124,8 +124,8 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
     free = {name for name, own in dims.items() if own is None}
     problems, before = [], []
     for pattern, names in matched.items():
-        # The first pattern that matches is used. If an earlier pattern matches all these parameters
-        # and more, `pattern` has no effect.
+        # The first pattern that matches is used. If an earlier pattern matches all parameters that
+        # `pattern` matches, and more, `pattern` has no effect.
         hides = next((p for p in before if names & free < matched[p] & free), None)
         if not names:
             why = f"matches no parameter: {near_names(pattern, dims)}"
@@ -172,8 +172,9 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
         groups.setdefault((pattern_of(name), len(shape)), []).append(name)
     lines: dict[str, str] = {}
     for (pattern, rank), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        # If parameters with different numbers of dims match a pattern, the pattern is for the most
-        # frequent number, and the other parameters are listed by their names before it.
+        # If parameters with different numbers of dims match a pattern, the YAML uses the pattern
+        # for the most frequent number of dims. Parameters with another number are listed by their
+        # names, before the pattern.
         for key, members in _keys(pattern, names, taken=pattern in lines).items():
             free = ["null"] * rank
             if names[0] in stacked:

@@ -26,13 +26,13 @@ ExchangeName = Literal["auto", "padded", "ring", "ragged"]
 Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """A function that computes the experts of this device, from tokens `[T, D]`, the indices of the
 tokens' experts `[T, k]` and weights `[T, k]` to the weighted sums `[T, D]`. The experts of this
-device are counted from 0. A larger index than these is for an expert on another device, which adds
-nothing to the sum."""
+device are counted from 0. An index that is larger than the last of them means an expert on another
+device, which adds nothing to the sum."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The settings of an exchange, and this device's position on the axis of the experts.
+    """The axes and sizes of an exchange, from which a device finds its experts.
 
     Attributes:
       axes: the manual mesh axes that split the experts.
@@ -126,7 +126,8 @@ class Padded:
             buffer = spread(x, sent.tokens, sent.places)
             return lax.all_to_all(buffer, place.axes, 0, 0, tiled=True)
 
-        # Experts are counted from 1 in the buffers, since rows without a token are zeros.
+        # In the buffers, experts are counted from 1, because a row without a token has the number
+        # 0.
         ids = exchanged((ids_Tk + 1).astype(jnp.int32)) - 1
         ids = place.own(jnp.where(ids < 0, count, ids))
         y_RD = local(exchanged(x_TD), ids, exchanged(weights_Tk))
@@ -152,7 +153,8 @@ class Ragged:
         X, M = place.size, place.most
         count = X * place.experts
         received = lax.all_to_all(sent.counts, place.axes, 0, 0, tiled=True)
-        # Each sender has its own part of the receiver's buffer, so it knows the offset of its rows.
+        # Each sender has M fixed rows in a receiver's buffer, so it knows the offset of its rows
+        # without communication.
         starts = jnp.arange(X, dtype=jnp.int32) * M
         here = jnp.full(X, lax.axis_index(place.axis), jnp.int32) * M
 

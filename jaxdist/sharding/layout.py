@@ -173,8 +173,8 @@ class Layout:
         """
         axis = self.axis_of(dim)
         names = axis_names(self.mesh, axis) if axis is not None else ()
-        # With context parallelism and sequence parallelism, the axis of `residual_seq` further
-        # splits the part of the sequence that a device has along the axis of `seq`.
+        # If context parallelism and sequence parallelism are combined, the axis of `seq` splits the
+        # sequence into parts, and the axis of `residual_seq` splits each part further.
         if dim == "residual_seq" and (seq := self.axis_of("seq")) not in (None, axis):
             names = *axis_names(self.mesh, seq), *names
         if dim == "batch" and axis not in (None, MeshAxis.EXPERT):
@@ -265,7 +265,8 @@ class Layout:
             taken.update(free)
             entries.append(free or None)
             parts = self._size(free)
-            # XLA may pad the rows of a batch. Padding of another dim would waste work and bytes.
+            # XLA may pad the rows of a batch. For every other dim, padding is an error, because it
+            # would waste work and bytes.
             if dim != "batch" and length % parts:
                 shown = f"activation {dims} {x.shape}"
                 raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
@@ -398,7 +399,7 @@ class Layout:
             if axis is None or parts == 1:
                 continue
             if taken.get(axis) == "experts":
-                continue  # see `spec`
+                continue  # `spec` does not split this dim.
             if axis in taken:
                 return (
                     f"{shown}: dims {taken[axis]!r} and {dim!r} are both mapped to mesh axis "

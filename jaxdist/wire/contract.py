@@ -33,7 +33,7 @@ class Op(IntEnum):
     PULL = 2
     PUSH = 3
     LATE = 4
-    """Ask which clients are late, for the message of an error."""
+    """Ask which clients are late, so that an error message can name them."""
     WELCOME = 5
     ACKNOWLEDGE = 6
     ANSWER = 7
@@ -46,11 +46,13 @@ class Op(IntEnum):
     WHOLE = 12
     """A raw array of a range, which a server that begins to follow receives."""
     ENTRY = 13
-    """The state of the protocol, which is sent after the arrays of the same entry."""
+    """The state of the protocol, which a leader sends to its follower after the arrays of the same
+    log entry."""
     COPIED = 14
     """A follower's answer to ENTRY."""
     SECURE = 15
-    """A worker's request in a round of secure aggregation; the sequence is the stage."""
+    """A worker's request in a round of secure aggregation. The field `sequence` has the stage of
+    the round."""
     SECURED = 16
     """The answer to SECURE, for the same round and stage."""
 
@@ -152,7 +154,10 @@ class Peer(Protocol):
     """A server's end of a session."""
 
     def say(self, envelope: Envelope) -> None:
-        """Queue an envelope for the worker; a publication replaces a publication in the queue."""
+        """Queue an envelope for the worker.
+
+        A publication of parameters replaces an earlier publication that is still in the queue.
+        """
         ...
 
     def close(self) -> None:

@@ -44,8 +44,9 @@ class KeptSession:
 
     def _keep(self) -> None:
         while True:
-            # The event is cleared before `open`, since a session may end before `open` returns, and
-            # before the check, since `clear` would remove what a `close` after the check has set.
+            # The event is cleared before `open`, because a session may end before `open` returns.
+            # The event is also cleared before the check: after the check, `clear` could undo the
+            # `set` of a concurrent `close`.
             self._lost.clear()
             if self._closed.is_set():
                 return

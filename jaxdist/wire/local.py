@@ -12,7 +12,7 @@ from jaxdist.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
-    """A side of a session: a queue, and a thread that delivers its envelopes to the other side."""
+    """A side of a session: a queue, and a thread that delivers the queue to the other side."""
 
     def __init__(
         self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]

@@ -15,7 +15,7 @@ version of the parameters in memory."""
 
 
 class Outbox:
-    """A queue that can be closed, in which a publication replaces an earlier publication.
+    """A queue that can be closed, and that keeps only the newest publication of parameters.
 
     Args:
       payloads: the number of queued payloads of parameters or changes at which the peer is
@@ -29,7 +29,10 @@ class Outbox:
         self._closed = False
 
     def put(self, envelope: Envelope) -> bool:
-        """Queue an envelope; return False if the queue is closed, or too full."""
+        """Queue an envelope, and return whether the queue is still open.
+
+        If the queue has too many envelopes or payloads already, it is closed instead.
+        """
         with self._changed:
             if envelope.op is Op.PUBLISH:
                 kept = (one for one in self._waiting if one.op is not Op.PUBLISH)

@@ -28,8 +28,8 @@ SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
 CONNECT_SECONDS = 2.0
 SHARED_KEY = "jaxdist-shared"
-"""The key of an entry in the metadata. In a call, the value is the location of the worker's memory.
-In the answer, the value states whether the server opened the memory."""
+"""The key of an entry in the metadata of a gRPC call. The worker's value is the location of its
+shared memory. The server's value states whether the server opened the memory."""
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),

@@ -74,7 +74,11 @@ class Direction:
         return slot
 
     def read(self, slot: int, into: np.ndarray) -> bool:
-        """Copy a payload from a slot and free the slot; return False without such a payload."""
+        """Copy a payload from a slot to `into`, and free the slot.
+
+        Return False, and copy nothing, if the slot is empty or does not exist, or if `into` is
+        larger than a slot.
+        """
         if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
             return False
         into[:] = self.slots[slot, : into.size]

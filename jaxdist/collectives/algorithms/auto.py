@@ -31,14 +31,15 @@ FLAT: tuple[Algorithm, ...] = (
     DoubleTree(),
     Halving(),
 )
-"""The alternatives of `Auto` for any axis. If two alternatives have equal predicted times, `Auto`
-chooses the alternative that is earlier in this tuple."""
+"""The algorithms from which `Auto` chooses for any axis. If two algorithms have equal predicted
+times, `Auto` chooses the algorithm that is earlier in this tuple."""
 HIERARCHICAL: tuple[Algorithm, ...] = tuple(
     Hierarchical(inside=inside, across=across)
     for inside in (Ring(directions=2), Halving())
     for across in (Ring(directions=2), Halving())
 )
-"""The additional alternatives of `Auto` for several axes, after the alternatives in `FLAT`."""
+"""The additional algorithms from which `Auto` chooses if a collective has several axes. `Auto`
+prefers an algorithm in `FLAT` that has an equal predicted time."""
 
 
 class LinkConfig(Config):
@@ -53,13 +54,13 @@ class LinkConfig(Config):
     device sends in both directions at the same time."""
 
     def link(self) -> Link:
-        """Convert the config to the type that `cost.py` uses."""
+        """Convert the config to a `Link`, the type that `cost.py` uses."""
         return Link(self.latency_seconds, self.bytes_per_second, self.topology)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An alternative for a call of a collective.
+    """An algorithm from which `Auto` can choose for a call of a collective.
 
     Attributes:
       algorithm: the algorithm.
@@ -112,7 +113,7 @@ class Auto(Algorithm):
         return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
 
     def choose(self, kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
-        """Return the alternative with the least predicted time.
+        """Return the algorithm with the least predicted time.
 
         Args:
           kind: the operation.
@@ -127,9 +128,9 @@ class Auto(Algorithm):
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Return all alternatives with their predicted times.
+        """Return all algorithms from which `choose` chooses, with their predicted times.
 
-        The arguments are the same as the arguments of `choose`.
+        The arguments are those of `choose`.
         """
         several = sum(level.size > 1 for level in levels) > 1
         return [
@@ -139,7 +140,7 @@ class Auto(Algorithm):
         ]
 
     def choose_here(self, kind: Operation, payload_bytes: float, axis: Axis) -> Algorithm:
-        """Return the fastest alternative for the mesh of the current `jax.shard_map`.
+        """Return the algorithm with the least predicted time on the mesh of the `jax.shard_map`.
 
         Args:
           kind: the operation.
@@ -165,7 +166,7 @@ class Auto(Algorithm):
     def explain(
         self, kind: Operation, payload_bytes: float, sizes: Mapping[str, int], on: str
     ) -> str:
-        """Format the assumed links of a call, and a table of the alternatives, the fastest first.
+        """Format the assumed links of a call, and a table of the algorithms, the fastest first.
 
         Args:
           kind: the operation.

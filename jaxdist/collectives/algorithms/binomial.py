@@ -2,8 +2,8 @@
 
 A tuple of devices defines a tree: `places[v]` is the device of node v, and node 0 is the root. In a
 reduction, node v receives from the nodes v + 1, v + 2, v + 4, ..., where the difference is less
-than the lowest set bit of v. Node v then sends its partial result to node v without that bit. (The
-root receives from the nodes 1, 2, 4, ....)
+than the lowest set bit of v. Node v then sends its partial result to the node whose number is v
+without this bit. (The root receives from the nodes 1, 2, 4, ....)
 """
 
 from __future__ import annotations

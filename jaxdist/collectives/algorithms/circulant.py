@@ -3,9 +3,9 @@
 Let m be half the number of blocks that a device still has to reduce, rounded up. In a round of the
 reduce-scatter, the device keeps m blocks, and sends its other blocks to the device whose index is
 larger by m. If N is a power of two, this is the classical recursive halving. For other N, the
-classical algorithm first sends the S bytes of each surplus device to another device, and sends the
-result back in the end. This algorithm takes ceil(log2 N) steps for every N, and never sends more
-than (N-1)/N S bytes.
+classical algorithm runs on the largest power of two of devices. Each further device first sends all
+of its S bytes to one of these devices, and receives the result in the end. The algorithm of this
+module takes ceil(log2 N) steps for every N, and no device sends more than (N-1)/N S bytes.
 
 The reduce-scatter is from Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
 2024 (arXiv 2410.14234). The all-gather is its mirror image. The all-gather and the all-to-all are
@@ -66,8 +66,8 @@ def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array
         # All blocks of a round are one message, which costs one latency.
         sent = jnp.concatenate(rows[fewer:more])
         arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
-        # If `more` is odd, the device keeps one block more than it receives. `zip` is not strict,
-        # and the last kept block is unchanged.
+        # If `more` is odd, the device keeps one block more than it receives. `zip` leaves out this
+        # last kept block, and the next line appends it unchanged.
         reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
         rows = reduced + rows[more - fewer : fewer]
     return rows[0]
@@ -127,10 +127,11 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 
 
 def _reduce_steps(size: int) -> int:
-    """Return the length of the longest chain of messages in which each waits for its predecessor.
+    """Return the length of the longest chain of messages of a reduce-scatter.
 
-    The chain may be shorter than the number of rounds. A round need not wait for the previous round
-    if the previous round did not change the blocks to send.
+    In a chain, each message waits for the previous message. The longest chain may have fewer
+    messages than there are rounds, because a round need not wait for a previous round that did not
+    change the blocks to send.
 
     >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
     [1, 1, 2, 2, 2, 3, 3]

@@ -20,10 +20,10 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 class DoubleTree(circulant.Circulant):
     """All-reduce, broadcast and reduce along two binomial trees at the same time.
 
-    The inner nodes of each tree are leaves of the other tree. An all-reduce takes 2 L steps of S/2
-    bytes in each tree, where L = ceil(log2 N). There are as many steps as in `Tree`, and each step
-    sends half of the bytes. No device sends more than (L+2)/2 S bytes. The trees are not pipelined.
-    The other operations run as in `Halving`.
+    There are N devices with S bytes each. The inner nodes of each tree are leaves of the other
+    tree. An all-reduce takes 2 L steps of S/2 bytes in each tree, where L = ceil(log2 N). There are
+    as many steps as in `Tree`, and each step sends half of the bytes. No device sends more than
+    (L+2)/2 S bytes. The trees are not pipelined. The other operations run as in `Halving`.
 
     The order of summation is the order of `Tree`. The tree of the first half of the elements starts
     from device 0, and the tree of the second half from device N-1 (N-1, 0, 1, ...).

@@ -71,9 +71,9 @@ class Hierarchical(Algorithm):
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
-        # Blocks are numbered along the slow axis first, but the fast network reduces first. After
-        # the transposition, row f has the blocks for the devices that have the index f in their
-        # fast networks.
+        # Consecutive blocks are for the devices of one fast network. The fast network reduces
+        # first, and needs its rows in another order: after the transposition, row f has the blocks
+        # for the devices that have the index f in their fast networks.
         by_fast = _transposed(blocks, axis_size(slow), axis_size(fast))
         mine = inside.reduce_scatter(by_fast.reshape(axis_size(fast), -1), fast, combine)
         return across.reduce_scatter(mine.reshape(axis_size(slow), -1), slow, combine)
@@ -106,8 +106,8 @@ class Hierarchical(Algorithm):
         slow, fast, across, inside = self._levels(axis)
         outer, inner = axis_size(slow), axis_size(fast)
         by_fast = _transposed(blocks, outer, inner).reshape(inner, -1)
-        # The transposition is [sender inside, receiver across, c] -> [receiver across, sender
-        # inside, c].
+        # The received rows have the shape [sender inside, receiver across, c]. The transposition
+        # changes this to [receiver across, sender inside, c].
         arrived = _transposed(inside.all_to_all(by_fast, fast), inner, outer)
         return across.all_to_all(arrived.reshape(outer, -1), slow).reshape(blocks.shape)
 
@@ -170,7 +170,7 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """Return the slow and the fast axis, and the algorithm that runs on each of these axes."""
+        """Return the slow axis, the fast axis, the slow axis's algorithm and the fast axis's."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(

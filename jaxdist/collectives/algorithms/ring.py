@@ -23,11 +23,11 @@ class Ring(Algorithm):
     In one direction, reduce-scatter and all-gather take N-1 steps each, and send (N-1)/N S bytes.
     An all-reduce takes 2 (N-1) steps, and sends 2 (N-1)/N S bytes. In two directions, the partial
     sums of a block are sent to its device along both sides of the ring at the same time. The result
-    is also sent along both sides. A device sends the same number of bytes in about half of the
-    steps (floor(N/2) for a reduce-scatter or an all-gather), and each link carries about half of
-    the bytes. Broadcast and reduce send the whole array along the ring, chunk by chunk. An
-    all-to-all sends each block directly to its device, as N-1 messages that do not wait for each
-    other.
+    is also sent along both sides. A device then sends the same number of bytes as in one direction,
+    but in about half of the steps (floor(N/2) for a reduce-scatter or an all-gather). Each link
+    carries about half of the bytes. Broadcast and reduce send the whole array along the ring, chunk
+    by chunk. An all-to-all sends each block directly to its device, as N-1 messages that do not
+    wait for each other.
 
     The order of summation for the block of device d, in one direction, is x[d+1] + x[d+2] + ... +
     x[d], from left to right, with indices modulo N. In two directions, with r = floor(N/2) and l =
@@ -130,7 +130,8 @@ class Ring(Algorithm):
         return jnp.concatenate([collect(piece) for piece in self._pieces(flat)])
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        # The block that a device keeps is already in its row.
+        # A device sends its row to all other devices, and keeps one row, which `blocks` already has
+        # at the right index.
         received = blocks
         for hops in range(1, axis_size(axis)):
             row = lax.dynamic_index_in_dim(blocks, neighbour(axis, hops))
@@ -139,9 +140,9 @@ class Ring(Algorithm):
         return received
 
     def _ways(self, size: int) -> list[tuple[int, int]]:
-        """Return the direction and the number of hops of each chain from or to a device.
+        """Return the direction (1 or -1) and the number of hops of each chain of messages.
 
-        Together the chains reach all other devices.
+        The chains begin, or end, at the same device. Together the chains reach all other devices.
         """
         if self.directions == 1:
             return [(1, size - 1)]

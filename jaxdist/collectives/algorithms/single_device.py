@@ -39,10 +39,10 @@ class SingleDevice(Algorithm):
 
 
 def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """Return `algorithm`, or `SingleDevice` if the axis has one device.
+    """Return `algorithm`, or `SingleDevice` if the axis has one device and JAX lacks the algorithm.
 
-    The other algorithms may therefore assume at least two devices. A native algorithm is returned
-    for one device too, because jax types its result as replicated.
+    An algorithm that is not native (`Algorithm.native`) may therefore assume at least two devices.
+    A native algorithm is returned for one device too, because jax types its result as replicated.
     """
     single = axis_size(axis) == 1 and not algorithm.native
     return SingleDevice() if single else algorithm

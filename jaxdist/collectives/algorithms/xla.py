@@ -125,18 +125,20 @@ class Xla(Algorithm):
         return _of_root(whole, axis, root).astype(flat.dtype)
 
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        # XLA has no reduction to a root; `operations.reduce` replaces the other results by zeros.
+        # XLA has no reduction to a root, so all devices get the sum. `operations.reduce` replaces
+        # the sums of all devices except the root by zeros.
         return self.all_reduce(flat, axis, combine)
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return lax.all_to_all(blocks, axis, 0, 0)
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """Compute the cost of a one-way ring, which sends the fewest bytes.
+        """Compute the cost of a ring in one direction, which sends the fewest bytes.
 
-        XLA may run other steps. Broadcast and reduce have the cost of an all-reduce, because they
-        run as all-reduces. Two cases are not counted: a reduce-scatter of max or min runs as an
-        all-reduce too, and broadcast, max and min send each float of up to two bytes as four bytes.
+        XLA may run other steps. Broadcast and reduce have the cost of an all-reduce, because XLA
+        runs both as all-reduces. The cost is too low in two cases. A reduce-scatter of max or min
+        runs as an all-reduce too. Broadcast, max and min send each float of up to two bytes as four
+        bytes.
         """
         once = kind in ("reduce_scatter", "all_gather", "all_to_all")
         steps = (1 if once else 2) * (size - 1)

@@ -57,7 +57,8 @@ class Adaptive(Codec):
 
     def planes(self, blocks: int) -> int:
         """Return the number of one-bit planes in the message of an array of `blocks` blocks."""
-        # A block has no bits or at least two (`allocate`), so one plane could hold no block.
+        # `allocate` gives a block either no bits or at least two bits, so a single plane would be
+        # useless.
         return max(2, int(self.bits * blocks))
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -100,7 +101,7 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
 
     Args:
       energy: the sum of squares of each block, float32 [blocks].
-      planes: the maximum of the total number of bits of all blocks.
+      planes: the maximum of the sum of these numbers over all blocks.
     """
     # Each gain is the part of an error E 4^-b that a plane removes. The first two planes have equal
     # gains and are allocated together, since a single bit has no zero between its levels.

@@ -31,7 +31,7 @@ class Chain(Codec):
     then: Then
     """The codec that encodes the selected elements: cast, quantize, adaptive or sign."""
 
-    @property  # A class variable in `Codec`, which here depends on the first codec.
+    @property  # In `Codec`, this is a class variable. Here it depends on the first codec.
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The exchange of the messages, which is never "sum", since codes cannot be added."""
         return "gather" if self.first.exchange == "gather" else "scatter"

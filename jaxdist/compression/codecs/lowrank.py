@@ -22,8 +22,8 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 DEPENDENT = 1e-6
-"""The fraction of a column's norm below which the rest of the column is only rounding error, after
-the projections on earlier columns are subtracted."""
+"""A column counts as dependent on earlier columns if less than this fraction of its norm is left
+after the projections on these columns are subtracted. The rest is then only rounding error."""
 
 
 class LowRank(LinearCodec):

@@ -17,9 +17,10 @@ class RandomK(LinearCodec):
     """A codec that sends a random element of each c = 1 / fraction adjacent elements.
 
     All devices draw the same positions from the key of the round. Positions are therefore not sent,
-    and messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
-    `scaled`, elements are multiplied by c before they are sent. The estimate is then unbiased, with
-    a variance of c - 1 times the element's square, and error feedback must be off.
+    and messages can be summed. (The codec is the random-k of Stich et al., arXiv 1809.07599,
+    section 2, except that the draw is stratified.) With `scaled`, elements are multiplied by c
+    before they are sent. The estimate is then unbiased, with a variance of c - 1 times the
+    element's square, and error feedback must be off.
 
     Cost: 4 bytes for each element that is sent.
     """

@@ -137,7 +137,7 @@ def _packed(flags: jax.Array) -> jax.Array:
 
 def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
     """Return the position of the set bit that has the index `ordinal` among a word's set bits."""
-    # Binary search: is the set bit in the lower half of the remaining bits?
+    # This is a binary search: each iteration halves the bits among which the set bit is.
     place = jnp.zeros_like(ordinal)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

@@ -22,7 +22,8 @@ class Residual(Feedback):
     the sum of two float32 numbers: the rounded difference and its rounding error (two-sum of Møller
     and Knuth).
 
-    Memory: 4 bytes for each element, or 8 bytes for codecs that are not exact, unless `rounded`.
+    Memory: 4 bytes for each element, or 8 bytes for codecs that are not exact, unless `rounded` is
+    true.
     """
 
     rounded: bool = False

@@ -1,4 +1,4 @@
-"""The base class of error feedback, with a memory of each sender and a view of each receiver.
+"""The base class of error feedback: senders keep a memory, and receivers keep a view.
 
 In each round a sender computes an array `x` from its gradient and its memory (`correct`). The
 sender encodes `x`, decodes the message, and computes its next memory (`settle`). From the decoded
@@ -79,7 +79,7 @@ class Feedback(Config):
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
-        """Return the summand that this device sends, from its gradient and the common state."""
+        """Return the summand that this device encodes, from its gradient and the common state."""
         return gradient
 
     def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:
@@ -93,5 +93,5 @@ class Feedback(Config):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory: ...
 
     def receive(self, decoded: jax.Array, view: View) -> tuple[jax.Array, View]:
-        """Return the value that replaces the gradient, and the next view."""
+        """Return the value that replaces the gradient, and the receiver's next view."""
         return decoded, view

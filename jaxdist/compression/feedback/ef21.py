@@ -17,10 +17,10 @@ class Ef21(Feedback):
     """The feedback EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2).
 
     Sender i and its receivers keep an estimate g_i of the gradient. With the codec C, each round
-    computes g_i += C(gradient_i - g_i). Each estimate is exactly the sum of the decoded messages
-    of all rounds, in every bit. The optimizer gets the sum of all estimates. With gradients that
-    already have momentum, the method is EF21-SGDM (arXiv 2305.15155). If sums are encoded again,
-    their messages use EF21 too, as in the method for both directions (EF21-BC, arXiv 2110.03294).
+    computes g_i += C(gradient_i - g_i). Each estimate equals, bit for bit, the sum of the decoded
+    messages of all rounds. The optimizer gets the sum of all estimates. With gradients that already
+    have momentum, the method is EF21-SGDM (arXiv 2305.15155). If sums are encoded again, their
+    messages use EF21 too, as in the method for both directions (EF21-BC, arXiv 2110.03294).
 
     Memory: 4 bytes for each element of the estimate, and 4 bytes for each element of the sum.
     """

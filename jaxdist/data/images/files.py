@@ -35,7 +35,7 @@ class Encoded(Protocol):
 
 
 class ImagePlace(NamedTuple):
-    """The location of an image's bytes: a file, or a part of a file or of a tar.
+    """The location of an image's bytes: a file, or a part of a file such as a tar.
 
     Attributes:
       length: the number of bytes, or -1 for all bytes up to the end of the file.

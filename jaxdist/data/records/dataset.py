@@ -195,7 +195,7 @@ class Records:
         return {key: self._value(row[column], column, name) for key, column in columns.items()}
 
     def _value(self, value: Any, column: str, name: str) -> np.ndarray:
-        # An Example writes a single value as a list of one value.
+        # A `tf.train.Example` stores a single value as a list of one value.
         value = (
             value[0] if isinstance(value, list | np.ndarray) and np.shape(value) == (1,) else value
         )

@@ -42,7 +42,7 @@ def parse_example(record: bytes, name: str) -> Mapping[str, Any]:
 
 
 def _values(feature: bytes) -> Any:
-    """Return the list of a feature, in which exactly one kind of list is set."""
+    """Return the only list of a feature; a feature with no list or several lists is an error."""
     (kind, content), *more = _fields(feature)
     if more or kind not in (1, 2, 3) or not isinstance(content, bytes):
         raise ValueError("a feature is one list")
@@ -57,7 +57,7 @@ def _values(feature: bytes) -> Any:
 
 
 def _parts(message: bytes, wanted: int) -> list[bytes]:
-    """Return all fields with the number `wanted`, whose values must be bytes."""
+    """Return the values of all fields with the number `wanted`; each value must be bytes."""
     found = [value for number, value in _fields(message) if number == wanted]
     if not all(isinstance(value, bytes) for value in found):
         raise ValueError(f"field {wanted} has no bytes")

@@ -110,7 +110,8 @@ def split_documents(
     for file in files:
         content = read_text_file(file.path)
         digest = hashlib.blake2b(content, digest_size=16).digest()
-        # Copies of a file could be in both splits, and the model would have seen held-out text.
+        # Files with equal content count once: with copies in both splits, the model would have
+        # trained on held-out text.
         if not content or digest in seen or not _usable(file.path, content, not_utf8):
             continue
         seen.add(digest)

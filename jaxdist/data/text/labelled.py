@@ -133,7 +133,7 @@ class LabelledTextConfig(Config):
             else:
                 rows = [LabelledDocument(content, self._class_of(file), file.name.encode())]
             for row in rows:
-                # Copies of a document could otherwise be in both splits.
+                # Documents with equal content count once, because copies could be in both splits.
                 if row.content.strip():
                     found.setdefault(hashlib.blake2b(row.content).digest(), row)
         return [*found.values()]

@@ -16,10 +16,12 @@ _DENSE_LIMIT = 2**25
 _BELIEF = 10.0
 """The weight of the prior WITTEN_BELL, in tokens.
 
-The prior matters only for buckets (ranges of the ratio c / T) with few tokens."""
+The prior matters only for buckets with few tokens. A bucket is a range of the ratio c / T of
+`TrigramModel`."""
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
-"""The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""
+"""The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T; see
+`TrigramModel`."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,10 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the context's bucket, and count / c, for each token after the first two of each part.
+    """Return, for each token after the first two of each part, the bucket and the count / c.
 
-    The bucket is -1 for an unseen context.
+    The bucket is the bucket of the token's context, or -1 for an unseen context. The quotient is
+    the count of the token after this context, divided by the count c of the context.
     """
     grams = np.concatenate(
         [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]
@@ -166,7 +169,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
     Args:
       bucket: the bucket of each token's context, or -1.
-      own: the quotient count / c of each token.
+      own: for each token, its count after its context, divided by the count c of the context.
       lower: the probability of each token by the lower order.
     """
     known = bucket >= 0
@@ -181,7 +184,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return 16 short blocks, a twentieth of a stream together, and the parts between them."""
+    """Return 16 short blocks, together a twentieth of the stream, and the parts between blocks."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

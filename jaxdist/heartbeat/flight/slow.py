@@ -1,7 +1,8 @@
 """The detection of a slow process, which delays the other processes, from all statuses.
 
 Processes that take every step together have the same step time, so the step time does not show
-which process is slow. Three measures show it; the first measure gives the most information:
+which process is slow. Three measures show the slow process; the first measure gives the most
+information:
 
 1. The first measure is the main thread's time outside its wait for the devices: input, dispatch,
 copies, hooks. A process that spends more time outside the wait starts its step later than the other

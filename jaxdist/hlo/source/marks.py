@@ -4,6 +4,10 @@ A program does not show that the messages of a codec, or sums in a fixed order, 
 over all devices. The program also does not show that attention over blocks of keys, an MLP on a
 ring, or an exchange of tokens between experts is right. Tests show all of this. The marks are names
 of values, and compile to nothing.
+
+A *contract* is a statement about the code between marks of its operands (`takes`) and marks of its
+results (`gives`): for each mesh axis, how the axis splits every operand and every result. The
+proofs check that the surrounding code keeps the contract, and believe it for the code inside.
 """
 
 from __future__ import annotations
@@ -75,10 +79,11 @@ def _named(
 
 
 def takes(x: jax.Array, sides: Sides) -> jax.Array:
-    """Return an operand of a contract, with the marks of the operand and of its gradient.
+    """Return `x`, an operand of a contract, with the marks of the operand and of its gradient.
 
-    The gradient of an operand that is whole is a device's term of a sum over the devices. The
-    contract does not cover axes that `sides` does not have.
+    If an operand is whole on every device of an axis, each device computes only its term of the
+    operand's gradient, and the gradient is the sum of these terms. A contract states nothing about
+    the mesh axes that `sides` lacks.
 
     Args:
       x: the operand.
@@ -89,7 +94,7 @@ def takes(x: jax.Array, sides: Sides) -> jax.Array:
 
 
 def gives(x: jax.Array, sides: Sides) -> jax.Array:
-    """Return a result of a contract, with the marks of the result and of its gradient.
+    """Return `x`, a result of a contract, with the marks of the result and of its gradient.
 
     Args:
       x: the result.

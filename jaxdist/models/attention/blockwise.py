@@ -204,8 +204,9 @@ def _forward(
         return rows.seeing(i, blocks.scores(q[i], k[j], i, j, segments), v[j]), None
 
     rows, _ = lax.scan(body, RunningSoftmax.start(q), blocks.pairs())
-    # The total is never 0: a query sees its own position, and padding sees real positions or, in a
-    # window, only hidden keys, whose equal weights are never used.
+    # The total is never 0. A query of the sequence sees its own position. A query of the padding
+    # sees positions of the sequence, or if a window hides all of them, has equal weights for all
+    # hidden keys. The results of the padding are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
     out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)

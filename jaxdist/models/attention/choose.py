@@ -117,7 +117,7 @@ class Attend:
 
     @property
     def at(self) -> None:
-        """None, because the rotary positions of a call are counted from 0."""
+        """Always None, which means that the rotary positions of each call are counted from 0."""
 
     @property
     def reordered(self) -> Attend:

@@ -28,7 +28,8 @@ class AttentionRequest:
         platform is unknown.
       dtype: the dtype of the operands: float32 or bfloat16.
       heads: the number of query heads, over all devices.
-      kv_heads: the number of key and value heads, each of which heads / kv_heads query heads use.
+      kv_heads: the number of key and value heads. heads / kv_heads query heads share a key head and
+        a value head.
       head_dim: the number of features of a head.
       window: the number of earlier positions that a query sees; without causality, a query sees
         the same number of later positions. None sets no limit.

@@ -34,7 +34,7 @@ class Near:
         return (distance <= self.behind) & (distance >= -self.ahead)
 
     def whole_block(self, least: int, most: int) -> bool | None:
-        """Return True if all pairs of a block are visible, False if all are hidden, and else None.
+        """Return True if all pairs of a block are visible, False if none is, and otherwise None.
 
         Args:
           least, most: the smallest and the largest distance from a key to a query.

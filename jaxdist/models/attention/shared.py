@@ -81,12 +81,20 @@ class Groups:
         return lax.all_gather(segments_Bl, self.split.axes, **given)
 
     def gathered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
-        """Gather an array from all groups, joined along a dim, or stacked along a new dim."""
+        """Gather an array from all groups.
+
+        With `tiled`, the arrays are concatenated along dim `axis`. Without it, they are stacked
+        along a new dim `axis`.
+        """
         peers = self._peers()
         return lax.all_gather(x, self.split.axes, axis_index_groups=peers, axis=axis, tiled=tiled)
 
     def scattered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
-        """Sum an array over all groups, and return this group's part of the sum."""
+        """Sum an array over all groups, and return this group's part of the sum along dim `axis`.
+
+        With `tiled`, the part keeps this dim. Without it, the dim must have one entry for each
+        group, and the part lacks the dim.
+        """
         given: dict[str, Any] = {"scatter_dimension": axis, "tiled": tiled}
         return lax.psum_scatter(x, self.split.axes, axis_index_groups=self._peers(), **given)
 
@@ -130,7 +138,8 @@ def attend_shared(
     local: Any = partial(_attended, groups, kernel, pieces, most, window=window, causal=causal)
     if split.swapped == 1 and (pieces is None or split.rotates):
         return local(q_BlHd, k_BlKd, v_BlKd, segments_Bl)
-    # Types of `jaxdist.proofs` cannot follow an exchange within groups.
+    # The types of `jaxdist.proofs` cannot follow an exchange within groups, so marks tell them how
+    # the arguments are split.
     shared = dict.fromkeys(split.axes, 1)
     given = [takes(x, shared) for x in (q_BlHd, k_BlKd, v_BlKd)]
     if segments_Bl is not None:
@@ -282,8 +291,8 @@ def _forward(
     q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in entered)
     own = _own_documents(pieces, groups, segments_Bl)
     source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
-    # The group first sees its own keys, and each query sees the key at its own position. Every
-    # row has therefore seen a key after hop 0.
+    # At hop 0 a group sees its own keys. Each query sees at least the key at its own position, so
+    # the sums of every query are valid after hop 0.
     for t in pieces.hops():
         source, (k, v, theirs) = source.after(t)
 

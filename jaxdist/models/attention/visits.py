@@ -22,7 +22,7 @@ from jaxdist.models.attention.softmax import HIDDEN, einsum
 Array = jax.Array
 LEAST = 64
 """The smallest size of blocks that divide a chunk exactly; if only smaller blocks divide the chunk,
-it is padded to larger blocks."""
+the chunk is padded to larger blocks."""
 
 
 class BlockPairs(NamedTuple):
@@ -32,7 +32,8 @@ class BlockPairs(NamedTuple):
       i, j: the indices of the blocks of queries and of the blocks of keys, int32 `[pairs]`.
       distance: the number of positions from the first position of block j to the first position
         of block i.
-      live: whether this group visits the pairs, or None if every group visits these pairs.
+      live: whether this group visits these pairs, a bool scalar, or None if every group visits
+        these pairs.
     """
 
     i: jax.Array
@@ -148,8 +149,8 @@ class Pieces:
         i, j = self._pairs(lambda i, j: True)
         within = jnp.asarray((i - j) * self.size)
         source = (group - t) % R
-        # A group's second chunk is later in the sequence than the first chunk of every group, so
-        # its queries see all keys of that chunk.
+        # The second chunk of every group is later in the sequence than the first chunk of any
+        # group. The queries of a second chunk therefore see all keys of a first chunk.
         found = [
             BlockPairs(
                 jnp.asarray(m + i),

@@ -51,7 +51,9 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
 
 
 def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
-    """Return the buffers, in which routers' biases have moved by the load of a whole batch.
+    """Return the biases of routers after a step, given the load of the step's whole batch.
+
+    Each bias moves by `rate` towards an even load (`corrected`).
 
     The biases are the only buffers of the model.
     """

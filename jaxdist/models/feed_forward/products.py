@@ -73,8 +73,8 @@ def _looped(x_RD: jax.Array, w_EDF: jax.Array, ends_E: jax.Array, m: int) -> jax
     def one(piece: tuple[jax.Array, ...]) -> jax.Array:
         x_mD, expert = piece
         shape = m, w_EDF.shape[2]
-        # A block after the rows of the last expert has the number `len(ends_E)` as its expert. Its
-        # product is not computed, and `minimum` keeps the index in range.
+        # For a block after the rows of the last expert, `expert` is `len(ends_E)`. The product of
+        # such a block is not computed, and `minimum` keeps the index in range.
         return lax.cond(
             expert < len(ends_E),
             lambda: x_mD @ w_EDF[jnp.minimum(expert, len(ends_E) - 1)],

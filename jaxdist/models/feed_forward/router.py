@@ -128,7 +128,8 @@ def _sum_before(
     """
     if positions_1L is None:
         return jnp.cumsum(x_BLE, 1) - x_BLE
-    # Whole sequences, for the same reason as in `route`.
+    # With this hint, devices have whole sequences. XLA's partitioner aborts at a gather from an
+    # array that two axes split (see `route`).
     moved_BLE = hint(x_BLE, "batch", None, None)[:, jnp.argsort(positions_1L[0])]
     before_BLE = hint(jnp.cumsum(moved_BLE, 1) - moved_BLE, "batch", None, None)
     return before_BLE[:, positions_1L[0]]

@@ -1,4 +1,4 @@
-"""A stack of blocks with routers, whose statistics are returned and whose losses are added.
+"""A stack of blocks with routers, which returns the statistics and auxiliary losses of routers.
 
 Dims: B batch, L sequence, D embed.
 """

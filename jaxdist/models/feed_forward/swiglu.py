@@ -121,7 +121,8 @@ class SwiGLU(nnx.Module):
         self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
     ) -> jax.Array:
         """Compute the MLP on a ring of devices that split both the sequence and F."""
-        # Each product is of another device's chunk, which no rule of `jaxdist.proofs` can follow.
+        # Each product is a product of another device's chunk. No rule of `jaxdist.proofs` can
+        # follow this, so marks tell the proofs how the operands are split.
         x_BlD, *into = (takes(x, {ring.axis: 1}) for x in (x_BlD, *into_and_down[:-1]))
         down_FD = takes(into_and_down[-1], {ring.axis: 0})
         columns = ring.products(ring.gathered(x_BlD), *into)

@@ -20,9 +20,9 @@ share."""
 
 
 def capacity(ids: int, devices: int) -> int:
-    """Return how many ids a device may request from another device on the fast path.
+    """Return the number of ids that a device may request from another device in the fast method.
 
-    A larger request takes the slow path of `look_up`.
+    For a larger request, `look_up` uses its slower method.
 
     Args:
       ids: the number of ids on a device.

@@ -63,7 +63,8 @@ class RowForm:
         columns = xp.arange(self.width, dtype=xp.uint32) * xp.asarray(_GOLDEN, xp.uint32)
         keys = _scattered(rows.astype(xp.uint32) ^ xp.asarray(seed, xp.uint32), xp)
         bits = _scattered(keys[:, None] + columns[None, :], xp)
-        # A float32 holds 24 bits exactly, and also twice such a number minus one.
+        # A float32 represents every integer below 2^24 exactly, and the same is true of this
+        # integer times 2^-23, minus 1.
         unit = (bits >> 8).astype(xp.float32) * xp.asarray(2.0**-23, xp.float32) - 1
         found = unit * xp.asarray(self.scale, xp.float32)
         live = np.arange(self.width) < self.width - self.zeros

@@ -118,7 +118,7 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
     copies = [isinstance(var, Var) and var in origins for var in begun.jaxpr.outvars]
     moved = [
         new is not old
-        # `strict` is off: after the state, the arguments also have the parameters and the number.
+        # `zip` stops at the end of the state. The arguments after the state are not compared.
         for new, old in zip(step.jaxpr.outvars, step.jaxpr.invars[count:], strict=False)
     ]
     return sum(c and m for c, m in zip(copies, moved, strict=True)) >= count

@@ -27,10 +27,10 @@ def by_layer(
     """Apply `transform` to stacked parameters as if they were lists of layers.
 
     The state has the structure of the state for a single layer, and each leaf that belongs to a
-    stack has a leading dim for the layers. The cost depends on the properties that traces prove of
-    the rule. If every element is updated in the same manner, apart from norms over all parameters,
-    there is no cost. If every layer is updated independently, the cost is a `jax.vmap`. For any
-    other rule, the length of the program grows with the number of layers.
+    stack has a leading dim for the layers. The cost depends on the properties that a comparison of
+    traces proves for the rule. If every element is updated in the same manner, apart from norms
+    over all parameters, there is no cost. If every layer is updated independently, the cost is a
+    `jax.vmap`. For any other rule, the length of the program grows with the number of layers.
 
     Args:
       stacked: the '/'-joined names of the parameters whose first dim counts layers.

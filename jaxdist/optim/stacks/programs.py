@@ -91,7 +91,10 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """Return the term of each leaf of the arguments, or of a layer if the leaf is a stack."""
+        """Return the term of each leaf of the arguments.
+
+        For a stack, the term is the term of the layer with index `layer`.
+        """
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]

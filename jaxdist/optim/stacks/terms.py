@@ -27,11 +27,12 @@ _ELEMENTWISE = frozenset((
     "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
     "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""The primitives that compute each element of the result only from the same element of
-arguments."""
+"""The primitives that compute each element of the result only from the elements with the same index
+in the arguments."""
 _SUMS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
          "reduce_or": "or"}  # fmt: skip
-"""The name of each reduction, and the name of the primitive that combines results of two parts."""
+"""For each primitive that reduces an array, the primitive that combines the results of two
+parts."""
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 """The primitives that call a function exactly once, with the arguments of the primitive."""
 

@@ -25,7 +25,10 @@ class AllReduce(Explicit):
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
     def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
-        """Sum the gradients that `stacked` returns over devices, and divide by a weight."""
+        """Sum the gradients in `stacked` over devices, and divide the sums by a weight.
+
+        The method `stacked` returns such a tree, which has the gradients of every device.
+        """
         return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
 
     def _mean_of_own(self, grads: Grads, weight: jax.Array) -> PyTree:

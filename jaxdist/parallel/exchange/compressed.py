@@ -126,7 +126,8 @@ class CompressedScatter(Compressed, Scatter):
         found = self.stacked(compute, held, batch, key)
         ways: dict[str, Any] = {"before": partial(self.summed_inside, self.zero)}
         if self.messages.axes == self.axes:
-            # Messages across all axes give every device the whole sum, of which it takes its shard.
+            # Messages across all axes give every device the whole sum. Each device then takes its
+            # shard of the sum.
             ways = {"after": partial(_own_shards, self.zero)}
         grads, state = self.messages.exchange(
             found.grads,

@@ -47,10 +47,10 @@ AWAY = (
 )
 """The passes of XLA:CPU that are disabled. The first pass would remove barriers. The second pass
 would move code out of loops; a device with a single shard has no loop and would compute that code
-differently. The third pass would merge common subexpressions, and does so earlier in a partitioned
-program. But XLA rewrites a division as a multiplication by the reciprocal depending on the number
-of the divisor's uses, which merging changes. The last pass would unroll small loops, but unrolled
-code has no barriers."""
+differently. The third pass would merge common subexpressions, and would do this earlier in a
+partitioned program. Merging changes the number of uses of a divisor. From this number, XLA decides
+whether to replace a division by a multiplication by the reciprocal. The last pass would unroll
+small loops, but unrolled code has no barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
 """The compiler options on CPU. With threads in Eigen, the order of summation in a matmul would
 depend on the number of threads."""
@@ -81,7 +81,7 @@ class Strict(Explicit):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction that adds up the sums of all devices, in the rest of the order."""
+        """The reduction that adds up the sums of all devices, after the sums of `local`."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:

@@ -38,7 +38,7 @@ class XlaExchange(Base):
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         if not self._resting:
             return super().shares(grads, params)
-        # The update copies parameters from the host's memory before it divides them.
+        # Parameters that rest in the host's memory are copied to the device before they are split.
         lie = self.placements.shares
         grads = jax.lax.with_sharding_constraint(grads, lie)
         return grads, constrained(params, lie, self._resting)

@@ -30,7 +30,8 @@ class _Asked(StandIn):
 class _AskedRouted(_Asked):
     """A stand-in for a model with routers."""
 
-    # A loss computes the input of this head first, for which it calls `measured`.
+    # A loss reads this head, but never runs it: the loss computes the head's input first, and the
+    # call of `measured` for this input raises.
     padded_head = staticmethod(lambda x: x)
 
     def measured(self, weight: Any, *inputs: Any) -> Any:

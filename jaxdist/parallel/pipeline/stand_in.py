@@ -93,7 +93,7 @@ class HeadOnly(StandIn):
 
 @dataclass(frozen=True)
 class RoutedHead(HeadOnly):
-    """A `HeadOnly` of a model with routers, whose statistics came with the input of the head.
+    """A `HeadOnly` of a model whose blocks pass the statistics of routers on to the head.
 
     Attributes:
       found: the function that computes the auxiliary losses from the weight of each token.

@@ -1,4 +1,4 @@
-"""The order in which logical shards are added up: a tree that is the same for all device counts.
+"""The order in which logical shards are added up: a tree, the same for any number of devices.
 
 Floating-point sums depend on their order, so the order must be fixed. V shards are divided into
 runs of 2^a shards, where 2^a is the largest power of two that divides V. Each run is added as a

@@ -54,8 +54,8 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
     Each stage begins with enough forward tasks to fill the time until its first gradient arrives.
     The bubble is (stages - 1) (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps
-    2 * stages - 1 activations. Stage i begins and ends a step later than the first stage, by the
-    time of i forward tasks (see `Timeline.period`).
+    2 * stages - 1 activations. Compared with the first stage, stage i begins and ends each step
+    later by the time of i forward tasks (see `Timeline.period`).
 
     Raises:
       ConfigError: there are fewer than 2 * stages - 1 microbatches.

@@ -30,7 +30,7 @@ def read_slot(held: PyTree, slot: jax.Array) -> PyTree:
     at = jnp.maximum(slot, 0)
 
     def leaf(held: jax.Array) -> jax.Array:
-        # A static index reads a single slot in place. A dynamic index would copy it.
+        # A static index reads a single slot in place. A dynamic index would copy the slot.
         return held[0] if len(held) == 1 else lax.dynamic_index_in_dim(held, at, keepdims=False)
 
     return jax.tree.map(leaf, held)

@@ -73,8 +73,8 @@ def run_pipeline(
     assert ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
     state = _scan(stage, _train)
-    # Only the stages of the first and the last chunk have added to these sums; other stages have
-    # zeros.
+    # Only the stages of the first and of the last chunk have computed these gradients and sums. All
+    # other stages have zeros.
     shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
     return GradientsAndSums(state.chunk_grads, shared_grads, sums)
 

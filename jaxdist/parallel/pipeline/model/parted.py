@@ -121,7 +121,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """None, since parameters are stored as the model has them, and each step packs them."""
+        """Always None: parameters are stored as in the model, and packed in each step."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:

@@ -63,7 +63,8 @@ class Stackable(Protocol):
 class Pipeline:
     """The implementation of `Compute` for a model whose layers are on several stages.
 
-    If `stack` is not None, the stacked parameters are stored in the order by stage.
+    If `stack` is not None, stacked parameters are stored in the order by stage: the layers of stage
+    0, then the layers of stage 1, and so on.
 
     Attributes:
       model: the model.
@@ -184,11 +185,12 @@ class Pipeline:
         return on_stages(self._to_stages(layers), shared, held_too, rows)
 
     def _on_all_stages(self, frozen: Apart, buffers: Buffers) -> tuple[PyTree, list[Any]]:
-        """Divide what does not train into what the stages hold and what all devices hold.
+        """Separate the frozen parameters and buffers of chunks from the other frozen parameters.
 
         Returns:
-          A pair of the chunks' frozen parameters and buffers, both grouped by stage; and the frozen
-          parameters outside the chunks.
+          Two values. The first value is the pair of the chunks' frozen parameters and the buffers,
+          both grouped by stage. The second value is the list of the frozen parameters outside the
+          chunks.
         """
         # Buffers are biases of routers, which are in the order of the model and not split.
         by_chunk = jax.tree.map(lambda leaf: leaf[self.cut.index], buffers)

@@ -254,7 +254,8 @@ class _Problem:
         if slowest is None:
             return None
         limit = slowest[1] * (1 + ROUNDING)
-        # Among the fastest divisions, the least sum of squared times is the most even.
+        # Among the fastest divisions, the division with the least sum of squared times is the most
+        # even.
         evenest = self._search(room, limit, np.add, np.square)
         assert evenest is not None, "the fastest cut is one of them"
         return evenest[0]

@@ -235,7 +235,8 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     """
     made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
-    # A function `settle` moves buffers after a step, so that passes only read them.
+    # If a model has a function `settle`, its buffers change only there, after a step. Forward and
+    # backward passes only read the buffers.
     if jax.tree.leaves(model.buffers) and model.settle is None:
         raise ConfigError(
             f"{where} keeps buffers (such as batch statistics), which a stage cannot update for "

@@ -46,7 +46,7 @@ class EquationAssignment:
     """The assignment of the equations of a jaxpr to B and W.
 
     Attributes:
-      b, w: the steps of each half, in order.
+      b, w: the equations and divided scans that each half runs, in order.
       kept: the variables, and the names of a `SplitScan`, whose values B keeps for W.
       w_inputs: the arguments of the jaxpr that W reads and receives from the caller, so that B need
         not keep them.
@@ -104,7 +104,10 @@ def assign(
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
-    """Return the steps that the results of half B need, by the index of the step's equation."""
+    """Return the equations or divided scans that the results of half B need.
+
+    The keys are the indices of the equations in `jaxpr`.
+    """
     needed = _made(jaxpr, in_b)
     steps: dict[int, Step] = {}
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
@@ -134,7 +137,7 @@ def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
 
 
 def reads(step: Step, half: Half) -> set[Var]:
-    """Return the variables that a step reads when a half runs it.
+    """Return the variables that an equation or a divided scan reads when a half runs it.
 
     The two scans of a `SplitScan` read different variables.
     """
