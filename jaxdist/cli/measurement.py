@@ -272,7 +272,8 @@ def review(
     from jaxdist.runtime import environment
 
     if "jax" not in sys.modules:
-        # Programs are read and never run: without LLVM's optimizations they take half of the time.
+        # Programs are read and never run. Without LLVM's optimizations, compiling them takes half
+        # of the time.
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
     environment.prepare(fake_devices=devices)

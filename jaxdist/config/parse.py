@@ -56,7 +56,9 @@ def parse_yaml(text: str, locate: Locate) -> Node:
     >>> parse_yaml("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}
     """
-    if len(text) > MAX_BYTES:  # The other limits apply during the parse, at 0.1 MB per second.
+    # This limit is checked first, because the other limits are checked during the parse, which
+    # processes 0.1 MB per second.
+    if len(text) > MAX_BYTES:
         raise ConfigError(
             f"{locate(1)}: the config is longer than {MAX_BYTES} characters; write a smaller config"
         )

@@ -65,7 +65,9 @@ class Member:
 
     def kill(self) -> None:
         """Kill the process and all processes that it started; return when the process is gone."""
-        for end in (os.killpg, os.kill):  # The process leads a group only after its `setsid`.
+        # The process leads a group only after its `setsid`. Before that, only the process itself
+        # can be killed.
+        for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:

@@ -173,7 +173,8 @@ class Team:
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
                 return Failure(late, f"did not end within {END_SECONDS:g} s after the others")
-            # Exit codes are read in every iteration, since they cost little; statuses are in files.
+            # Exit codes are read in every iteration, since this takes little time. Statuses are in
+            # files, and are read less often.
             if not looks:
                 continue
             look_at = now + LOOK_SECONDS

@@ -120,7 +120,7 @@ def build(
       devices: the devices of the mesh, or None for all devices.
       sizes: the batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
       traced: whether to trace the step, so that its errors are raised before any compilation. A
-        caller that compiles at once saves time without it.
+        caller that compiles at once can set it to false to save time.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.

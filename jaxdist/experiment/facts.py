@@ -80,7 +80,8 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, off in OFF.items():
         section, name = path.split(".")
-        # Only some models have experts or attention, and a loss may be the model's own.
+        # Only some models have the settings of experts or attention, and the section `loss` is null
+        # if the model's default loss is used.
         value = (values[section] or {}).get(name, off)
         if value != off:
             found[path] = value if isinstance(value, str) else shown(value)

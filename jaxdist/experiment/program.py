@@ -121,7 +121,8 @@ def make_program(
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
-    # Servers update the parameters, and a push without weight has no effect on a server.
+    # With parameter servers, no step is skipped, because a push without weight has no effect on a
+    # server.
     skips = (masks or WEIGHT in batch) and not isinstance(config.strategy, ParameterServer)
     with at("loss"):
         program = assemble(

@@ -124,7 +124,7 @@ def open_source(path: Path) -> Source:
     """
     try:
         is_gguf = path.is_file() and gguf_files.is_gguf(path)
-    except OSError as error:  # Such a path is, for example, a name that is too long, or a device.
+    except OSError as error:  # The path may be a name that is too long, or a device.
         raise DataError(
             f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
         ) from error

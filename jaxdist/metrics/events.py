@@ -33,14 +33,15 @@ class EventFile:
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
         directory.mkdir(parents=True, exist_ok=True)
-        # The name has the time in seconds. The suffix keeps a quick resume from overwriting a file.
+        # The file's name has the time in seconds. The suffix keeps a quick resume from overwriting
+        # a file.
         suffix = "" if resume_step is None else f".from-step-{resume_step}"
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{suffix}"
         self._writer = RecordWriter(str(directory / name))
         self._append(wall_time=time.time(), file_version="brain.Event:2")
         if resume_step is not None:
             log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
-            # TensorBoard then drops the events of earlier files from this step on.
+            # At this event, TensorBoard drops the events of earlier files from this step on.
             start = log(status=log.START)
             self._append(step=resume_step + 1, session_log=start)
         self._flushed = time.monotonic()

@@ -212,8 +212,8 @@ def predicted(records: Iterable[Record]) -> float | None:
 
     The result is None if the run did not choose the intervals between its saves.
 
-    The shares for snapshots and for checkpoints are multiplied, since each applies to the time that
-    remains after the other.
+    The shares for snapshots and for checkpoints are multiplied, since each share applies to the
+    time that the other kind of saves leaves.
 
     >>> predicted([{"split": "intervals", "snapshot_predicted": 0.9},
     ...            {"split": "intervals", "checkpoint_blocked_predicted": 0.5}])

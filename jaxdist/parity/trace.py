@@ -217,7 +217,8 @@ class FirstSteps:
             if not gradients:
                 gradients = leaves_by_name(program.home.used(state).opt_state.gradients)
             state = self.between(state, count)
-        # The evaluation precedes the reading of the state, whose memory a step may reuse.
+        # The evaluation comes first. Arrays that are read from the state may share its memory,
+        # which a step may reuse.
         values |= self._evaluation(state)
         return Trace(values, gradients, updates_of(initial, program.home.used(state))), state
 

@@ -74,8 +74,8 @@ def remedies(one: Judged, model: Model) -> list[str]:
     rows, known = model.batch // (plan.replicas * plan.microbatches), isinstance(model, Decoder)
     state = kept.parameters + kept.optimizer + kept.gradients
     if plan.zero < 3 and plan.stage == 1 and state > over:
-        # With a single microbatch, ZeRO 2 also holds gradients that are not split; see
-        # `jaxdist.planner.memory`.
+        # With a single microbatch, ZeRO 2 also holds gradients that are not split (see
+        # `jaxdist.planner.memory`), so ZeRO 3 is the next remedy.
         further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
         lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:

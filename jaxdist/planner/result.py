@@ -70,7 +70,8 @@ def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
         if len(results) == 1:
             raise no_plan(results[0].model, results[0].target, results[0].found)
         raise ConfigError("; ".join(one.why_not() for one in results))
-    # The time of a target is also infinite if the compiler refuses all of its plans.
+    # The time of a target is also infinite if the compiler refuses all of its plans. Such targets
+    # come before targets without any plan.
     return tuple(sorted(results, key=lambda one: (one.seconds, not one.top)))
 
 

@@ -421,7 +421,8 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     dims = places.dims[1]
     fast, crossing = 0.0, plan.slices
     if plan.wide and not plan.shares_embed:
-        # Devices that share a sequence have gradients of their own tokens.
+        # Devices that share a sequence have gradients of different tokens, so they take part in the
+        # sum too.
         crossing *= plan.context
     elif plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
         among = dims + (places.inner_dims if plan.context > 1 else ())

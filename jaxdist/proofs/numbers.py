@@ -75,7 +75,7 @@ class Compared:
 
     @property
     def wrong(self) -> tuple[Quantity, ...]:
-        """The values that differ from those of a single device."""
+        """The values that differ from the values of a single device."""
         return tuple(one for one in self.quantities if not one.equal)
 
 
@@ -284,7 +284,8 @@ def worst_of(
         distances = trace.trace_distances(ours, theirs, least)
         for kind, offs, bound in zip(KINDS, distances.values(), astuple(limit), strict=True):
             for name, off in offs.items():
-                # NaN is not larger than any number.
+                # The largest difference is chosen later, and NaN is not larger than any number, so
+                # NaN becomes infinite.
                 one = Quantity(kind, name, step, math.inf if math.isnan(off) else off, bound)
                 worst[kind, name] = max(worst.get((kind, name), one), one, key=lambda q: q.off)
     return tuple(worst.values())

@@ -158,7 +158,7 @@ def _layers(experiment: Experiment, model: Json) -> int:
     compute = experiment.program.compute
     chunks = len(compute.ticks.placement) if isinstance(compute, Pipeline) else 1
     listed = getattr(experiment.config.parallel.pipeline, "layers", None) is not None
-    # The lists of the config have an entry for each layer or chunk.
+    # The number of layers is kept if a list in the config has an entry for each layer or chunk.
     kept = listed or isinstance(model["remat"], list)
     return model["layers"] if kept else small(model["layers"], chunks, max(2, chunks))
 

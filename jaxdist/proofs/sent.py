@@ -152,7 +152,7 @@ def compare(
 
 
 def kind_of(operation: str) -> CollectiveKind | None:
-    """Return the collective that an operation in `shard_map` asks for, or None without one."""
+    """Return the collective that an operation in `shard_map` asks for, or None if it is none."""
     return next((kind for part, kind in _PARTS.items() if part in operation), None)
 
 
@@ -170,8 +170,8 @@ def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float
         # A sum over several networks crosses each network with only the shard that the sums over
         # the other networks have left.
         split = math.prod(mesh.shape[name] for name in (split_axes(leaf) | {*axes}) - {axis})
-        # A ring's reduce-scatter sends the least of all algorithms that give every device a shard
-        # of the sum.
+        # Of all algorithms that give every device a shard of the sum, a ring's reduce-scatter sends
+        # the fewest bytes.
         owed[axis] += SENT["reduce-scatter"](mesh.shape[axis]) * leaf_bytes(leaf) / split
     return owed
 
@@ -191,7 +191,7 @@ def asked_of(jaxpr: Any, mesh: Mesh, times: int = 1) -> Iterator[tuple[str, str,
         axes = tuple(axis for axis in axes_over(eqn) if isinstance(axis, str)) if kind else ()
         count = math.prod(mesh.shape[axis] for axis in axes)
         if kind and count > 1:
-            # The operand of a gather is a shard of what is gathered.
+            # The operand of a gather is only a shard, so the result is counted instead.
             arrays = [v.aval for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
             sent_bytes = times * SENT[kind](count) * tree_bytes(arrays)
             yield _key(axes, mesh), line_of(eqn), sent_bytes

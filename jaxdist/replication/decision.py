@@ -252,8 +252,8 @@ class Follower:
         """
         if entry.epoch < self.epoch:
             return self, False
-        # The epoch of an entry that does not follow counts too, since entries of an earlier leader
-        # must be refused from now on.
+        # The epoch is stored even if the entry does not follow the newest entry of this server,
+        # since entries of an earlier leader must be refused from now on.
         found = replace(self, epoch=entry.epoch)
         follows = self.range is not None and entry.index == self.index + 1
         if not (entry.index > self.index if entry.whole else follows):

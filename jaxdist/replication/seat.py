@@ -61,7 +61,7 @@ class Seat:
             say({"event": "copies", "range": self.range, "server": number, "port": port})
 
     def view(self, view: RangeView, ports: Mapping[int, Place]) -> None:
-        """Carry out a decision of the arbiter: begin to lead, or copy the range to others.
+        """Carry out a decision of the arbiter: begin to lead, or copy the range to other servers.
 
         Args:
           ports: the place at which each other server of the view copies the range, by server.

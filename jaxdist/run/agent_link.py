@@ -100,7 +100,7 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
 
 
 def departure_reporter(run_folder: RunFolder | None) -> Callable[[str], None]:
-    """Return a function that reports to the agent, if any, why this machine has to stop."""
+    """Return a function that reports to an agent, if there is one, why this machine must stop."""
 
     def tell(name: str) -> None:
         if run_folder is not None:

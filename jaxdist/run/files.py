@@ -41,7 +41,8 @@ class RunFiles:
             try:
                 lines = changes(read(self.directory.config).values, resolved)
             except ConfigError as error:
-                # The saved state does not depend on the old config, which is replaced later.
+                # The run continues, because its saved state does not depend on the old config. The
+                # config file is replaced later.
                 lines = [
                     f"the changes are unknown, because {self.directory.config} is damaged: {error}"
                 ]

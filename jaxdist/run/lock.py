@@ -137,7 +137,7 @@ class RunLock:
         try:
             locked = _flock(descriptor)
             # Another process that finds the new file may hold its flock for a moment, before it
-            # leaves the file to the creator.
+            # leaves the file to the creator. The creator therefore tries again for a while.
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)

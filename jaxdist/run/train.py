@@ -118,7 +118,7 @@ def train(
         console = Console(quiet=True)
     elif jax.process_count() > 1:
         # A launcher may give each process a terminal, although it writes the output of all
-        # processes to a single log.
+        # processes to a single log. The output therefore has no control sequences of terminals.
         console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     run_folder = run_folder_of(os.environ)

@@ -242,7 +242,7 @@ class SecureSum:
             private = X25519PrivateKey.from_private_bytes(secret)
             for other in self.arrived:
                 key = agreed_key(private, self.roster[other].mask, "mask")
-                # If the other client has the smaller number, it subtracted the mask.
+                # The other client subtracted the mask if the other client has the smaller number.
                 add_mask(found, key, subtract=other > client)
         return found
 

@@ -29,8 +29,8 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 class FleetConfig(Config):
     """A fleet, its failures, and the time that each part of a recovery takes.
 
-    By default the fleet and its failures are those of Llama 3. For each time of a save or of a
-    recovery, the field names the source of the default, or says that the default is a guess.
+    The default fleet and its failures are from the training of Llama 3. For each time of a save or
+    of a recovery, the field names the source of the default, or says that the default is a guess.
     """
 
     devices: Count = 16_384
@@ -230,7 +230,7 @@ class _State:
         """Advance the work by `up` seconds.
 
         Return the number of snapshots since the last checkpoint, the work since the last save, and
-        the work that was saved, both in seconds.
+        the work that was saved. Work is in seconds.
         """
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds

@@ -73,7 +73,8 @@ class BatchScalingStudy(_Study):
 
     type: Literal["batch_scaling"] = "batch_scaling"
     batches: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_once)]
-    """The batch sizes. The rule scales the learning rate from the smallest size to the others."""
+    """The batch sizes. The rule scales the learning rate of the smallest size for the other
+    sizes."""
     contenders: Annotated[dict[str, Contender], Field(min_length=1)]
     """The optimizers by name, by default the optimizers of `batch_scaling.yaml`."""
     epochs: float | None = None

@@ -51,7 +51,8 @@ class BoundedStore(RowStore):
         hits = np.flatnonzero(self._tags.take(sets, 0) == tags[:, None])
         at, way = hits // WAYS, hits % WAYS
         places = self._places.reshape(-1).take(sets.take(at) * WAYS + way)
-        same = self._known.take(places) == rows.take(at)  # Rows of a set may have the same tag.
+        # Several rows of a set may have the same tag, so their keys are compared too.
+        same = self._known.take(places) == rows.take(at)
         found = np.full(len(rows), -1, np.int64)
         found[at[same]] = places[same]
         return sets, tags, found

@@ -97,7 +97,8 @@ def views_of(
     if zero is not None and zero.padded:
         views.append(FilledShards(zero))
     if zero is not None and zero.offload:
-        # Stages have another order in memory than in files, so files need a conversion.
+        # The layers of pipeline stages have another order in memory than in files. The leaves must
+        # therefore be converted before they are written to files.
         views.append(HostMemory(zero, in_files=stack is None))
     if zero is not None and zero.resting:
         views.append(HostParameters(zero.resting))

@@ -241,7 +241,7 @@ class Home:
             state = self._changed(view, view.store, state)
         return state
 
-    # Views are inverted in the reverse order of `_store`.
+    # `_use` inverts the views, in the reverse of the order in which `_store` applies them.
     def _use(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in reversed(views):
             state = self._changed(view, view.use, state)

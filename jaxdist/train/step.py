@@ -229,7 +229,7 @@ class Program:
                 moved, opt_state = update(params, state.opt_state)
         if self.optimizer.skips_empty:
             # If the batch has no weight, plans that divide by the weight after the exchange would
-            # report NaN.
+            # report NaN, so all plans report 0.
             norm_shown = jnp.where(found.sums["loss"].weight != 0, norm, 0.0)
         else:
             norm_shown = norm
@@ -249,7 +249,7 @@ class Program:
         kept = self.home.from_step(new)
         if self.offloads:
             kept = replace(kept, opt_state=away)
-        # A single vector, so that all metrics of a step are copied to the host at once.
+        # The metrics are a single vector, so that all of them are copied to the host at once.
         return kept, jnp.stack([jnp.asarray(values[name], jnp.float32) for name in self.metrics])
 
     def _moved(
@@ -349,8 +349,8 @@ class Program:
             found = self._gradients(stored, state, batch)
             key = jax.random.fold_in(self._keys()[1], stored.step)
             held = StepInputs(state.params, stored.params, state.buffers, None)
-            # XLA computes the common part of the gradients of the parameters and of the field only
-            # once, if XLA places all communication.
+            # The gradient of the parameters and the gradient of the field have a common part. XLA
+            # computes this part only once if XLA places all communication.
             of_field = compute.objective.field_gradients(held, batch, key, field)
             return *self._update(stored, state, found), of_field
 

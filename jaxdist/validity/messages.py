@@ -89,5 +89,5 @@ MESSAGES: tuple[ValidityRow, ...] = (
         ("elastic", "batch"),
     ),
 )
-"""The refused combinations of compressed gradients with optimizers, and those with batches of
-changing size."""
+"""The refused combinations of compressed gradients with optimizers or with batches of changing
+size."""

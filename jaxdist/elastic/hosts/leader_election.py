@@ -4,8 +4,8 @@ The host that last swapped the rendezvous's token is the leader. In each turn th
 requests of the hosts and computes the new state of the registry. If the state has changed, the
 leader writes the state. The leader then swaps the token for its next token, and answers only if the
 swap has succeeded. If another host sees the same token for too long, by its own clock, that other
-host swaps the token for a token with its own name. It is then the leader. The new leader reads the
-registry and continues as `Registry.restarted` describes.
+host swaps the token for a token with its own name. The other host is then the leader. The new
+leader reads the registry and continues as `Registry.restarted` describes.
 
 The following argument shows that two generations are never active at once. Suppose that a leader
 was suspended at any point, that another host took the token at time T, and that the first leader
@@ -159,7 +159,9 @@ class LeaderElection:
                     self._forget(host)
                 continue
             term.heard[host] = number, now
-            if term.begun:  # The first messages of a term may come from hosts that left long ago.
+            # The first messages that a new leader reads may come from hosts that left long ago, so
+            # the leader does not answer these messages.
+            if term.begun:
                 given = self.config, now, decode_renewal(told["renew"]), self._fit
                 term.registry, term.answers[host] = term.registry.receive(*given)
 

@@ -34,7 +34,8 @@ class HostMessages:
         trouble = self.members.trouble
         if trouble is not None:
             return str(trouble)
-        # Without the rendezvous, the reason of another host is unknown, and follows from `ends`.
+        # If the rendezvous cannot be reached, the reason of another host is unknown, and the result
+        # follows from `ends`.
         with suppress(RendezvousError):
             for one in self.members.others().values():
                 why = one["facts"].get("why")

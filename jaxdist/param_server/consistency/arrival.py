@@ -169,8 +169,8 @@ class AdaptiveSSP(OnArrival):
 
     A worker that is at most `least` clocks ahead of the slowest worker never waits. Beyond `least`,
     the times of the last two pushes of this worker and of the slowest worker predict the next
-    pushes of both. The worker continues, up to `most` clocks ahead, if its predicted wait after
-    further clocks is shorter than its wait now. Zhao et al., "Dynamic stale synchronous parallel"
+    pushes of both. The worker continues, up to `most` clocks ahead, if more clocks would make its
+    predicted wait shorter than its wait now. Zhao et al., "Dynamic stale synchronous parallel"
     (arXiv 1908.11848), predict once for several clocks; here every clock is predicted separately,
     from the newest times.
     """
@@ -199,7 +199,8 @@ class AdaptiveSSP(OnArrival):
         return self
 
     def fresh(self, floor: int, clock: int) -> bool:
-        # Beyond `least` the worker must ask, since only the server can decide (`admits`).
+        # Beyond `least`, only the server can decide whether the worker may compute (`admits`), so
+        # the worker must ask the server.
         return clock - floor <= self.least
 
     def admits(self, clocks: Clocks, client: int) -> bool:

@@ -71,7 +71,8 @@ class Elastic(Consistency):
         return clocks.version if self.order == "rounds" else super().floor_of(clocks)
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
-        # A round is complete only with a change of each worker, even if the change adds nothing.
+        # A round waits for a change of each worker, so that even a change that adds nothing is not
+        # refused.
         return None if self.order == "rounds" else super().refusal(clocks, arrival)
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:

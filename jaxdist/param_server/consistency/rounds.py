@@ -60,8 +60,8 @@ class BSP(Rounds):
         return f"round {arrival.clock} is over" if late else None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
-        # A worker that has left counts as a backup. With as many leavers as backups, a round
-        # therefore waits for all remaining workers.
+        # A worker that has left counts as a backup. If as many workers have left as there are
+        # backups, a round therefore waits for all remaining workers.
         spare = max(0, len(clocks.clocks) - (clocks.team - self.backups))
         due = clocks.held and clocks.missing <= spare
         return mean_of(clocks.held, clocks.version) if due else None

@@ -38,7 +38,7 @@ class ProtocolCall(NamedTuple):
       now: the time of the server or the aggregator, in seconds.
       client: the client of a join or a leave.
       message: the received message.
-      reply: the server's reply that an aggregator hears.
+      reply: the server's reply that an aggregator receives.
     """
 
     kind: Literal["join", "leave", "tick", "receive", "hear"]

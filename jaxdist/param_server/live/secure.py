@@ -206,7 +206,8 @@ class MaskingClient(Client):
             self._ask(link, *then)
 
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
-        # A push is settled when its round is over. A request for the next round may be under way.
+        # The acknowledgement of a push ends its round, and with it the unanswered request of this
+        # round. A request for the keys of the next round stays.
         settled = isinstance(reply, Acknowledge) and reply.sequence in link.payloads
         if settled and link.asked is not None and link.asked.sequence >= Stage.ARRIVED:
             link.asked = None

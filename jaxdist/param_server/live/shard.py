@@ -71,7 +71,8 @@ class ServerShard:
         self._flat = jnp.asarray(flat)
         self.params = np.asarray(self._flat)
         self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
-        # The parameters are not donated: `params` is a view of them that others may hold.
+        # The parameters are not donated: `params` is a view of them, and readers may still use this
+        # view.
         self._update = jax.jit(self._updated, donate_argnums=1)
         self._read: dict[tuple[int, int], np.ndarray] = {}
         self._squares: np.ndarray | None = None

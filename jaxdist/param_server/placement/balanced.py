@@ -27,7 +27,8 @@ class Balanced(PlacementRule):
         loads = [(0, server) for server in servers]
         heapify(loads)
         found = [servers[0]] * len(ranges)
-        # Ties are broken by position, since each process computes the placement for itself.
+        # Ties are broken by position. Each process computes the placement for itself, and all
+        # processes must get the same placement.
         for at in sorted(range(len(ranges)), key=lambda at: (-ranges[at].size_bytes, at)):
             taken, found[at] = loads[0]
             heapreplace(loads, (taken + ranges[at].size_bytes, found[at]))

@@ -40,7 +40,7 @@ class Hashed(PlacementRule):
         return tuple(circle[at % len(circle)][1] for at in after)
 
     def _at(self, key: str) -> int:
-        # Python's own hash of a string differs from process to process.
+        # Python's own hash of a string is not used, because it differs from process to process.
         salt = self.seed.to_bytes(8, "little")
         return int.from_bytes(blake2b(key.encode(), digest_size=8, salt=salt).digest(), "little")
 

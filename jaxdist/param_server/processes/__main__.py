@@ -146,8 +146,8 @@ class WorkerProcess:
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)
         processes = cluster.processes
-        # Twice the supervisor's deadline, so that the supervisor replaces a late worker before the
-        # workers that wait for it fail.
+        # The deadline is twice the supervisor's deadline, so that the supervisor replaces a late
+        # worker before the workers that wait for it fail.
         patience = Timeouts(2 * processes.deadline_seconds, processes.retry_seconds)
         begin = partial(MaskingClient, **cluster.secure) if cluster.secure else Client
         self.client = begin(
@@ -225,7 +225,7 @@ def main() -> None:
     if setup is None:
         return
     role = setup["role"]
-    with suppress(OSError):  # The name in `ps` and `top`, on Linux.
+    with suppress(OSError):  # This sets the name that `ps` and `top` show on Linux.
         Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
     compilation_cache.enable(cache_directory() / "compiled")
     try:

@@ -71,7 +71,8 @@ class TableProcess:
             except JaxdistError as error:
                 self.parent.say("failed", error=str(error))
             except Exception:
-                # Without this thread the process would be alive, but would execute no order.
+                # The whole process ends, because without this thread it would be alive, but would
+                # execute no order.
                 traceback.print_exc()
                 os._exit(1)
 

@@ -150,7 +150,8 @@ def hear(state: ClientState, reply: Reply) -> Heard:
     rest = {number: one for number, one in state.under_way.items() if number != reply.sequence}
     state = replace(state, under_way=rest)
     if isinstance(reply, Acknowledge):
-        own = max(state.own, reply.version or 0)  # A dropped change is part of no version.
+        # A dropped change is part of no version, so its reply has the version None.
+        own = max(state.own, reply.version or 0)
         return Heard(replace(state, own=own), settled=reply.sequence)
     clock = max(state.clock, reply.clock)
     return _newer(replace(state, clock=clock, admitted=reply.clock), reply)

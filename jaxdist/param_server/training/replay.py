@@ -75,7 +75,8 @@ class Replay:
         self._left: Counter[Key] = Counter()
         for found in self._received:
             for key, push in found.pushes.items():
-                # A worker that joins pushes zeros to a server that is a round behind the others.
+                # A worker that joins pushes zeros without tokens to a server that is a round behind
+                # the others. Such a push is not at all servers, and is not counted.
                 if push.tokens or all(key in one.pushes for one in self._received):
                     self._left[key] += 1
         self._clocks: dict[int, deque[int]] = {}

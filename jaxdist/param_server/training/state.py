@@ -52,7 +52,7 @@ class ShardState:
 class Sharded:
     """The distribution of a program's state over servers.
 
-    Servers hold the running statistics of a model like parameters
+    Servers hold the running statistics of a model in the same arrays as the parameters
     (`jaxdist.train.strategy.statistics`).
 
     Attributes:
@@ -280,7 +280,8 @@ def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
 
     The key of a range is the longest key that the leaf's path contains.
     """
-    # A key can be the end of another key, as `w[0:2]` is of `layer/w[0:2]`.
+    # A key can be the end of another key, as `w[0:2]` is of `layer/w[0:2]`, so that several keys
+    # may match.
     found = [key for key in keys if f"/{key}/" in f"/{path}/"]
     return max(found, key=len, default=None)
 

@@ -288,7 +288,8 @@ class Supervisor:
                     "no step, and the reported loss is that of the previous step. This message is "
                     "printed once; metrics.jsonl counts such steps (empty_steps)"
                 )
-            # Processes start and compile until the first clock has ended; then steps take the time.
+            # Until the first clock has ended, the processes start and compile. From now on, the
+            # time counts as steps.
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1

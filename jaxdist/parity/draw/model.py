@@ -103,7 +103,8 @@ def _gpt(random: Random, needs: ModelNeeds) -> Sections:
     """
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
-    # Normalized over only two features, values are +-1, and small changes flip their sign.
+    # Values that are normalized over only two features are +-1, and small changes flip their signs.
+    # Heads therefore have more features.
     head_dim = max(head_dim, 2 * -(-NARROWEST // (2 * kv_heads * groups)))
     layers = random.randint(needs.chunks, needs.chunks + 3)
     model = {

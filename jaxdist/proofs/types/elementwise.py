@@ -64,7 +64,9 @@ def kind_of_elementwise(op: Op) -> k.Kind:
         if op.has(kind):
             return rule(op)
     if op.name in ("div", "mul") and isinstance(op.kinds[0], k.Whole) and _shares(op):
-        return k.COUNT  # The sum of the quotients over all devices is the value.
+        # Each device has the value divided by the number of devices, so the sum over the devices is
+        # the value.
+        return k.COUNT
     if op.has(k.Own):
         return k.OWN
     pairs = zip(op.ins, op.values, strict=True)
@@ -174,7 +176,8 @@ def _of_owed(op: Op) -> k.Kind:
         # The usual guard against division by zero lets a device without weight divide by 1, which
         # is right only if the program multiplies by the same number later.
         return op.undecided("the program tests whether the weight of this device's rows is zero")
-    # Code may intend to compute an index from the number of rows on the device.
+    # This is undecided for integers, because the code may intend to compute an index from the
+    # number of rows on the device.
     if op.ins[owed.index(True)].dtype.kind in "iu":
         return op.undecided(f"no rule covers {name} of a count of this device's own rows")
     return op.wrong(message)

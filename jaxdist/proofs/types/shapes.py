@@ -101,7 +101,7 @@ def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
 
 
 def _last_ones(dims: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return those of successive dims of a shape that have size 1 and no wider dim after them."""
+    """Return the dims of size 1 at the end of some successive dims of a shape."""
     ones = itertools.takewhile(lambda dim: shape[dim] == 1, dims[::-1])
     return [*ones][::-1]
 

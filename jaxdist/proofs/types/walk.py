@@ -226,7 +226,9 @@ class Pass:
         if self._recording:
             self.unknown |= dict.fromkeys(reasons)
         elif reasons:
-            self._errors += 1  # A cached run must not hide the reasons, as in `wrong_at`.
+            # The reasons are not recorded now. They are counted, as in `wrong_at`, so that this
+            # result is not taken from the cache when they must be recorded.
+            self._errors += 1
         for where, message in getattr(kind.used, "findings", ()):
             self.wrong_at(where, message)
         return kind.used

@@ -187,7 +187,7 @@ def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainStat
     """
     home = program.home
     state = home.from_files(_merged(home.to_files(program.init()), loaded))
-    # `_restarted` also initializes the loaded parts of the optimizer's state, so they are set
+    # `_restarted` initializes the optimizer's state, so the loaded parts of this state are set
     # again.
     return _merged(_restarted(program, state), only(state, names))
 

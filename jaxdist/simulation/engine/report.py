@@ -100,7 +100,7 @@ class Report:
         return idle / max(idle + sum(one.busy_seconds for one in self.work), 1e-300)
 
     def seconds_to(self, loss: float) -> float | None:
-        """Return the virtual time of the first loss of at most `loss`, or None without one."""
+        """Return the virtual time of the first loss of at most `loss`, or None if there is none."""
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:

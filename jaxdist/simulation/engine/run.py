@@ -279,7 +279,9 @@ class Simulation:
     def check_reads(self, worker: WorkerNode) -> None:
         """Check that the parameters that a worker is about to use are as new as required."""
         if self.racks:
-            return  # A rack checks its copy when it answers its workers.
+            # Nothing is checked here for a worker of a rack: the rack checks its copy when it
+            # answers its workers.
+            return
         for server, link in enumerate(worker.links):
             assert link.version is not None
             self.reads.check(server, link.clock, link.version)

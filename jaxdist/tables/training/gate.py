@@ -99,7 +99,7 @@ class RemoteProcess:
     """
 
     def __init__(self, peer: Peer, host: str) -> None:
-        # This host has no process with this number.
+        # No process of this host has this process number.
         self.host, self.pid = host, 2**31 - 1
         self._peer, self._code = peer, -int(signal.SIGKILL)
         self._over = threading.Event()

@@ -110,7 +110,8 @@ class HostedServer:
             token.write_text(self._gate.token)
             forks = ForkServer(self._module, self.run / "logs" / "forks.log")
             stack.callback(forks.close)
-            # A server that the run has accepted must answer soon.
+            # The imports are complete before the offer, because a server that the run has accepted
+            # must answer soon.
             forks.await_imports()
             session = wire.open(
                 self._hear, lambda reason: self._events.put(Event(None, {"lost": reason}))

@@ -130,7 +130,8 @@ def start_team(
     team, token = TableTeam(strategy, begin, note, partial(take_request, run)), read_token(path)
     if not strategy.processes.port:  # Servers at fixed ports cannot join.
         _open_gate(strategy, run, team, token, stack)
-    # The team closes before the gate, through which it ends the servers of other hosts.
+    # The team closes before the gate, because the team ends the servers of other hosts through the
+    # gate.
     stack.callback(team.close)
     team.start()
     return team, token
