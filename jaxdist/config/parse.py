@@ -70,7 +70,9 @@ def parse_yaml(text: str, locate: Locate) -> Node:
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         where = locate(mark.line + 1 if mark else 1)
         raise ConfigError(f"{where}: not valid YAML: {what}{_hint(what)}") from None
-    except OverflowError:  # ruamel passes "\UFFFFFFFF" to chr() without a check.
+    except ConfigError:
+        raise
+    except (OverflowError, ValueError):  # ruamel passes the number of a \U escape to chr() unchecked.
         raise ConfigError(f"{locate(1)}: not valid YAML: a \\U escape beyond 10FFFF") from None
 
 

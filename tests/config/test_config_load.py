@@ -248,6 +248,7 @@ def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
         (b"a: *b", "x.yaml:1: '*b' refers to an anchor '&b' that is not complete"),
         (b"a: &b [*b]", "x.yaml:1: '*b' refers to an anchor '&b' that is not complete"),
         (b'a: "\\ud800"', "x.yaml:1: '\\ud800' contains half of a \\u surrogate pair"),
+        (b'a: "\\U00110000"', "x.yaml:1: not valid YAML: a \\U escape beyond 10FFFF"),
         (b'a: "\\UFFFFFFFF"', "x.yaml:1: not valid YAML: a \\U escape beyond 10FFFF"),
         (b"a: " + b"9" * 5000, "x.yaml:1: the number has 5000 digits; at most 80"),
         (b"a: 0x" + b"f" * 5000, "x.yaml:1: the number has 5002 digits; at most 80"),
