@@ -212,10 +212,11 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
 def _load_packed(
     path: Path, stored: dict[str, jax.ShapeDtypeStruct], *, whole: bool
 ) -> dict[str, jax.Array]:
-    """Load arrays from orbax's files, by number.
+    """Load arrays from orbax's files, and return them by their numbers.
 
     Args:
-      whole: whether `stored` contains all arrays of these files, which orbax must know.
+      whole: whether `stored` contains all arrays of these files. If not, orbax must be called in
+        another form.
     """
     ocp = _orbax()
     # With `strict=False`, orbax cuts an array, or pads it with zeros, if the target has another

@@ -35,7 +35,7 @@ def _path(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_path)]
-"""A pattern over the paths of arrays, whose form is checked."""
+"""A pattern over the paths of arrays. Validation checks that it has the form of a pattern."""
 Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
 
 
@@ -102,7 +102,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """Return a summary of paths: the first two names of each path, with the number of its arrays.
+    """Return a summary of paths: the first two names of each path, and the number of arrays below.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'

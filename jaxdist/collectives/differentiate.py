@@ -107,8 +107,8 @@ def _linear(
         return forward
 
     def typed(x: jax.Array) -> jax.Array:
-        # A part of an algorithm may be native, and jax then types the result as replicated. The
-        # cotangent has the type of the result, and must be varying so that it can be summed.
+        # `forward` may use a native algorithm, whose result jax types as replicated. The cotangent
+        # has the type of the result, and must be varying so that it can be summed.
         return varying(forward(x), axis)
 
     typed.__name__ = f"jaxdist_{operation}"  # `jaxdist.proofs` finds the operation by this name

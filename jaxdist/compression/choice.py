@@ -36,7 +36,7 @@ class Stage(Config):
 
 
 class Stages(Config):
-    """A sequence of codecs that change at given steps of training, in one compiled program."""
+    """A sequence of codecs, each for the steps from its start on, in one compiled program."""
 
     type: Literal["stages"] = "stages"
     """The name that selects a sequence of codecs in a config."""

@@ -77,7 +77,7 @@ class Compression(Config):
 
     @property
     def codec(self) -> CodecConfig:
-        """The codec, without the settings of `Compression`."""
+        """The config of the codec alone, without the settings that `Compression` adds to it."""
         (kind,) = (base for base in type(self).__bases__ if issubclass(base, Codec))
         own = {name: getattr(self, name) for name in kind.model_fields}
         codec: PyTree = kind.model_construct(**own)

@@ -111,7 +111,7 @@ class Codec(Config):
 
     @property
     def contractive(self) -> bool:
-        """Whether the error is smaller than the encoded array, as error feedback requires."""
+        """Whether an error has a smaller norm than the array, as error feedback requires."""
         return not self.unbiased
 
     @property

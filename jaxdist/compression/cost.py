@@ -193,7 +193,7 @@ def shard_shapes(grads: Grads, count: int) -> Grads:
 
 
 def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES) -> float:
-    """Return the bytes of memory that a device reads and writes in coding, over all passes."""
+    """Return the bytes of memory that a device reads and writes to encode and decode."""
     named = flatten_with_names(grads)
     total = WHOLE_PASSES * FLOAT_BYTES * tree_size(grads)
     for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):

@@ -202,8 +202,8 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = ends(result.astype(leaves[position].dtype), axis, position)
-    # Only the encoded gradients are checked on every device. A NaN or an infinity in another
-    # gradient is in the result too.
+    # Only the encoded gradients are checked on every device. A NaN or an infinity in any other
+    # gradient is found in the result.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=select_tree(finite, tuple(after), own.groups))

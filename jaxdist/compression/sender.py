@@ -115,11 +115,11 @@ class Sender:
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round
     ) -> tuple[jax.Array, View]:
-        """Decode a message, and return the value that replaces the gradient, and the next view.
+        """Decode a message, and return the value that replaces the gradient, and the next `view`.
 
         Args:
           message: the message.
-          view: the receiver's view, which is `feedback.view(like)` before the first round.
+          view: the state of the receiver, which is `feedback.view(like)` before the first round.
           like: the shape and dtype of the gradient.
           round: the round of the message.
         """

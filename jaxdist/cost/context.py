@@ -45,7 +45,7 @@ class SequenceSplit:
 
     @property
     def way(self) -> Way:
-        """The name of the method."""
+        """The name of the method by which the devices share the sequence."""
         if self.groups == 1:
             return "ulysses"
         if self.swapped > 1:
@@ -53,9 +53,9 @@ class SequenceSplit:
         return "ring" if self.rotates else "gather"
 
     def describe(self) -> str:
-        """Return the name of the method, with the size of a group where sizes are a choice.
+        """Return the name of the method, and the size of a group if there are several groups.
 
-        The size is shown if there are several groups of several devices each.
+        The size is shown only if each group has several devices.
         """
         return f"{self.way} of {self.swapped}" if 1 < self.swapped < self.size else self.way
 
@@ -133,7 +133,7 @@ class ContextNeeds:
         return exchanged + moved, exchanged + moved + hops * keys * 4
 
     def computes(self, split: SequenceSplit) -> bool:
-        """Return whether the attention of a split can be computed."""
+        """Return whether the attention kernel can compute the attention of a split."""
         if split.rotates and not self.rotates:
             return False
         return not self.fused or split.groups == 1 or (self.gathers and not split.rotates)

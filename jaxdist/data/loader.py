@@ -204,7 +204,7 @@ class Loader:
             for struct in self.batch_shapes.values()
         )
         count, memory = 1 + self._prefetch, host_memory_bytes()
-        # Without this check, the kernel would kill the process without a message.
+        # Without this check, the operating system would kill the process without a message.
         needed = count * rows * one
         if needed > memory:
             raise DataError(
@@ -238,10 +238,10 @@ def _example(source: Source) -> dict[str, np.ndarray]:
 
 
 class Batches(Iterator[DeviceBatch]):
-    """An iterator over batches that threads of grain load ahead; call `close` after use.
+    """An iterator over batches that threads of `grain` load ahead; call `close` after use.
 
-    A request to grain costs the calling thread 50 to 100 us, even if the batch is ready. Therefore
-    a separate thread makes the requests, and `next` only waits for a batch.
+    A request to the library grain costs the calling thread 50 to 100 us, even if the batch is
+    ready. Therefore a separate thread makes the requests, and `next` only waits for a batch.
     """
 
     def __init__(

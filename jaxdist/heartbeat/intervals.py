@@ -70,7 +70,10 @@ def expected(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
-    """Return the share of time that is kept work, 0 to 1, with a save after each `work` seconds.
+    """Return the share of time that is spent on kept work, if failures are random.
+
+    Kept work is the work that is not lost in a failure. A run is saved after each `work` seconds of
+    work.
 
     >>> round(goodput(883, 60, mttf_of(2048, 6.5e-3), 600), 3)
     0.793
@@ -79,7 +82,9 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned_share(work: float, cost: float, between: float, recovery: float) -> float:
-    """Return the share of time that is kept work, if failures are injected at regular intervals.
+    """Return the share of time that is spent on kept work, if failures come at regular intervals.
+
+    Kept work is the work that is not lost in a failure.
 
     The formula assumes that no failure occurs during a recovery, and that each failure loses half
     of the work between two saves.

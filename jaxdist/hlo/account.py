@@ -39,7 +39,7 @@ class Totals:
     unknown_loops: tuple[str, ...] = ()
 
     def times(self, low: int, high: int) -> Totals:
-        """Return the totals if the part runs between `low` and `high` times."""
+        """Return the totals of `low` to `high` runs of the part of a program."""
         scaled = (
             dataclasses.replace(c, times_low=c.times_low * low, times_high=c.times_high * high)
             for c in self.collectives
@@ -155,8 +155,8 @@ class _Walk:
     ) -> bool:
         """Return whether a collective begins at this instruction.
 
-        Otherwise an earlier instruction began the collective, and a TPU fusion continues or ends
-        it.
+        The result is false if an earlier instruction began the collective, and this instruction is
+        a TPU fusion that continues or ends it.
         """
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True

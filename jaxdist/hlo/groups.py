@@ -162,7 +162,7 @@ class MeshLayout:
     axes: Mapping[str, int]
     """The size of each axis, in mesh order."""
     order: tuple[int, ...]
-    """For each device in the assignment, the index among the mesh's flattened devices."""
+    """For each device in the assignment, its index in the flattened array of the mesh's devices."""
 
     @cached_property
     def _coordinates(self) -> np.ndarray:

@@ -141,7 +141,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Return the reason why a conditional does not match the decision with its name.
+    """Return the reason why a conditional does not match the decision with the conditional's name.
 
     The result is None if the conditional matches.
     """

@@ -260,7 +260,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def _types(body: Computation) -> dict[TuplePath, str]:
-    """Return the types of the integers in a loop's state that the body reads, by path."""
+    """Return, by path, the types of those integers in a loop's state that the body reads."""
     return {
         ()
         if instruction.opcode == "parameter"

@@ -93,12 +93,15 @@ class Instruction:
         return tuple(_NAME.findall(self.arguments))
 
     def number(self, attribute: str) -> int | None:
-        """Return the value of an integer attribute, such as `channel_id`, or None if absent."""
+        """Return the value of an integer attribute, such as `channel_id`, or None without it."""
         found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """Return the value of a list attribute, such as `lhs_contracting_dims`, or () if absent."""
+        """Return the value of a list attribute, such as `lhs_contracting_dims`.
+
+        The tuple is empty if the instruction does not have the attribute.
+        """
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 

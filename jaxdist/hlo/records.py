@@ -46,8 +46,8 @@ class Collective:
     """The largest number of executions per run, if `bounded` is true. For a collective in a
     conditional, this number is larger than `times_low`."""
     sent_bytes: float
-    """The bytes that the busiest device sends in an execution, with the usual algorithm of the
-    kind."""
+    """The bytes that the busiest device sends in one execution of the collective, if the collective
+    runs by the usual algorithm of its kind."""
     is_async: bool
     """Whether the collective is asynchronous, a pair of a start and a done."""
     overlapped: bool

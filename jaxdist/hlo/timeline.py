@@ -231,7 +231,7 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
-        """Simulate the loop of ticks, and add the mean work of a group and its mean waits."""
+        """Simulate the loop of ticks, and add a group's mean work and mean waits to the entries."""
         body = self.frame.enter_loop(loop, "body")
         played: dict[tuple[Choices, frozenset[tuple[int, _Flight]]], _Piece] = {}
         groups: dict[_Piece, int] = defaultdict(int)

@@ -21,7 +21,8 @@ from jaxdist.types import Grads, Params, PyTree, TreeT
 BlockFn = Callable[..., jax.Array]
 """A function from (a layer's parameters, x, *operands) to a new x."""
 Fetch = Callable[[PyTree], Params]
-"""A linear function (a gather) from a layer's slice of the scanned tree to its parameters."""
+"""A linear function (a gather) from a layer's slice of the scanned tree to the layer's
+parameters."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -62,12 +62,15 @@ class Hint(Protocol):
 
     @property
     def ring(self) -> SequenceRing | None:
-        """The ring that overlaps an MLP's collectives with its matmuls, or None without overlap."""
+        """The ring of devices that overlaps the collectives and the matmuls of an MLP.
+
+        The value is None unless `sharding.collective_matmul` is set.
+        """
         ...
 
     @property
     def split(self) -> SequenceSplit | None:
-        """The method by which devices share a sequence's attention, or None without sharing.
+        """The method by which devices share a sequence's attention, or None if they share none.
 
         The order of positions applies only to batches with `positions`; other batches are in the
         order of the text.

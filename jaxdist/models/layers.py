@@ -162,7 +162,7 @@ class RMSNorm(nnx.Module):
         # In bfloat16, the mean of the squares would keep only two to three digits.
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
-        # Parameters get the rank of x, since users may set jax_numpy_rank_promotion to "raise".
+        # The scale gets as many dims as x, since users may set jax_numpy_rank_promotion to "raise".
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         if self.offset:
             scale = scale + self.offset

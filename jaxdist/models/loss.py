@@ -98,7 +98,8 @@ def training_sums(sums: Sums) -> Sums:
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""The fields of an example that a loss reads: the dims of each by name, or None for any dims."""
+"""For each field of an example that a loss reads, by name: the dims that the field must have, or
+None if it may have any dims."""
 
 
 class NextTokenConfig(Config):

@@ -91,7 +91,7 @@ RematConfig = ByKind | Preset | Keeps
 """The policy in a config, where the keys of a mapping are names in a transformer's block."""
 
 named: Callable[[jax.Array, ActivationName], jax.Array] = checkpoint_name
-"""A function that returns an activation unchanged, with a name for policies."""
+"""A function that returns an activation unchanged, and gives it a name that policies can use."""
 
 # These operations are cheap to recompute: XLA fuses them into the loop that reads their operands.
 # Random bits are also drawn again rather than kept. The primitive `name` computes nothing.

@@ -223,8 +223,8 @@ class Optimizer:
         taken, or None without such a factor.
       max_skipped: the largest number of consecutive skipped steps with which a run continues, or
         None if no step is ever skipped.
-      skips_empty: whether a step whose batch has no weight is skipped before the update.
-      clock: the counter of skipped steps for the schedule inside the transformation.
+      skips_empty: whether a step whose batch has the weight 0 is skipped before the update.
+      clock: the counter of skipped steps, which the schedule inside the transformation reads.
       rule: the optimizer's transformation without the wrappers of this module.
       eval_params: a function from (the transformation's state, the trained parameters) to the
         parameters to evaluate, or None to evaluate the trained parameters.
@@ -279,7 +279,7 @@ class Optimizer:
             ) from error
 
     def skipping_empty(self) -> Optimizer:
-        """Return this optimizer, changed for a train step that skips batches without weight.
+        """Return this optimizer, changed for a train step that skips batches of weight 0.
 
         The state then holds counters of skipped steps, even if the config skips no steps.
         """

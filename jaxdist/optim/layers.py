@@ -92,7 +92,7 @@ class LayeredLeaf:
         return tuple(axis for i in self.kept for axis in self.split[i])
 
     def squares(self, *tensors: jax.Array) -> Squares:
-        """Return each tensor's sum of squares by layer, over this device's shard, in float32."""
+        """Return each tensor's sum of squares in each layer of this device's shard, in float32."""
         return tuple(jnp.sum(_square(x), self.summed, keepdims=True) for x in tensors)
 
     def squares_in_one_pass(self, *tensors: jax.Array) -> Squares:

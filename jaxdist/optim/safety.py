@@ -48,9 +48,9 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Return the Euclidean norm of all leaves together, summed in float32 for every dtype.
 
     Args:
-      specs: the leaves' partition specs inside `jax.shard_map`, or None outside of it. With specs
-        the function needs an all-reduce of 4 bytes. A leaf counts once, even if several devices
-        hold replicas.
+      specs: the leaves' partition specs inside `jax.shard_map`, or None outside of
+        `jax.shard_map`. With specs the function needs an all-reduce of 4 bytes. A leaf counts once,
+        even if several devices hold replicas of it.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
@@ -116,8 +116,8 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Return whether all elements of all leaves are finite, as a bool scalar.
 
     Args:
-      specs: the leaves' partition specs inside `jax.shard_map`, or None outside of it. With specs
-        the function needs an all-reduce of 4 bytes.
+      specs: the leaves' partition specs inside `jax.shard_map`, or None outside of
+        `jax.shard_map`. With specs the function needs an all-reduce of 4 bytes.
     """
     fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)

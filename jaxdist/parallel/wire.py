@@ -101,7 +101,8 @@ class ZeroMessages:
         shards = [x[0] for x in seconds]
         rows = [jnp.moveaxis(x, dim + 1, 1) for x, dim in zip(seconds, dims, strict=True)]
         flat = jnp.concatenate([row.reshape(len(row), -1) for row in rows], axis=1)
-        # [I, D, total] becomes [D, I, total], because the slow axis is the first axis of shards.
+        # There are D fast networks of I devices each. [I, D, total] becomes [D, I, total], because
+        # shards are ordered along the slow axis first.
         blocks = all_gather(flat[None], self.fast, algorithm=self.algorithm)
         blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, flat.shape[1])
         return self._joined(blocks, [row[0] for row in rows], shards, dims, lengths)

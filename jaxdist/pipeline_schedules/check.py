@@ -173,7 +173,7 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
     stage = schedule.placement[chunk]
     row = set(schedule.tasks(stage))
     kinds = (TaskKind.FULL, TaskKind.INPUT) if backward else (TaskKind.FORWARD,)
-    # The task exists, or `_check_complete` would have raised before.
+    # The task exists, because `_check_complete` raises an error if a task is missing.
     task = next(t for t in (Task(kind, chunk, microbatch) for kind in kinds) if t in row)
     return task, stage
 

@@ -27,11 +27,12 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
     every FORWARD task comes directly before a FULL task of the stage's other chunk. The messages of
     each of these two tasks can overlap with the computation of the other task.
 
-    Let the times F, I and W be equal, and let B = I + W. If such a pair is a single task with the
-    time F&B, and its results are sent when it ends, the bubble is (stages - 1) (F&B + B - 3 W). If
-    the forward result is sent as soon as it is computed, as in `simulate`, the bubble is (stages -
-    1) W. Every stage keeps 2 * stages + 1 activations of a chunk. The sources are DeepSeek-V3,
-    arXiv 2412.19437 section 3.2.1, and github.com/deepseek-ai/DualPipe for the V form.
+    Let the times F, I and W of FORWARD, INPUT and WEIGHT tasks be equal, and let B = I + W. If such
+    a pair is a single task with the time F&B, and its results are sent when it ends, the bubble is
+    (stages - 1) (F&B + B - 3 W). If the forward result is sent as soon as it is computed, as in
+    `simulate`, the bubble is (stages - 1) W. Every stage keeps 2 * stages + 1 activations of a
+    chunk. The sources are DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and
+    github.com/deepseek-ai/DualPipe for the V form.
 
     Raises:
       ConfigError: there are fewer than 2 * stages microbatches.

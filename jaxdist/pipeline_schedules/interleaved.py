@@ -61,8 +61,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
         # stage, and the gradient takes a hop back.
         ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
         row = forward[:ahead]
-        # `zip` is not strict: the backward tasks that have no forward task to alternate with follow
-        # at the end of the row.
+        # `zip` stops at the last forward task. The remaining backward tasks follow at the end of
+        # the row.
         for pair in zip(forward[ahead:], backward, strict=False):
             row.extend(pair)
         rows.append((*row, *backward[len(forward) - ahead :]))

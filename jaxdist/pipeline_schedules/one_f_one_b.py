@@ -22,9 +22,10 @@ class OneFOneB(Config):
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Return the schedule 1F1B, in which each stage alternates forward and backward tasks.
 
-    A stage first runs forward tasks until its first gradient arrives. The bubble is (stages - 1)
-    (F + B), as with GPipe. Stage i keeps the activations of min(microbatches, stages - i)
-    microbatches. The source is Narayanan et al., arXiv 2006.09503.
+    A stage first runs forward tasks until its first gradient arrives. The bubble is (stages - 1) (F
+    + B), as with GPipe, where F and B are the times of a forward and a backward task. Stage i keeps
+    the activations of min(microbatches, stages - i) microbatches. The source is Narayanan et al.,
+    arXiv 2006.09503.
 
     Raises:
       ConfigError: there is no stage or no microbatch.

@@ -115,8 +115,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     Args:
       schedule: the schedule. A unit of waiting (None) in a row takes no time.
-      costs: the costs, or None for the default costs: F, I and W take 1 unit of time each, and
-        messages take no time.
+      costs: the costs, or None for the default costs: FORWARD, INPUT and WEIGHT tasks take 1 unit
+        of time each, and messages take no time.
 
     Raises:
       ConfigError: the schedule violates a rule of `check_schedule`, or a sequence in the costs does

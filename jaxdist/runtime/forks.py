@@ -1,9 +1,9 @@
 """A fork server: processes forked from a process that has already imported everything.
 
-The imports that training needs take each process seconds of a core. A fork takes milliseconds and
-shares the memory. The server has no threads of its own and has started no backend, so its forks
-behave as if they had imported everything themselves. The server answers on its standard input,
-which is a socket.
+The imports that training needs take several seconds of CPU time in each process. A fork takes
+milliseconds and shares the memory. The server has no threads of its own and has started no backend,
+so its forks behave as if they had imported everything themselves. The server answers on its
+standard input, which is a socket.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ForkServer:
         Raises:
           RunError: the server did not start.
         """
-        with open(os.devnull, "r+b") as nothing:  # A process without a setup ends.
+        with open(os.devnull, "r+b") as nothing:  # The forked process gets no setup, and ends.
             self.begin(nothing.fileno(), nothing.fileno()).wait()
 
     def begin(self, stdin: int, stderr: int) -> Forked:

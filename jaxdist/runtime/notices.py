@@ -129,9 +129,9 @@ class PreemptionConfig(Config):
 
 @contextmanager
 def heard(notices: Sequence[Notice], tell: Callable[[str], None]) -> Iterator[None]:
-    """Wait for each source within the block, and call `tell` with the name of each notice.
+    """Wait for notices within the block, and call `tell` with the name of each notice that comes.
 
-    Each source has its own daemon thread, which does not keep the process from exiting.
+    Each wait runs in a separate daemon thread, which does not keep the process from exiting.
     """
     over = threading.Event()
 

@@ -35,7 +35,9 @@ def find_processes(
     index: int | None = None,
     detect: bool = False,
 ) -> Processes | None:
-    """Return this process's position, from flags or else variables, or None for a single process.
+    """Return the position of this process among its peers, or None for a process without peers.
+
+    A value is read from its flag or, without the flag, from its environment variable.
 
     >>> find_processes({}, coordinator="host:1234", count=2, index=0)
     Processes(coordinator='host:1234', count=2, index=0)

@@ -99,7 +99,7 @@ class RingExchange:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Return the weighted sums; each device computes its experts for all devices' tokens."""
+        """Exchange tokens as `TokenExchange` does; each device gets the tokens of all devices."""
 
         def gathered(x: jax.Array) -> jax.Array:
             return lax.all_gather(x, place.axes, tiled=True)
@@ -118,7 +118,7 @@ class Padded:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Return the weighted sums, by all-to-alls of `[X, M, D]` with tokens and with results."""
+        """Exchange tokens as `TokenExchange` does, by all-to-alls with buffers of X M rows."""
         sent = _Sent.plan(place, ids_Tk)
         count = place.size * place.experts
 
@@ -148,7 +148,7 @@ class Ragged:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Return the weighted sums, by `jax.lax.ragged_all_to_all` into buffers of X M rows."""
+        """Exchange tokens as `TokenExchange` does, by ragged all-to-alls to buffers of X M rows."""
         sent = _Sent.plan(place, ids_Tk)
         X, M = place.size, place.most
         count = X * place.experts

@@ -185,7 +185,10 @@ class Service(Protocol):
         ...
 
     def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        """Handle a refused envelope, or None if the bytes of the peer could not be parsed."""
+        """Handle the refusal of an envelope of a peer.
+
+        The argument `envelope` is None if the bytes of the peer could not be parsed.
+        """
         ...
 
     def left(self, peer: Peer) -> None:

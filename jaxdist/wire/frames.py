@@ -298,7 +298,7 @@ class Assembler:
 
 
 def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
-    """Return the specification of an envelope's payload, or None if it must have no payload.
+    """Return the specification of an envelope's payload, or None if no payload is allowed.
 
     Args:
       push: the specification of the payload of a push.

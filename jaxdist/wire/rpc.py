@@ -267,7 +267,10 @@ class _RpcSession:
             yield from frames(envelope, self._to_server)
 
     def _agree(self) -> shared.Direction | None:
-        """Return the memory's direction to the worker, or None if the server did not open it."""
+        """Return the shared memory's direction to the worker, or None without shared memory.
+
+        The memory is shared only if the server opened the memory that the worker created.
+        """
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None

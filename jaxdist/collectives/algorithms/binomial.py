@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxdist.collectives.axis import Axis, permute, rank
 from jaxdist.collectives.contract import Combine, Operation, Traffic
 
-# The device of each node of a tree. Node 0 is the root.
+# A tree of devices: element v is the device of node v, and node 0 is the root.
 Places = tuple[int, ...]
 SendPairs = list[tuple[int, int]]
 """The (sender, receiver) pairs of a step."""
@@ -33,7 +33,7 @@ def rooted(root: int, size: int) -> Places:
 
 
 def steps_up(places: Places) -> list[SendPairs]:
-    """Return the steps of a reduction to the root.
+    """Return the pairs (sender, receiver) of each step of a reduction to the root.
 
     >>> steps_up(rooted(0, 5))
     [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
@@ -46,7 +46,7 @@ def steps_up(places: Places) -> list[SendPairs]:
 
 
 def steps_down(places: Places) -> list[SendPairs]:
-    """Return the steps of a broadcast from the root: the reversed steps of a reduction.
+    """Return the pairs of each step of a broadcast from the root: a reduction in reverse.
 
     >>> steps_down(rooted(0, 4))
     [[(0, 2)], [(0, 1), (2, 3)]]

@@ -3,9 +3,10 @@
 Let m be half the number of blocks that a device still has to reduce, rounded up. In a round of the
 reduce-scatter, the device keeps m blocks, and sends its other blocks to the device whose index is
 larger by m. If N is a power of two, this is the classical recursive halving. For other N, the
-classical algorithm runs on the largest power of two of devices. Each further device first sends all
-of its S bytes to one of these devices, and receives the result in the end. The algorithm of this
-module takes ceil(log2 N) steps for every N, and no device sends more than (N-1)/N S bytes.
+classical algorithm runs on M devices, where M is the largest power of two below N. Each further
+device first sends all of its S bytes to one of these devices, and receives the result in the end.
+The algorithm of this module takes ceil(log2 N) steps for every N, and no device sends more than
+(N-1)/N S bytes.
 
 The reduce-scatter is from Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
 2024 (arXiv 2410.14234). The all-gather is its mirror image. The all-gather and the all-to-all are

@@ -87,8 +87,8 @@ class Hierarchical(Algorithm):
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         slow, fast, across, inside = self._levels(axis)
         outer, inner = divmod(root, axis_size(fast))
-        # The broadcast begins inside the root's fast network, so that each device there can then
-        # send 1/g of the array across.
+        # The broadcast begins inside the root's fast network. Each device there then has the whole
+        # array, and sends only its part of the array over the slow network.
         blocks = split_padded(inside.broadcast(flat, fast, inner), axis_size(fast))
         mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
         mine = across.broadcast(mine, slow, outer)
@@ -170,7 +170,7 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """Return the slow axis, the fast axis, the slow axis's algorithm and the fast axis's."""
+        """Return (slow axis, fast axis, algorithm of the slow axis, algorithm of the fast axis)."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(

@@ -103,8 +103,8 @@ class Ring(Algorithm):
                 travelling = piece
                 for hop in range(1, hops + 1):
                     end = (root + way * hop) % size
-                    # Only this pair sends. The other devices do not have the root's data yet, and
-                    # their messages would load the links without use.
+                    # Only this pair of devices exchanges a message. The other devices do not have
+                    # the root's data yet, and their messages would use the links for nothing.
                     travelling = permute(travelling, axis, [((end - way) % size, end)])
                     # `permute` returns zeros on all devices that receive nothing.
                     result = jnp.where(here == end, travelling, result)
@@ -130,8 +130,8 @@ class Ring(Algorithm):
         return jnp.concatenate([collect(piece) for piece in self._pieces(flat)])
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        # A device sends its row to all other devices, and keeps one row, which `blocks` already has
-        # at the right index.
+        # A device keeps the row that is for itself. `blocks` already has this row at the right
+        # index.
         received = blocks
         for hops in range(1, axis_size(axis)):
             row = lax.dynamic_index_in_dim(blocks, neighbour(axis, hops))

@@ -39,7 +39,7 @@ class SingleDevice(Algorithm):
 
 
 def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """Return `algorithm`, or `SingleDevice` if the axis has one device and JAX lacks the algorithm.
+    """Return `algorithm`, or `SingleDevice` if the axis has one device and JAX lacks `algorithm`.
 
     An algorithm that is not native (`Algorithm.native`) may therefore assume at least two devices.
     A native algorithm is returned for one device too, because jax types its result as replicated.

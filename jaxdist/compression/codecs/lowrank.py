@@ -117,8 +117,9 @@ def orthogonal(columns: jax.Array) -> jax.Array:
     for index in range(columns.shape[-1]):
         column = _of_length_one(columns[..., index])
         rest = column
-        # After a single pass, rounding errors would leave a column that nearly depends on earlier
-        # columns not orthogonal to these columns.
+        # The loop subtracts every projection twice. After a single pass, a column that nearly
+        # depends on earlier columns would not be orthogonal to these columns, because of rounding
+        # errors.
         for other in done * 2:
             rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
         left = jnp.sum(rest * rest, axis=-1, keepdims=True)

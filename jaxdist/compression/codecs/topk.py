@@ -117,8 +117,8 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
     size = min(flat.size, max(LEAST_SAMPLE, math.ceil(HITS * flat.size / count)))
     stride = flat.size // size
     offset = jax.random.randint(key, (), 0, stride)
-    # The sample has equal distances from a random start, so it is a slice. Random positions would
-    # need a gather.
+    # The sampled positions begin at random and have equal distances, so the sample is a slice.
+    # Random positions would need a gather.
     columns = flat[: size * stride].reshape(size, stride)
     sample = jnp.abs(lax.dynamic_slice_in_dim(columns, offset, 1, axis=1)[:, 0])
     rank = max(1, round(count * size / flat.size))

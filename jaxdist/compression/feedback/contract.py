@@ -71,11 +71,11 @@ class Feedback(Config):
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory: ...
 
     def view(self, like: Leaf) -> View:
-        """Return the view of a receiver before the first round."""
+        """Return the state that a receiver keeps for a sender, before the first round."""
         return ()
 
     def common(self, like: Leaf) -> View:
-        """Return the common state of all devices before the first round."""
+        """Return the state that is the same on all devices, before the first round."""
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:

@@ -56,7 +56,10 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """Return the first folder with all four files, packed or unpacked, or None if there is none."""
+    """Return the first folder with all four files of Fashion-MNIST, or None if no folder has them.
+
+    The files may be packed or unpacked.
+    """
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder

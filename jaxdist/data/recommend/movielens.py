@@ -38,7 +38,7 @@ _OF_FILE = {
     "ml-100k.user": {"age": "age", "gender": "gender", "occupation": "occupation"},
     "ml-100k.item": {"year": "release_year", "genres": "class"},
 }
-"""The column of each field, by the file that has the column."""
+"""For each file, the column of each field that the file has."""
 _KEY = {"ml-100k.user": "user_id", "ml-100k.item": "item_id"}
 
 FieldName = Literal["user", "item", "age", "gender", "occupation", "year", "genres"]
@@ -177,7 +177,7 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
 
 
 def _fetch(folder: Path) -> None:
-    """Fetch the package's wheel with pip, from the user's index, and unpack the files."""
+    """Fetch the wheel of the package recbole with pip, and unpack the files of MovieLens."""
     with tempfile.TemporaryDirectory() as place:
         command = python_module("pip", "download", "--quiet", "--no-deps", PACKAGE)
         try:

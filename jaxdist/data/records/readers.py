@@ -22,7 +22,7 @@ class Reader(Protocol):
 
     Attributes:
       name: the name of the split in messages.
-      classes: for columns whose files declare it, the number of classes, by column.
+      classes: by column, the number of classes, if the files declare this number for the column.
     """
 
     name: str
@@ -62,7 +62,9 @@ def _plain(value: Any) -> Any:
 
 
 def hugging_face(folder: Path) -> Mapping[str, Reader]:
-    """Open a data set from `save_to_disk` or from a downloaded folder of the hub, by split.
+    """Open the splits of a data set in a folder from `save_to_disk` or from the hub.
+
+    The result has a reader for each split, by the split's name.
 
     Raises:
       DataError: the package is not installed, or the folder cannot be read.

@@ -140,7 +140,8 @@ def _divide(
     if len(kept) == 1:
         return _cut(kept[0][1], fraction)
     draws = sorted(draw for draw, _ in kept)
-    # The file with the smallest draw is always held out, and the file with the largest draw never.
+    # The file with the smallest draw is always held out, and the file with the largest draw is
+    # always in the training split.
     threshold = min(max(fraction, draws[0]), draws[-2])
     train = [document for draw, some in kept if draw > threshold for document in some]
     heldout = [document for draw, some in kept if draw <= threshold for document in some]

@@ -26,7 +26,10 @@ WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of n-grams, each a number whose digits in base vocab_size are tokens."""
+    """The counts of n-grams.
+
+    An n-gram is stored as a number whose digits in base vocab_size are its tokens.
+    """
 
     grams: np.ndarray
     """The n-grams, sorted, int64 [G]."""
@@ -65,7 +68,7 @@ class TrigramModel:
 
         Args:
           orders: the counts of 1-grams, 2-grams and 3-grams.
-          back_off: for each of these orders, the g of all buckets.
+          back_off: for each of these orders, the g of each bucket; see `TrigramModel`.
         """
         self._vocab_size = vocab_size
         self._orders = orders
@@ -166,6 +169,8 @@ def _interpolate(
 
 def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
     """Return the g of each bucket, float64 [64], with which the given tokens are most likely.
+
+    `TrigramModel` defines g and the buckets.
 
     Args:
       bucket: the bucket of each token's context, or -1.

@@ -12,7 +12,7 @@ from jaxdist.data.source import Example, take_one
 
 
 def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
-    """Return, for each window, the indices of the parts that are packed into it.
+    """Return, for each window, the indices of the parts that are packed into the window.
 
     The parts are assigned one by one, the longest first. Each part goes to the window with the
     least remaining room that is sufficient. This method, best fit decreasing, needs at most about

@@ -87,7 +87,10 @@ class Slow:
 
 
 def find_slow(found: Sequence[Flight]) -> list[Slow]:
-    """Return the slow processes, each with the first of the three measures that shows it.
+    """Return the slow processes, each with the first measure that shows that it is slow.
+
+    The measures are, in this order: the time outside of waits, the late heartbeats, and the number
+    of steps that the process finishes last.
 
     The result is empty if there are fewer than two processes, or if the processes have finished
     fewer than `LEAST_STEPS` common steps.

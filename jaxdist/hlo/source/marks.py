@@ -22,8 +22,8 @@ BEGINS, ENDS = "jaxdist_sum_begins", "jaxdist_sum_ends"
 ENTERS, LEAVES = "jaxdist_shard_enters", "jaxdist_shard_leaves"
 TAKES, GIVES = "jaxdist_contract_takes", "jaxdist_contract_gives"
 Sides = Mapping[str, int | None]
-"""For each mesh axis of a contract, the dim along which the axis splits an array, or None for an
-array that is whole on every device of the axis."""
+"""The form of an operand or a result: for each mesh axis, the dim along which the axis splits the
+array, or None if the array is whole on every device of the axis."""
 
 
 def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
@@ -79,7 +79,9 @@ def _named(
 
 
 def takes(x: jax.Array, sides: Sides) -> jax.Array:
-    """Return `x`, an operand of a contract, with the marks of the operand and of its gradient.
+    """Return `x`, an operand of the code inside a contract, with marks on `x` and its gradient.
+
+    A contract states how mesh axes split the operands and the results of a piece of code.
 
     If an operand is whole on every device of an axis, each device computes only its term of the
     operand's gradient, and the gradient is the sum of these terms. A contract states nothing about
@@ -94,7 +96,9 @@ def takes(x: jax.Array, sides: Sides) -> jax.Array:
 
 
 def gives(x: jax.Array, sides: Sides) -> jax.Array:
-    """Return `x`, a result of a contract, with the marks of the result and of its gradient.
+    """Return `x`, a result of the code inside a contract, with marks on `x` and its gradient.
+
+    A contract states how mesh axes split the operands and the results of a piece of code.
 
     Args:
       x: the result.

@@ -92,8 +92,8 @@ class Groups:
     def scattered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
         """Sum an array over all groups, and return this group's part of the sum along dim `axis`.
 
-        With `tiled`, the part keeps this dim. Without it, the dim must have one entry for each
-        group, and the part lacks the dim.
+        If `tiled` is true, the part keeps this dim. If `tiled` is false, the dim must have one
+        entry for each group, and the part lacks the dim.
         """
         given: dict[str, Any] = {"scatter_dimension": axis, "tiled": tiled}
         return lax.psum_scatter(x, self.split.axes, axis_index_groups=self._peers(), **given)
@@ -313,7 +313,7 @@ def _forward(
 def _own_documents(pieces: Pieces, groups: Groups, segments_Bl: jax.Array | None) -> Any:
     """Cut this group's document numbers into blocks, or return None for None.
 
-    The numbers first pass through `enters`, as every array does that enters the function.
+    The numbers first pass through `enters`, as every array that enters the function does.
     """
     if segments_Bl is None:
         return None

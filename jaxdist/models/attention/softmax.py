@@ -14,8 +14,9 @@ import numpy as np
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see.
 
-The score is finite, so that a row that has not yet seen a key is not NaN. In such a row all weights
-are 1, until the first visible key multiplies the sums by exp(HIDDEN - top) = 0.
+The score is finite, so that the sums of a query that has not yet seen a key are not NaN. All
+weights of such a query are 1, until the first visible key multiplies the sums by exp(HIDDEN - top)
+= 0.
 """
 
 Grads = tuple[jax.Array, jax.Array, jax.Array]
@@ -61,7 +62,7 @@ class RunningSoftmax(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a block, or of all blocks, with what their backward pass needs.
+    """The queries of a block, or of all blocks, with the values for their backward pass.
 
     Attributes:
       q: the queries.

@@ -32,7 +32,8 @@ class Splash:
 
     Attributes:
       family: the family of the chips, for example "v5e", on which the size of blocks depends.
-      interpret: whether to interpret the kernel, which runs slowly on any device, for tests.
+      interpret: whether the kernel is interpreted. It then runs on any device, but slowly, as tests
+        need.
     """
 
     family: str = ""

@@ -73,7 +73,8 @@ class Experts:
     ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
         """Assign a row to each copy of a token, sorted by expert and then by token.
 
-        The rows of each expert are padded to whole blocks.
+        A token has a copy for each of its k experts. The rows of each expert are padded to whole
+        blocks.
 
         Returns:
           Four values: the copy in each row (T k in a row of padding); the row of each copy (R if

@@ -24,9 +24,10 @@ class ExpertChoice(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      ids: the number of each selected expert, int32 `[B, L, k]`, or E for a dropped copy.
-      weights: the weight of each selected expert's result, float32 `[B, L, k]`, or 0 for a dropped
-        copy.
+      ids: the number of each selected expert, int32 `[B, L, k]`. If an expert drops the token, the
+        entry is the number of experts instead.
+      weights: the weight of each selected expert's result, float32 `[B, L, k]`, or 0 if the expert
+        drops the token.
     """
 
     ids: jax.Array
@@ -85,8 +86,8 @@ def route(
     k, E = config.top_k, config.count
     soft_BLE = jax.nn.softmax(logits_BLE, -1)
     score_BLE = soft_BLE if config.router == "softmax" else jax.nn.sigmoid(logits_BLE)
-    # The ranks only select experts. Gradients reach the scores through the weights below, and never
-    # the bias.
+    # The sums of scores and bias only select experts. Gradients reach the scores through the
+    # weights below, and never reach the bias.
     ranked_BLE = jax.lax.stop_gradient(score_BLE + bias_E.reshape(1, 1, E))
     ids_BLk = jax.lax.top_k(ranked_BLE, k)[1]
     # XLA's partitioner aborts at a gather from scores that two axes split, if another axis is

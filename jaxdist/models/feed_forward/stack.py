@@ -81,7 +81,10 @@ class RoutedStack(Stacked):
         return x_BLD, auxiliary(statistics, weight_BL, self.experts)
 
     def settling(self) -> Settle | None:
-        """Return the function that moves routers' biases after a step, or None without biases."""
+        """Return the function that moves the biases of routers after a step.
+
+        The result is None if the routers have no biases.
+        """
         if self.experts is None or not self.experts.bias_rate:
             return None
         return partial(moved_biases, rate=self.experts.bias_rate)

@@ -36,8 +36,9 @@ def capacity(ids: int, devices: int) -> int:
 def exchanged_bytes(ids: int, devices: int, width: int) -> int:
     """Return the bytes that a device sends for a lookup of `ids` ids and its gradient.
 
-    The number is c (N - 1) (4 + 8 D): 4 bytes for each id, and 4 D bytes each for the requested row
-    and for its gradient.
+    Let a device request c ids from each of the N - 1 other devices, and let a row have D values.
+    The number is then c (N - 1) (4 + 8 D): 4 bytes for each id, and 4 D bytes each for the
+    requested row and for its gradient.
     """
     return capacity(ids, devices) * (devices - 1) * (4 + 8 * width)
 

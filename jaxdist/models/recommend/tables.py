@@ -18,7 +18,8 @@ from jaxdist.models.recommend.rows import MOST_ROWS, RowForm, seed_of
 from jaxdist.models.tuning.part import PartConfig
 
 PULLED = "table_rows"
-"""The name of a batch's field with the rows that were pulled for it from servers."""
+"""The name of the field of a batch that has the rows that were pulled from servers for the
+batch."""
 
 
 class Scored(NamedTuple):

@@ -90,7 +90,10 @@ class Dpo:
 
 
 def log_probabilities(module: Any, batch: Any) -> jax.Array:
-    """Return the log-probability of each answer token (0 for others), float32 `[B, 2, L]`."""
+    """Return the log-probability of each token of an answer, float32 `[B, 2, L]`.
+
+    The entries of tokens outside of the answers are 0.
+    """
     tokens, segments = batch["tokens"], batch["segments"]
     flat = tokens.reshape(-1, tokens.shape[-1])
     logits = module(flat[:, :-1], segments.reshape(-1, segments.shape[-1]))

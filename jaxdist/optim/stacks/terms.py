@@ -64,7 +64,7 @@ class TermTable:
         self._parts: dict[Term, tuple[str, tuple[Term, ...]]] = {}
 
     def symbol(self, name: Hashable) -> Term:
-        """Return the term of the input with a name."""
+        """Return the term of the input that `name` identifies; equal names give equal terms."""
         return self._number(("input", name))
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[TermValue]) -> list[TermValue]:

@@ -108,7 +108,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: ZeroSplit, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Return `shards` with the tensors that `zero` splits gathered, and other tensors unchanged."""
+    """Gather those tensors of `shards` that `zero` splits, and return the others unchanged."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -187,7 +187,7 @@ class CompressedUnsharded(Compressed, Unsharded):
         return found._replace(grads=zero.cut(grads)), state
 
     def _unsummed(self, specs: PyTree) -> PyTree:
-        """Add a first dim to each spec, which is split over the axes that are not summed yet.
+        """Add to each spec a first dim that is split over the axes that are not summed yet.
 
         A leaf that ZeRO does not split is to be summed over all axes of the batch. A leaf that ZeRO
         splits is already summed over ZeRO's axes, and is to be summed over the other axes of the

@@ -269,7 +269,8 @@ class Sharding(Explicit):
 
     def _gather(self, shards: Params, into: Params) -> PyTree:
         zero = self.zero
-        # The codec and the dtypes of `wire` are not used: new parameters must be exact.
+        # This `ZeroMessages` has neither codecs nor dtypes for messages, because new parameters
+        # must be exact.
         wire, dims = ZeroMessages(zero.axes, self.algorithm), zero.dims_of(into)
         lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
 

@@ -81,7 +81,7 @@ class Strict(Explicit):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction that adds up the sums of all devices, after the sums of `local`."""
+        """The exchange between devices, which adds up the sums from `local` of all devices."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:
@@ -202,8 +202,8 @@ class Strict(Explicit):
     def norm(self, grads: Grads) -> jax.Array:
         """Compute the global norm, in float32, with the same bits on any number of devices.
 
-        With ZeRO, each split gradient is divided into V parts along its split dim, and the sums of
-        squares of the parts are added up in the fixed order.
+        With ZeRO, each split gradient is divided along its split dim into as many parts as there
+        are logical shards, and the sums of squares of the parts are added up in the fixed order.
         """
         if self.zero is None:
             (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
@@ -314,7 +314,7 @@ class Strict(Explicit):
           function: the function that each device runs.
           tree: a tree like the gradients.
           out: the partition specs of the results.
-          stacked: whether the leaves have a first dim that `axes` split. Otherwise ZeRO splits the
+          stacked: whether the leaves have a first dim that `axes` split. If False, ZeRO splits the
             leaves.
         """
         if stacked:

@@ -104,7 +104,7 @@ class RoutedHead(HeadOnly):
     deterministic: bool = False
 
     def measured(self, weight_BL: jax.Array, *inputs: PyTree) -> tuple[jax.Array, Auxiliary]:
-        """Return the input of the head and the auxiliary losses, and ignore the inputs."""
+        """Return the input of the head, `x`, and the auxiliary losses; do not read `inputs`."""
         del inputs
         return self.x, self.found(weight_BL)
 

@@ -56,8 +56,7 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 
     Raises:
       ConfigError: the number of devices along `batch_axes` does not divide the number of shards, or
-        the mesh has an axis besides `batch_axes` that is not in `OTHER_AXES`, or whose devices are
-        in several processes.
+        another axis of the mesh is not in `OTHER_AXES` or spans several processes.
     """
     sizes = dict(mesh.shape)
     count = 1

@@ -68,7 +68,11 @@ class Order:
 
     @property
     def run(self) -> int:
-        """The number of shards of a run: the largest power of two that divides `shards`."""
+        """The number of adjacent shards that are added up as a binary tree.
+
+        The number is the largest power of two that divides `shards`. The sums of several such trees
+        are added one after another.
+        """
         return self.shards & -self.shards
 
     def on(self, devices: int) -> LocalTree:
@@ -80,7 +84,7 @@ class Order:
     def add(self, blocks: jax.Array) -> jax.Array:
         """Add up an array `[n, ...]` over its first dim in the order of the tree.
 
-        Each of the n entries is the sum of V / n adjacent shards.
+        Each of the n entries is the sum of `shards` / n adjacent shards.
 
         >>> [float(Order(12).add(x)) for x in (jnp.arange(12.0), jnp.full(3, 1.5))]
         [66.0, 4.5]

@@ -64,8 +64,8 @@ def zb_auto(
 
     The best schedule has the shortest period. If all times are equal, the bubble is 0 with twice
     the memory of 1F1B and at least 2 * stages - 1 microbatches. With the memory of 1F1B the bubble
-    is the bubble of ZB-H1. If W is shorter than F and I, more memory shortens the bubble further,
-    in particular if `costs.kept` is small.
+    is the bubble of ZB-H1. If WEIGHT tasks are shorter than FORWARD and INPUT tasks, more memory
+    shortens the bubble further, in particular if `costs.kept` is small.
 
     Args:
       stages: the number of stages, each with one chunk.

@@ -26,8 +26,9 @@ class ZBH1(Config):
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """Return the schedule ZB-H1: 1F1B with delayed WEIGHT tasks, and longer delays on later stages.
 
-    The bubble is (stages - 1) (F + I - W). If F, I and W are equal, this is a third of the bubble
-    of 1F1B. Every stage keeps `stages` activations, as does the first stage of 1F1B.
+    Let F, I and W be the times of a FORWARD, an INPUT and a WEIGHT task. The bubble is (stages - 1)
+    (F + I - W). If F, I and W are equal, this is a third of the bubble of 1F1B. Every stage keeps
+    `stages` activations, as does the first stage of 1F1B.
 
     Raises:
       ConfigError: there are fewer microbatches than stages.
@@ -53,9 +54,10 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Return the schedule ZB-H2, in which a stage never waits after its first task.
 
     Each stage begins with enough forward tasks to fill the time until its first gradient arrives.
-    The bubble is (stages - 1) (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps
-    2 * stages - 1 activations. Compared with the first stage, stage i begins and ends each step
-    later by the time of i forward tasks (see `Timeline.period`).
+    Let F, I and W be the times of a FORWARD, an INPUT and a WEIGHT task. The bubble is (stages - 1)
+    (F + I - 2 W), which is 0 if F, I and W are equal. Every stage keeps 2 * stages - 1 activations.
+    Compared with the first stage, stage i begins and ends each step later by the time of i forward
+    tasks (see `Timeline.period`).
 
     Raises:
       ConfigError: there are fewer than 2 * stages - 1 microbatches.

@@ -20,7 +20,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shap
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _UNITS = 6
-"""The number of tasks of a microbatch on a stage: F, I and W of two chunks."""
+"""The number of tasks of a microbatch on a stage: FORWARD, INPUT and WEIGHT of two chunks."""
 
 
 class ZBV(Config):

@@ -67,8 +67,8 @@ def run_pipeline(
       key: the random key for dropout and other random layers, or None without random layers.
       specs: the partition specs over auto axes, which are also the specs of sums of gradients, or
         None if no auto axis splits parameters.
-      frozen: the frozen parameters of the chunks, then of embedding and head, in the forms of
-        `chunk_params` and `shared`.
+      frozen: a pair: the frozen parameters of the chunks, in the form of `chunk_params`, and the
+        frozen parameters of embedding and head, in the form of `shared`.
     """
     assert ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
@@ -182,7 +182,7 @@ def _forward(stage: StageContext, state: StageState, work: TickTasks) -> tuple[S
         visit = stage.visit(work)
         x = stage.x(inputs, work, visit)
         y, leaves = stage.residuals.forward(stage.params(work), visit, x)
-        # Only the loss reads an output again, so only the last chunk stores it
+        # Only the loss reads the output of a chunk again, so only the last chunk stores its output
         # (`backward._stashed`).
         slot = jnp.where(work.chunk == stage.last, work.input, NONE)
         return put(inputs, slot, y), put_one(residuals, work.residual, leaves), y

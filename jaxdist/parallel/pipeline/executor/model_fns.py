@@ -24,8 +24,8 @@ class Visit(NamedTuple):
       chunk: the index of the chunk in the model, an int32 scalar.
       key: the random key for random layers such as dropout, different for every visit, or None in
         evaluation.
-      frozen: a pair of the frozen parameters and buffers of the chunk, and of the frozen parameters
-        of embedding and head.
+      frozen: a pair. The first element has the frozen parameters and the buffers of the chunk, and
+        the second has the frozen parameters of embedding and head.
     """
 
     rows: PyTree

@@ -108,8 +108,8 @@ class PartedPipeline(Pipeline):
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
         """Compute gradients as `Pipeline` does, with packed parameters."""
-        # The transpose of `_pack` unpacks the gradients. The gradients are in float32 or wider,
-        # so the transpose must be the transpose for parameters that are in float32 or wider.
+        # The transpose of `_pack` unpacks the gradients. The gradients are in float32 or wider, so
+        # `_pack` is transposed for parameters that are in float32 or wider.
         wide = jax.tree.map(
             lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )

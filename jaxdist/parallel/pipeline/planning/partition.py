@@ -18,7 +18,7 @@ from jaxdist.pipeline_schedules.check import live_microbatches
 from jaxdist.pipeline_schedules.schedule import Schedule
 
 ROUNDING = 1e-9
-"""The relative difference of two sums, of times or of bytes, up to which the sums are equal."""
+"""The relative difference up to which two sums, of times or of bytes, count as equal."""
 
 
 @dataclass(frozen=True)

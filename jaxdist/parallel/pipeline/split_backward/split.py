@@ -60,8 +60,8 @@ def split_function(
     )
 
     def start(leaves: Sequence[jax.Array]) -> Env:
-        # `zip` is not strict: W receives only the arguments of both halves. W never reads another
-        # argument, since B keeps each other argument that W needs.
+        # For W, `zip` stops at the arguments of both halves, which are all that W receives. If W
+        # needs another argument, B keeps it for W.
         return dict(
             zip((*closed.jaxpr.constvars, *invars), (*closed.consts, *leaves), strict=False)
         )
@@ -125,7 +125,7 @@ def _scan(
     pairs = [*zip(inner.invars, equation.invars, strict=True)]
     # Arguments of the scan that only B reads may be missing in the environment of W.
     usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
-    # `zip` is not strict: after the carries, `own` has the stacked results.
+    # `zip` stops at the end of the carries. The rest of `own` is for the stacked results.
     carry = [
         pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
     ]
