@@ -71,7 +71,8 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
     text = json.dumps(values)
     try:
         adapter = TypeAdapter(schema, config=_STRICT)
-    except PydanticUserError:  # A model has its own pydantic configuration.
+    except PydanticUserError:
+        # pydantic refuses `config` for a schema that has its own pydantic configuration.
         adapter = TypeAdapter(schema)
     try:
         adapter.validate_json(text)

@@ -99,7 +99,8 @@ def _configured(directory: RunDirectory) -> JsonObject:
     settings = {path: _text(value) for path, value in values.items()}
     try:
         return {"config": settings, "schedule": _schedule(directory.config)}
-    except JaxdistError as error:  # Another version of jaxdist wrote the config.
+    except JaxdistError as error:
+        # If another version of jaxdist wrote the config, this version may refuse it.
         return {"config": settings, "schedule": {"summary": str(error), "boxes": []}}
 
 
