@@ -239,4 +239,5 @@ def find_benchmarks() -> None:
             "bench` from a checkout of jaxdist's repository that was installed with pip install "
             "-e '.[bench]'"
         )
-    sys.path.insert(0, str(checkout))  # Another package may have a module named benchmarks.
+    # The checkout comes first, since another package may also have a module named benchmarks.
+    sys.path.insert(0, str(checkout))

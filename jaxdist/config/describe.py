@@ -177,7 +177,8 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
         return f"a list{bounds}{text}"
     try:
         word = _WORDS.get(bare)
-    except TypeError:  # An annotation need not be hashable.
+    except TypeError:
+        # The annotation is not hashable, so no key of `_WORDS` equals it.
         word = None
     return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
 

@@ -72,7 +72,9 @@ def parse_yaml(text: str, locate: Locate) -> Node:
         raise ConfigError(f"{where}: not valid YAML: {what}{_hint(what)}") from None
     except ConfigError:
         raise
-    except (OverflowError, ValueError):  # ruamel calls chr() with the number of any \U escape.
+    except (OverflowError, ValueError):
+        # ruamel calls chr() with the number of a \U escape; chr() raises these errors if the number
+        # is too large.
         raise ConfigError(f"{locate(1)}: not valid YAML: a \\U escape beyond 10FFFF") from None
 
 

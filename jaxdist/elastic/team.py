@@ -141,7 +141,9 @@ class Team:
         """
         try:
             return self._watch(lost_at)
-        finally:  # Steps and requests since the last look of `_watch` would otherwise be missed.
+        finally:
+            # The statuses are read once more, because steps and requests may have been reported
+            # since `_watch` last read them.
             self._statuses([None] * len(self.members))
             self._leave()
             self._note_copies()

@@ -133,7 +133,8 @@ def _require_alike(told: str, made: PyTree, wanted: PyTree) -> None:
 
 
 def _text(closed: Any) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", str(closed))  # The addresses of functions are left out.
+    # The addresses of functions are removed, since they differ between equal programs.
+    return re.sub(r"0x[0-9a-f]+", "", str(closed))
 
 
 def _traced(
@@ -235,7 +236,8 @@ def _batches(
     shards = next(n for n in range(devices, 0, -1) if rows % n == 0)
     scened = scenes(rows, shards, weighted=weight is not None, skips=False, seed=seed)
     taken = {"first step": None, **scened}
-    taken["third step"] = taken.pop(RESUMED)  # No state is saved and loaded here.
+    # This step has another name than in `scenes`, since no state is saved and loaded before it.
+    taken["third step"] = taken.pop(RESUMED)
     random, found = np.random.default_rng(seed), {}
     for index, (name, weights) in enumerate(taken.items()):
         order = random.permutation(rows) if index else np.arange(rows)

@@ -297,7 +297,8 @@ class RunJob:
         timed.write()
 
         def last() -> None:
-            with suppress(RunError):  # The caller reports the error that ends a run.
+            # An error of this last record must not replace the error that ends the run.
+            with suppress(RunError):
                 timed.write()
 
         stack.callback(last)

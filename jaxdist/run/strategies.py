@@ -54,8 +54,8 @@ def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
             except SuspectStateError as error:
                 error.check_restores(restores)
                 prepared.note(f"going back: {error.what}")
-        # Here the exception is released. Its frames would otherwise keep the suspect state in
-        # memory during the next attempt.
+        # The next attempt begins outside of `except`, so that the exception is released. Its frames
+        # would keep the suspect state in memory.
     raise AssertionError("unreachable: the count does not end")
 
 

@@ -87,8 +87,8 @@ class TableClient:
         if self._rows is None:
             self.begin(rows)
             return self.take()
-        # The rows of the next step may be requested already, and a server answers one pull after
-        # another.
+        # The rows of the next step may have been requested already. They are received and kept
+        # before `rows` are requested, since a server answers one pull after another.
         kept = self._found or self._finish(self._rows)
         found, _ = self._finish(rows, begins=True)
         self._found = kept

@@ -163,7 +163,8 @@ class TableServer(Server):
         if envelope.op is not Op.PULL:
             super()._keep(envelope)
         elif envelope.payload is not None:
-            # If the answer to a pull was lost, the pull is repeated, with its payload.
+            # The rows of the pull are stored even if the pull is repeated, which happens if its answer
+            # was lost.
             self._wanted[envelope.client] = envelope.payload.view(self._table.kind)
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:

@@ -75,7 +75,8 @@ class _Server(socketserver.ThreadingTCPServer):
     """A server on one address, or on all IPv4 and IPv6 addresses."""
 
     allow_reuse_address = True
-    daemon_threads = True  # Otherwise `server_close` would wait for transfers in progress.
+    # `server_close` does not wait for daemon threads, even if their transfers are in progress.
+    daemon_threads = True
 
     def __init__(self, place: tuple[str, int], family: int, answering: Any) -> None:
         self.address_family = family

@@ -205,7 +205,8 @@ class Sessions:
 
     def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
         with self.changed:
-            if not over.is_set():  # The next session repeats the messages of an ended session.
+            # Messages of an ended session are ignored, since the next session repeats them.
+            if not over.is_set():
                 self._take(link, envelope)
             self.changed.notify_all()
 

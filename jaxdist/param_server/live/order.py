@@ -88,7 +88,8 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     recorded them would grow for as long as a client waits.
     """
     if found.state is state:
-        return False  # This call at most repeated a reply.
+        # The call repeated a reply or did nothing.
+        return False
     return bool(found.effects) or found.state != state
 
 

@@ -99,7 +99,9 @@ class Reception(ABC):
           client: the number of the member.
           sequence: the sequence before which the member has the final reply to every message.
         """
-        del client, sequence  # This server has received all messages, so it learns nothing new.
+        # The default does nothing, since a server that did not take over has received all messages
+        # itself.
+        del client, sequence
 
     @abstractmethod
     def _message(self, message: Message) -> None:

@@ -146,7 +146,8 @@ class SecureServer(Server):
             self._open = effect
             self.round.closed([one.client for one in effect.merge.arrivals])
         else:
-            super()._apply(effect)  # No change counts, so no sum is needed.
+            # The merge contains no changes, so the clients need not compute a sum.
+            super()._apply(effect)
             self._next_round()
 
 

@@ -180,6 +180,7 @@ class Server(Reception):
                 if wake is not None and wake <= now:
                     self._take(ProtocolCall("tick", now))
                     if protocol.wake(self.model, self.state) == wake:
-                        self._changed.wait(0.01)  # Nothing was due yet: avoid a busy loop.
+                        # The tick changed nothing. This wait keeps the loop from being busy.
+                        self._changed.wait(0.01)
                     continue
                 self._changed.wait(None if wake is None else wake - now)

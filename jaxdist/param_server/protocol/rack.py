@@ -162,7 +162,8 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
             state, forward = _forward(state, effect.merge)
             sent = forward.message.stamp.sequence
             effects.append(forward)
-        # An acknowledgement before any merge is for a dropped change, and need not wait.
+        # If no merge precedes an acknowledgement, it is for a dropped change, and need not wait for
+        # a reply from the servers.
         elif isinstance(effect, Acknowledge) and sent is not None:
             owed = (*state.owed.get(sent, ()), effect)
             state = replace(state, owed={**state.owed, sent: owed})
@@ -191,7 +192,7 @@ def _released(model: Consistency, state: RackState) -> RackStep:
         return RackStep(state)
     if client.ready(model, state.outer):
         given, now = state.read, state.outer.version
-        # The oldest version counts, since other workers of the round may have read it.
+        # If the answers of a round have several versions, `read` is the oldest of these versions.
         read = now if given is None or now is None else min(given, now)
         return RackStep(replace(state, answers=(), read=read), state.answers)
     if state.outer.pulling:

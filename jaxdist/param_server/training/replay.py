@@ -76,7 +76,7 @@ class Replay:
         for found in self._received:
             for key, push in found.pushes.items():
                 # A worker that joins pushes zeros without tokens to a server that is a round behind
-                # the others. Such a push is not at all servers, and is not counted.
+                # the other servers. Not all servers get such a push, so it is not counted.
                 if push.tokens or all(key in one.pushes for one in self._received):
                     self._left[key] += 1
         self._clocks: dict[int, deque[int]] = {}
@@ -119,8 +119,8 @@ class Replay:
         if not self._racked:
             return self._of_worker(server, one)
         rounds = self._received[server].rounds[one.client]
-        # Earlier rounds of the rack come first, applied or not, since the rack's encoder carries
-        # state from one round to the next.
+        # The earlier rounds of the rack are computed first, even rounds that were not applied, since
+        # the rack's encoder carries state from one round to the next.
         while rounds and rounds[0][0] <= one.sequence:
             sequence, merge = rounds[0]
             if merge.parts:
@@ -143,8 +143,8 @@ class Replay:
 
     def _of_worker(self, server: int, one: Arrival) -> np.ndarray:
         key = one.client, one.clock
-        # Earlier clocks of the client come first, applied or not, since workers carry state from
-        # one clock to the next.
+        # The earlier clocks of the client are computed first, even clocks whose changes were not
+        # applied, since workers carry state from one clock to the next.
         clocks = self._clocks[one.client]
         while clocks and clocks[0] <= one.clock:
             self._changes[one.client, clocks[0]] = self._computed(one.client, clocks[0])

@@ -25,8 +25,8 @@ def server_transform(
       params: the parameters of a model, all or some, or their shapes.
       dims: the logical dims of each parameter, by name.
     """
-    # The guard reads the gradients of all parameters, and a server has only the gradients of its
-    # shard.
+    # `skip_nonfinite` is turned off, since it reads the gradients of all parameters, and a server
+    # has only the gradients of its shard.
     plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
     rate = Rate(schedule)
     return build_optimizer(plain, total_steps=1, params=params, dims=dims, rate=rate).transform

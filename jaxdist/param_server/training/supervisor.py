@@ -87,7 +87,9 @@ class Supervisor:
         self.forks = self._forks()
         try:
             for forks in {*self.forks.values()}:
-                forks.start()  # Importing takes seconds, during which files are written.
+                # The imports of the fork servers take seconds. Meanwhile this process writes the
+                # files of the shards.
+                forks.start()
             self._shards(state)
             self.fleet.begin(sorted(due))
             for number in range(self.cluster.workers):

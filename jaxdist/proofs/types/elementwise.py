@@ -134,7 +134,8 @@ def _of_rank(op: Op) -> k.Kind:
     if name in ("add", "sub") and k.ZERO in kinds and (name == "add" or kinds[0] == rank):
         return rank
     if name == "lt" and kinds == [rank, k.ZERO]:
-        return k.ZERO  # jnp asks whether an index is negative; a device's index never is.
+        # jnp tests whether an index is negative, which the index of a device never is.
+        return k.ZERO
     return k.OWN
 
 

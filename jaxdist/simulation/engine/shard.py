@@ -148,7 +148,8 @@ class ShardNode:
     def _drop(self, effect: Drop) -> None:
         self.book.dropped[effect.reason] += 1
         if self._payloads.pop((effect.client, effect.sequence), None) is not None:
-            self._applied[effect.client] += 1  # A floor does not wait for a dropped change.
+            # A dropped change counts as applied, so that floors do not wait for it.
+            self._applied[effect.client] += 1
 
     def _update(self, merge: Merge) -> None:
         compensated = self._compensate(merge)

@@ -208,7 +208,8 @@ class WorkerNode:
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
         elif self.run.pool is not None:
-            self.run.pool += 1  # Another worker takes the interrupted step.
+            # The interrupted step returns to the pool, from which another worker takes it.
+            self.run.pool += 1
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client

@@ -68,7 +68,8 @@ def averaging(
         return {key: leaf for key, leaf in tree.items() if key not in keys}
 
     def init(params: Params) -> OptState:
-        # A server may hold only statistics, and not every optimizer accepts an empty tree.
+        # If a server holds only statistics, `others` returns an empty tree, which not every
+        # optimizer accepts.
         return inner.init(others(params)) if others(params) else ()
 
     def update(

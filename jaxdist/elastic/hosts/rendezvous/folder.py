@@ -111,7 +111,9 @@ class FolderRendezvous:
                     f"to fetch the model: run chmod 600 {path}, or start all agents with "
                     "--token-file"
                 )
-            for _ in range(_TRIES):  # Another host may not have written the content yet.
+            # If another host has created the file but not yet written its content, the read is
+            # repeated.
+            for _ in range(_TRIES):
                 found = path.read_bytes()
                 if len(found) == len(own):
                     return found
