@@ -165,8 +165,8 @@ class TableClient:
     def move(self, server: int, wire: Wire, epoch: int) -> None:
         """Continue with the server that leads a range of rows in a new epoch.
 
-        All messages without a final reply are sent again; the server applies each only once. An
-        epoch that is not new has no effect.
+        All messages without a final reply are sent again; the server applies each message only
+        once. An epoch that is not new has no effect.
 
         Args:
           server: the number of the range.

@@ -163,8 +163,8 @@ class TableServer(Server):
         if envelope.op is not Op.PULL:
             super()._keep(envelope)
         elif envelope.payload is not None:
-            # The rows of the pull are stored even if the pull is repeated, which happens if its answer
-            # was lost.
+            # The rows of the pull are stored even if the pull is repeated, which happens if its
+            # answer was lost.
             self._wanted[envelope.client] = envelope.payload.view(self._table.kind)
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:

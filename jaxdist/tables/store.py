@@ -153,7 +153,7 @@ class RowStore:
 
 
 def summed(rows: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return unique rows, ascending, and the sum of the gradients of each.
+    """Return unique rows, ascending, and the sum of the gradients of each row.
 
     If a row occurs several times, its gradients must be added before an optimizer squares them.
 

@@ -19,7 +19,8 @@ from jaxdist.types import Buffers, Params
 
 AT_ONCE = 8
 """The maximum number of batches that may be evaluated together as one batch, for a loss that
-returns scalars. Without gradients, such a batch needs less memory than in training."""
+returns scalars. Because evaluation computes no gradients, such a batch needs less memory than in
+training."""
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:

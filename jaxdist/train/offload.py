@@ -129,7 +129,7 @@ class StreamedLeaves:
         return self._each(params, self.shares, jax.memory.Space.Device)
 
     def to_host(self, params: Params) -> PyTree:
-        """Invert `to_device` for the new parameters."""
+        """Copy the new parameters back to the memory and the shardings that `to_device` changed."""
         return self._each(params, self.whole, jax.memory.Space.Host)
 
     def _each(self, params: Params, shardings: Shardings, space: Any) -> PyTree:

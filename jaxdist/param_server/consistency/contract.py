@@ -83,7 +83,7 @@ class Merge:
       parts: the changes, in the order of addition, or an empty tuple if no change of a round
         counts; in this case only the version advances.
       total: the divisor of the weighted sum.
-      rate: the factor of the learning rate.
+      rate: the factor by which the learning rate is multiplied.
       without: the changes that are settled but not applied, for the reason in `Arrival.nothing`.
     """
 

@@ -119,8 +119,8 @@ class Replay:
         if not self._racked:
             return self._of_worker(server, one)
         rounds = self._received[server].rounds[one.client]
-        # The earlier rounds of the rack are computed first, even rounds that were not applied, since
-        # the rack's encoder carries state from one round to the next.
+        # The earlier rounds of the rack are computed first, even rounds that were not applied,
+        # since the rack's encoder carries state from one round to the next.
         while rounds and rounds[0][0] <= one.sequence:
             sequence, merge = rounds[0]
             if merge.parts:

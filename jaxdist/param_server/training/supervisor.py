@@ -203,7 +203,7 @@ class Supervisor:
             )
 
     def _silent(self, what: str) -> None:
-        """Kill the workers that all others wait for, so that new workers replace them."""
+        """Kill the workers for which all other workers wait, so that new workers replace them."""
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()
         if not late:
