@@ -46,9 +46,9 @@ def find_stuck(
     A process without a heartbeat is stuck, because it is stopped or gets no CPU time. If all
     processes have heartbeats, but none makes progress for too long, the process at the lowest step
     is stuck. If several processes are at that step, a process that does not wait for the devices is
-    chosen. If there are several or none, a process that is not inside a step is chosen. If the
-    choice is still open, the process whose progress ended first is chosen. Each machine reports
-    only its own stuck process, and then informs the other machines.
+    preferred. If this leaves several processes, a process that is not inside a step is preferred,
+    and then the process whose progress ended first. Each machine reports only its own stuck
+    process, and then informs the other machines.
 
     Args:
       found: the processes of this machine.

@@ -312,7 +312,7 @@ def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
 
 
 def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
-    """Trace the parts that may raise errors, so that these are reported before any compilation."""
+    """Trace parts that may raise errors, so that the errors are reported before any compilation."""
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     if program.exchange.explicit:
         with at("parallel", "reduce"):

@@ -14,7 +14,8 @@ class CollectiveRow:
     """The collectives of a kind over the same mesh axes, in a step on a device.
 
     Attributes:
-      axes: the mesh axes that the groups span, or None for groups that are not a product of axes.
+      axes: the mesh axes that each group of devices spans, or None if the groups are not a product
+        of axes.
       kind: the kind of collective, or an empty string for all kinds together.
       times_low, times_high: the least and the largest number of executions, which differ if a
         conditional decides about executions.

@@ -86,7 +86,7 @@ BERT_ROWS: Mapping[str, Row] = {
     **_dense("pooler", "bert.pooler.dense", "O D -> D O"),
     **_dense("classifier", "classifier", "C D -> D C", absent=True),
 }
-"""The rows of bert for all heads; a model uses the rows of one head."""
+"""The rows of bert for all kinds of output heads; a model uses the rows of one output head."""
 
 _BERT_HEADS: Mapping[str, str] = {
     "BertForMaskedLM": "tokens",

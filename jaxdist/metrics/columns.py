@@ -54,7 +54,7 @@ def markdown(
 
 
 def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
-    """Return an empty table; columns of words are aligned to the left, all others to the right.
+    """Return an empty table; columns of words are aligned to the left, other columns to the right.
 
     Args:
       left: the indices of columns of words that `TEXTS` does not name.

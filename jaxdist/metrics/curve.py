@@ -94,7 +94,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
     A value has `reach` neighbors on each side, or fewer near the ends. Near the start, both sides
     have equally many neighbors, so that the first value is unchanged. Near the end, only the right
-    side has fewer.
+    side has fewer neighbors.
 
     >>> smooth(np.array([9.0, 3.0, 3.0, 0.0]), reach=1).tolist()
     [9.0, 5.0, 2.0, 1.5]

@@ -75,7 +75,7 @@ _NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, ...]:
     """Return the names of the sums whose terms a plan adds in another order than a single device.
 
-    Sums over devices are always among them.
+    The result always contains the name of the sums over devices.
 
     Args:
       tensor: whether an axis splits the dims of layers.

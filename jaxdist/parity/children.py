@@ -24,8 +24,8 @@ LIMIT_SECONDS = 600.0
 """The CPU time after which a child without an answer is killed, in seconds. An idle child is killed
 after the same elapsed time."""
 BUSY_SHARE = 0.01
-"""The fraction of a CPU below which a child counts as idle. A working child gets more, even on a
-busy machine."""
+"""The fraction of a CPU below which a child counts as idle. A working child gets more than this
+fraction, even on a busy machine."""
 LOOK_SECONDS = 0.5
 """The time between two readings of a child's CPU time, in seconds."""
 # Children are spawned: a fork would copy the locks of jax's device threads without the threads.

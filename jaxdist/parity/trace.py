@@ -131,7 +131,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 @cache
 def compile_options() -> JsonObject:
-    """Return the options of `COMPILE` that XLA has; the XLA of jax 0.12 lacks some of them."""
+    """Return the options of `COMPILE` that XLA has; the XLA of jax 0.12 lacks some options."""
     program = jax.jit(jnp.negative).lower(0)
 
     def known(name: str) -> bool:
@@ -418,10 +418,11 @@ def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:
     """Return the limits on differences that another order of summation causes in float32.
 
-    A sum of n terms is rounded n times, at random, so that its relative error is about
-    sqrt(n) 2**-24. For each of `cuts`, two sums with this error are compared. The update may differ
-    ten times as much, because Adam divides by the gradient's size. The addition to the parameter
-    is rounded too: for a parameter of 1 and an update of 1e-3, by up to 6e-5 of the update.
+    A sum of n terms is rounded n times, at random, so that its relative error is about sqrt(n)
+    2**-24. For each of `cuts`, two sums with this error are compared. The update may differ ten
+    times as much as the gradient, because Adam divides by the gradient's size. The addition to the
+    parameter is rounded too: for a parameter of 1 and an update of 1e-3, by up to 6e-5 of the
+    update.
 
     Args:
       cuts: the names of the sums that are added in another order, as `cuts_of` returns them.

@@ -44,7 +44,7 @@ SPARE = 0.05
 """The fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
 RESTING = "parallel.zero.offload_parameters needs reductions by XLA, and no stages"
-"""The key in `SearchResults.refused` for plans that do not fit."""
+"""The key in `SearchResults.refused` for plans that cannot keep parameters in the host's memory."""
 
 
 @dataclass(frozen=True)

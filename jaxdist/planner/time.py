@@ -146,7 +146,7 @@ def across(target: Target, total_bytes: float, count: int | None = None) -> floa
     Args:
       target: the chips.
       total_bytes: the bytes on each device.
-      count: the number of slices or hosts, or None for all of them.
+      count: the number of slices or hosts, or None for all slices or hosts of the target.
     """
     count = target.slices if count is None else count
     if count == 1:

@@ -13,7 +13,8 @@ from jaxdist.planner.plan import Plan
 from jaxdist.types import Json
 
 KEPT_OF_PARALLEL = ("xla", "batch_norm")
-"""The settings of `parallel` that are kept from the config. A plan replaces all others."""
+"""The settings of `parallel` that are kept from the config. A plan replaces all other settings of
+this section."""
 
 
 def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from jaxdist.types import JsonObject
 
 Say = Callable[[str], None]
 TRIES = 4
-"""The number of neighbours that are tried for each neighbour to compare. Some cannot be built."""
+"""The number of neighbours that are tried for each neighbour to compare. Some neighbours cannot be
+built."""
 
 
 def prove(

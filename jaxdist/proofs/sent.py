@@ -45,7 +45,8 @@ class Unasked:
       where: the file and line of the operation, as far as the program states them.
       operation: the name of the operation for which XLA placed the collective.
       kind: the kind of collective.
-      axes: the mesh axes that the groups span, or None for groups that are not a product of axes.
+      axes: the mesh axes that each group of devices spans, or None if the groups are not a product
+        of axes.
       sent_bytes: the bytes that each device sends in a step.
     """
 

@@ -10,8 +10,8 @@ def passed(
 ) -> list[tuple[int, int]]:
     """Return the ranges that pass to servers that join, as pairs of the giving server and a range.
 
-    If one server joins n others, it receives 1 of n + 1 equal parts of all ranges, rounded down,
-    and no other range moves. Each range comes from the server that then has the most ranges.
+    If one server joins n other servers, it receives 1 of n + 1 equal parts of all ranges, rounded
+    down, and no other range moves. Each range comes from the server that then has the most ranges.
 
     Args:
       held: the ranges of each server.

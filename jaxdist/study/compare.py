@@ -28,7 +28,7 @@ class Comparison:
 
     Attributes:
       caption: a description of the model and the data, and of the table's columns.
-      rows: the results of each variant. The first variant is the baseline of the others.
+      rows: the results of each variant. The first variant is the baseline of the other variants.
     """
 
     caption: str

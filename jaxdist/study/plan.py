@@ -20,8 +20,8 @@ LARGEST_WARMUP = 0.2
 TUNING_SEEDS = 3
 """The number of runs, each with another seed, whose mean decides about a learning rate."""
 FACTOR, EXTENSIONS = 2.0, 8
-"""FACTOR: the ratio of successive learning rates in a search.
-EXTENSIONS: the number of rates that a search may try after its first three.
+"""FACTOR: the ratio of successive learning rates in a search. EXTENSIONS: the number of rates that
+a search may try after its first three rates.
 """
 Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
       plan: the plan.
       run: a function that runs a trial.
     """
-    # The base batch size comes first, since its best rate is the reference for all others.
+    # The base batch size comes first, since its best rate is the reference for all other sizes.
     references: dict[str, float] = {}
     for batch_size in plan.steps:
         for name in plan.optimizers:

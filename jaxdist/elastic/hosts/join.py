@@ -58,7 +58,7 @@ def join_hosts(
       wait: the wait for a leader, which has a time limit.
 
     Raises:
-      ConfigError: this host is not compatible with the others.
+      ConfigError: this host is not compatible with the other hosts.
       RunError: no leader was found in time, or the rendezvous was recreated.
     """
     _meet(members, compatibility, wait)

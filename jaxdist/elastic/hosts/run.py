@@ -1,8 +1,8 @@
 """The run that the hosts of a rendezvous train, and whether it has ended.
 
-    run/id     the id of the run that starts next, drawn by the host that plans its generation
-    run/path   the id and the directory of the run, once the run has started
-    run/over   the result, id and directory of a run that ended, and a digest of its command
+    run/id     the id of the run that starts next, drawn by the host that plans its first generation
+    run/path   the id and the directory of the run, once the run has started run/over   the result,
+    id and directory of a run that ended, and a digest of its command
 
 The first two values contain the number of a generation, and the directory that the config requests.
 A value belongs to an earlier run, which has ended, if its generation is not newer than the

@@ -35,9 +35,9 @@ class BSP(Rounds):
     """Bulk-synchronous parallel: the mean of a round's gradients, weighted by tokens, is one step.
 
     Gradients are added in the order of the workers' numbers, not in their order of arrival, so the
-    result is bit-identical to synchronous SGD. With backups, the first gradients of a round count
-    and the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
-    1604.00981).
+    result is bit-identical to synchronous SGD. With backups, the first gradients of a round count,
+    and the later gradients are dropped (Chen et al., "Revisiting distributed synchronous SGD",
+    arXiv 1604.00981).
     """
 
     type: Literal["bsp"] = "bsp"

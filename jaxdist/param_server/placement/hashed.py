@@ -17,9 +17,9 @@ class Hashed(PlacementRule):
     """A rule that assigns every range to the next server on a circle with many points per server.
 
     Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V points for
-    each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n others
-    takes 1/(n + 1) of the bytes on average, from all n servers, and nothing moves between these
-    servers. A server that leaves gives its share to all the others.
+    each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n other
+    servers takes 1/(n + 1) of the bytes on average, from all n servers, and nothing moves between
+    these n servers. A server that leaves gives its share to all remaining servers.
     """
 
     type: Literal["hashed"] = "hashed"

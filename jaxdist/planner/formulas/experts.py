@@ -93,10 +93,11 @@ class PlannedExperts:
         The result is 0 without remat, since most of the arrays are kept anyway. The numbers of
         arrays are read from the buffer assignments of programs with the shapes of Mixtral (with and
         without axis expert) and DeepSeek-V3 on v5p. Four arrays have the width of the model for all
-        rows (input and output, and their gradients), and six for all tokens (attention and the
-        residual stream). Three arrays have the hidden values of all rows (gate, up and their
-        product, or gradients of them). Only one of these is left when the gradient of the last
-        kernel is computed, but this gradient and a copy of a gathered kernel are live then.
+        rows of the buffers (input and output, and their gradients). Six arrays have this width for
+        all tokens (attention and the residual stream). Three arrays have the hidden values of all
+        rows (gate, up and their product, or gradients of them). Only one of these three arrays is
+        left when the gradient of the last kernel is computed, but this gradient and a copy of a
+        gathered kernel are live then.
 
         Args:
           rows: the number of sequences on a device.

@@ -16,7 +16,8 @@ _LIBRARIES = (
     "site-packages dist-packages /jaxdist/proofs/ /jaxdist/collectives/ /jaxdist/hlo/source/"
 )
 LIBRARIES = _LIBRARIES.split()
-"""Parts of paths. A file whose path has any of them is never reported as the cause of an error."""
+"""Parts of paths. A file whose path has any of these parts is never reported as the cause of an
+error."""
 
 OPTIMIZERS = ("/optax/", "/flax/training/")
 """Parts of the paths of libraries whose lines are reported in addition to the user's line."""

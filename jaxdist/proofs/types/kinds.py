@@ -36,8 +36,8 @@ class Shard(Kind):
     The concatenation may have its rows in another order.
 
     Attributes:
-      dims: the dims along which the slices may be concatenated. There are several after a reshape
-        that does not show which of the new dims is sharded.
+      dims: the dims along which the slices may be concatenated. There are several such dims after a
+        reshape that does not show which of the new dims is sharded.
       inner: the number of elements in the inner part of a merged dim, such as batch x sequence, of
         which only the outer part is sharded. A later split of the dim then finds the sharded part.
     """

@@ -110,8 +110,9 @@ def _at_borders(op: Op, kind: k.Shard, groups: Groups) -> set[int]:
     """Return new dims outside of the group of the sharded dim that may be sharded too.
 
     A dim of size 1 between two groups may belong to either group. If the reshape adds such a dim,
-    it may be the outer part of the dim after it, such as the kv_heads of a device that has one of
-    them. If the reshape removes such a dim, it may have been merged with the dim after it.
+    it may be the outer part of the dim after it, such as the dim of kv_heads on a device that has a
+    single one of these heads. If the reshape removes such a dim, it may have been merged with the
+    dim after it.
     """
     before, after = op.ins[0].shape, op.out.shape
     dims = set[int]()

@@ -311,7 +311,8 @@ class Pass:
         changes = self.undecided(eqn, "the kind of a value changes in each iteration of a loop")
         recording = self._recording
         # The first iterations ignore errors, which may be due to buffers that are zero at first and
-        # so have no kind yet. The second iterations begin with the kinds that the first have found.
+        # so have no kind yet. The second iterations begin with the kinds that the first iterations
+        # have found.
         for judges in (False, True):
             self._recording = recording and judges
             for _ in range(PASSES):

@@ -5,8 +5,8 @@
     FOLDER/secret             the secret of hosts without a token file, readable by its owner only
 
 A swap renames the token's file. If several hosts rename the same file, one host succeeds, and the
-others get an error because the file no longer exists. The file server decides which host succeeds,
-so that the cache of a client cannot interfere.
+other hosts get an error because the file no longer exists. The file server decides which host
+succeeds, so that the cache of a client cannot interfere.
 """
 
 from __future__ import annotations

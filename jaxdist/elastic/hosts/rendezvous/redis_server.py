@@ -1,9 +1,9 @@
 """A rendezvous on a Redis server: a script swaps the token, and a hash holds each kind of value.
 
 The server must be a single server without replicas. A replica that takes over may lack the last
-writes, and one of these may be a swap that was acknowledged. The data need not survive a restart.
-After a restart without data, the server gets a token with a new name. Every agent then notices the
-new name, and no earlier lease is granted again.
+writes, and one of these writes may be a swap that was acknowledged. The data need not survive a
+restart. After a restart without data, the server gets a token with a new name. Every agent then
+notices the new name, and no earlier lease is granted again.
 """
 
 from __future__ import annotations
