@@ -37,6 +37,14 @@ def job(
         int,
         typer.Option("--processes-per-node", min=1, help="Number of processes on each machine."),
     ] = 1,
+    servers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of further machines on which the servers of strategy.servers run; with 0, "
+            "process 0 starts the servers.",
+        ),
+    ] = 0,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,12 +63,16 @@ def job(
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train CONFIG on a cluster. Every process runs the same `jaxdist train --resume`."""
+    """Train CONFIG on a cluster. Every process runs the same `jaxdist train --resume`.
+
+    With --servers, further machines run `jaxdist servers RUN --here`.
+    """
     from jaxdist import cli
     from jaxdist.config import read, validate
     from jaxdist.experiment import ExperimentConfig
     from jaxdist.launch.build import engine
     from jaxdist.launch.contract import Job
+    from jaxdist.launch.servers import with_servers
     from jaxdist.launch.submit import launch
 
     one = engine(on, settings or [])
@@ -70,6 +82,8 @@ def job(
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")
     what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
+    if servers:
+        what = with_servers(what, one, servers)
     if dry_run:
         one.check(what)
         text = one.render(what).at(LAUNCHES.absolute() / called).text()

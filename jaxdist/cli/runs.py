@@ -301,6 +301,15 @@ def servers(
             "this host reaches the run."
         ),
     ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="--here: wait for the run to begin, and stay until it ends. SIGTERM does not let "
+            "the server leave.",
+        ),
+    ] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Let table servers join or leave a run while it trains.
@@ -309,7 +318,8 @@ def servers(
     The host of the run starts the COUNT servers that are missing. With --here, the server runs on
     the host of this command, until the run ends; SIGTERM and Ctrl-C let it leave.
     """
-    shared.prepare_run(run, [], None)
+    if wait is None:
+        shared.prepare_run(run, [], None)
     from jaxdist.commands.servers import ask_for_servers, serve_here
     from jaxdist.errors import ConfigError
 
@@ -318,11 +328,14 @@ def servers(
     if host is not None and not here:
         raise ConfigError("--host is the address of the server that --here starts: add --here")
 
+    if wait is not None and not here:
+        raise ConfigError("--wait is the time for which --here waits for the run: add --here")
+
     def note(line: str) -> None:
         shared.console().print(line, soft_wrap=True, markup=False)
 
     if count is None:
-        serve_here(run, host, note, json_file)
+        serve_here(run, host, note, json_file, wait_seconds=wait)
     else:
         note(ask_for_servers(run, count, json_file))
 

@@ -46,11 +46,18 @@ def ask_for_servers(
 
 
 def serve_here(
-    run: Path, host: str | None, note: Callable[[str], None], json_file: Path | None = None
+    run: Path,
+    host: str | None,
+    note: Callable[[str], None],
+    json_file: Path | None = None,
+    *,
+    wait_seconds: float | None = None,
 ) -> None:
     """Run a table server of a run on this host until the run ends, or until the server leaves.
 
-    SIGTERM and SIGINT let the server leave: a server on the host of the run takes its rows.
+    SIGTERM and SIGINT let the server leave: a server on the host of the run takes its rows. With
+    `wait_seconds`, the signals are for all processes of a job, so the server stays: the run ends
+    it.
 
     Args:
       run: the run directory, which this host shares with the hosts of the run.
@@ -58,18 +65,23 @@ def serve_here(
         reaches the run.
       note: a function that prints a line for the user.
       json_file: a file for the number and the address of the server as JSON, or None to write none.
+      wait_seconds: the time to wait for the run to begin, or None if the run must have begun.
 
     Raises:
-      RunError: the run has no tables on servers, has ended, or cannot have one more server at this
-        address; or the server or the connection to the run failed.
+      RunError: the run has no tables on servers, has not begun, has ended, or cannot have one more
+        server at this address; or the server or the connection to the run failed.
     """
+    # The modules are imported here, since they import gRPC, an optional dependency.
+    from jaxdist.tables.training.host import HostedServer, await_gate
+
+    if wait_seconds is not None:
+        note(f"this host waits for the run in {run}")
+        await_gate(run, RunDirectory(run).lock, wait_seconds)
     settings = _strategy(run, "strategy.servers").processes
     if settings.port:
         raise RunError(f"{run}: {fixed_port(settings.port)}")
-    # The module is imported here, since it imports gRPC, an optional dependency.
-    from jaxdist.tables.training.host import HostedServer
-
-    server = HostedServer(run, settings, host, module=processes.__name__)
+    stays = wait_seconds is not None
+    server = HostedServer(run, settings, host, module=processes.__name__, stays=stays)
     signals = signal.SIGTERM, signal.SIGINT
     before = {one: signal.signal(one, lambda *_: server.leave()) for one in signals}
     try:

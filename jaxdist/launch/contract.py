@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -21,6 +21,8 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 
 FOLDER = "{folder}"
+WAIT_SECONDS = 600
+"""The seconds for which a server of a job waits until the run has begun."""
 
 
 def _variables(given: dict[str, str]) -> dict[str, str]:
@@ -38,8 +40,33 @@ Environment = Annotated[dict[str, str], AfterValidator(_variables)]
 
 
 @dataclass(frozen=True)
+class Group:
+    """The processes of a job that run one command, on machines of one kind.
+
+    Attributes:
+      role: "train" for the processes that train, or "serve" for servers. Processes of other groups
+        have no part in the numbers of the processes that train.
+      nodes: the number of machines.
+      processes: the number of processes on each machine.
+      command: the words of the command.
+    """
+
+    role: Literal["train", "serve"]
+    nodes: int
+    processes: int
+    command: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of processes on all nodes together."""
+        return self.nodes * self.processes
+
+
+@dataclass(frozen=True)
 class Job:
     """A run of `jaxdist train` with one config, and with the same command in every process.
+
+    A job may also have machines for servers, on which each process runs one server of the run.
 
     Attributes:
       config: the config file, relative to `folder`.
@@ -51,6 +78,9 @@ class Job:
       nodes: the number of machines or, for TPUs, the number of hosts of a slice.
       processes: the number of processes on each machine.
       folder: the working directory, which all nodes share.
+      servers: the number of servers, or 0 if process 0 starts the servers.
+      server_nodes: the number of machines for servers, which divides `servers`.
+      run: the run directory, in which a server finds the run.
     """
 
     config: str
@@ -60,11 +90,32 @@ class Job:
     nodes: int = 1
     processes: int = 1
     folder: Path = Path()
+    servers: int = 0
+    server_nodes: int = 0
+    run: str = ""
 
     @property
     def count(self) -> int:
-        """The number of processes on all nodes together."""
+        """The number of processes that train, on all nodes together."""
         return self.nodes * self.processes
+
+    def groups(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> tuple[Group, ...]:
+        """Return the processes that train and, if the job has machines for servers, the servers.
+
+        A server ends with exit code 0 when the run ends, so the processes that train decide how the
+        job ends.
+
+        Args:
+          options, program: the arguments of `train`. The options are only for processes that train.
+        """
+        train = Group(
+            "train", self.nodes, self.processes, (*self.train(*options, program=program),)
+        )
+        if not self.servers:
+            return (train,)
+        wait = "--here", "--wait", str(WAIT_SECONDS)
+        serve = (*program, "servers", self.run, *wait)
+        return train, Group("serve", self.server_nodes, self.servers // self.server_nodes, serve)
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
         """Return the command of a process, with `--resume`, so that a restarted job continues.
@@ -132,6 +183,10 @@ class Engine(Config):
           ConfigError: the engine cannot run the job; the message gives the setting to change.
         """
 
+    def on_one_machine(self, job: Job) -> bool:
+        """Return whether all processes of a job run on this machine."""
+        return False
+
     @abstractmethod
     def render(self, job: Job) -> Rendered:
         """Return the files and the command for a job."""
@@ -159,6 +214,23 @@ def one_node(job: Job, engine: str) -> None:
         raise ConfigError(
             f"--nodes {job.nodes}: the engine {engine} uses only one machine; use "
             "--processes-per-node, or --on slurm, mpi, ray, gke or tpu-vm"
+        )
+
+
+def no_servers(job: Job, engine: str, instead: str) -> None:
+    """Check that a job has no machines for servers.
+
+    Args:
+      engine: the name of the engine in the message.
+      instead: the advice to the user.
+
+    Raises:
+      ConfigError: the job has machines for servers.
+    """
+    if job.servers:
+        raise ConfigError(
+            f"--servers {job.server_nodes}: the engine {engine} has no machines for servers: "
+            f"{instead}"
         )
 
 

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import STOPPED, ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
+from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered, no_servers
 from jaxdist.runtime.clusters import FIXED_PORT
 from jaxdist.runtime.topology import Topology, parse_topology
 from jaxdist.types import Json, JsonObject
@@ -132,6 +132,7 @@ class Gke(Engine):
         return self
 
     def check(self, job: Job) -> None:
+        no_servers(job, "gke", "leave out --servers")
         if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > MOST_NAME:
             raise ConfigError(
                 f"--name {job.name}: a name in Kubernetes has lowercase letters, digits and '-', "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from jaxdist.launch.contract import Engine, Job, Rendered, one_node
+from jaxdist.launch.contract import Engine, Job, Rendered, no_servers, one_node
 
 
 class Local(Engine):
@@ -17,6 +17,10 @@ class Local(Engine):
 
     def check(self, job: Job) -> None:
         one_node(job, "local")
+        no_servers(job, "local", "leave out --servers, and process 0 starts the servers")
+
+    def on_one_machine(self, job: Job) -> bool:
+        return True
 
     def render(self, job: Job) -> Rendered:
         several = ("--elastic", "--processes", str(job.processes)) if job.processes > 1 else ()

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
-from jaxdist.launch.contract import Engine, Job, Rendered
+from jaxdist.launch.contract import Engine, Job, Rendered, no_servers
 from jaxdist.runtime.environment import python_module
 
 SETTINGS = "ray.json"
@@ -33,6 +33,9 @@ class Ray(Engine):
     insecure: bool = False
     """Whether to accept a cluster without a token, on which anybody who can reach the cluster can
     run any program."""
+
+    def check(self, job: Job) -> None:
+        no_servers(job, "ray", "leave out --servers")
 
     def render(self, job: Job) -> Rendered:
         # The command lacks the interpreter, because each actor adds the interpreter of its own

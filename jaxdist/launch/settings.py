@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from types import NoneType
+from typing import Any
 
 from jaxdist.config.describe import (
     arms,
@@ -17,6 +18,7 @@ from jaxdist.config.describe import (
 )
 from jaxdist.config.document import Document, Node, Origin, shown
 from jaxdist.config.override import apply_override
+from jaxdist.config.schema import Config
 from jaxdist.launch.contract import Engine
 
 
@@ -41,18 +43,19 @@ def read_engine_settings(name: str, kind: type[Engine], texts: Sequence[str]) ->
     return Document(root.plain(), root.origins())
 
 
-def _as_yaml(kind: type[Engine], text: str) -> str:
+def _as_yaml(kind: type[Config], text: str) -> str:
     """Return a text `key=value` with its value in YAML."""
     key, equals, value = text.partition("=")
     first, _, rest = key.partition(".")
     info = fields(kind).get(first.strip())
     if not equals or info is None or value[:1] in ("", "[", "{", "'", '"'):
         return text
-    types = [split_annotation(arm)[0] for arm in arms(info.annotation)]
+    types: list[Any] = [split_annotation(arm)[0] for arm in arms(info.annotation)]
+    if rest and is_model(types[0]):
+        return f"{first}.{_as_yaml(types[0], f'{rest}={value}')}"
     if rest:
-        raw = is_mapping(types[0]) and not is_model(types[0])
         # The quotes of JSON, which YAML can read, keep a value such as `1e3` or `true` as text.
-        return f"{key}={json.dumps(value)}" if raw else text
+        return f"{key}={json.dumps(value)}" if is_mapping(types[0]) else text
     if is_sequence(types[0]):
         return f"{key}={json.dumps(_listed(value))}"
     if set(types) <= {str, NoneType} and value != "null":

@@ -16,12 +16,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from jaxdist.config.schema import Count
+from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.launch.contract import (
     Commands,
     Engine,
     Environment,
+    Group,
     Job,
     Rendered,
     seconds_of,
@@ -45,6 +46,21 @@ if [ -n "$again" ]; then
 fi
 exit "$code"
 """
+
+
+class SlurmServers(Config):
+    """The settings of the nodes for servers, where they differ from the nodes that train."""
+
+    partition: str | None = None
+    """The partition of these nodes; null uses the partition of the nodes that train."""
+    constraint: str | None = None
+    """The features that these nodes must have; null requires none."""
+    cpus_per_process: Count | None = None
+    """The number of cores of each server; null uses the cluster's default."""
+    memory: Count | str | None = None
+    """The memory of each node, in Slurm's form; null uses the cluster's default."""
+    options: tuple[str, ...] = ()
+    """The options of sbatch for these nodes for which there is no setting."""
 
 
 class Slurm(Engine):
@@ -88,6 +104,9 @@ class Slurm(Engine):
     environment: Environment = Field(default_factory=dict)
     """The environment variables of the processes, such as `environment.NCCL_DEBUG=INFO`."""
 
+    servers: SlurmServers = SlurmServers()
+    """The nodes of `--servers`, which are the second component of a heterogeneous job."""
+
     def check(self, job: Job) -> None:
         if seconds_of(str(self.time)) <= self.notice_seconds:
             raise ConfigError(
@@ -101,15 +120,22 @@ class Slurm(Engine):
             )
 
     def render(self, job: Job) -> Rendered:
-        command = shlex.join([*self.srun, *job.train("--distributed")])
+        groups = job.groups("--distributed")
+        steps = [shlex.join([*self.srun, *group.command]) for group in groups]
+        lines = self._lines(job)
+        if len(groups) > 1:
+            # srun counts the processes of both components.
+            own = f"env -u SLURM_HET_SIZE SLURM_STEP_NUM_TASKS={job.count}"
+            trains = shlex.join([*self.srun, *shlex.split(own), *groups[0].command])
+            steps = [f"--het-group=0 {trains}", f"--het-group=1 {steps[1]}"]
+            lines += ["hetjob", *self._server_lines(job, groups[1])]
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
         # Only the setup runs under `set -e`, since the script has to requeue the job even if srun
         # fails.
         setup = ["set -e", self.setup, "set +e"] if self.setup else []
         before = "".join(f"{line}\n" for line in [*setup, *exports])
-        begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {command} &\n"
-        lines = [f"#SBATCH {line}" for line in self._lines(job)]
-        text = "\n".join(["#!/bin/bash", *lines, begin + _END])
+        begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {' : '.join(steps)} &\n"
+        text = "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), begin + _END])
         return Rendered({SCRIPT: text}, ("sbatch", "--parsable", f"{{folder}}/{SCRIPT}"))
 
     def _lines(self, job: Job) -> list[str]:
@@ -126,7 +152,7 @@ class Slurm(Engine):
             "mem": self.memory,
         }
         return [
-            f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', job.name)}",
+            f"--job-name={_job_name(job)}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
             "--distribution=block:block",  # Mesh neighbors are then close.
@@ -140,9 +166,33 @@ class Slurm(Engine):
             *self.options,
         ]
 
+    def _server_lines(self, job: Job, group: Group) -> list[str]:
+        own = self.servers
+        given = {
+            "partition": own.partition or self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": own.constraint,
+            "cpus-per-task": own.cpus_per_process,
+            "mem": own.memory,
+        }
+        return [
+            f"--job-name={_job_name(job)}",
+            f"--nodes={group.nodes}",
+            f"--ntasks-per-node={group.processes}",
+            f"--time={self.time}",
+            "--requeue",
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+            *own.options,
+        ]
+
     def commands(self, identity: str, folder: Path) -> Commands:
         return Commands(
             ("scontrol", "show", "job", "--oneliner", identity),
             ("tail", "-n", "50", str(folder / f"slurm-{identity}.log")),
             ("scancel", identity),
         )
+
+
+def _job_name(job: Job) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", job.name)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from jaxdist.errors import ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
+from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered, no_servers
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
@@ -54,6 +54,12 @@ class TpuVm(Engine):
                 "tpu-vm starts one process on every host of the slice: leave out --nodes and "
                 "--processes-per-node"
             )
+        no_servers(
+            job,
+            "tpu-vm",
+            "leave out --servers; while the run trains, start `jaxdist servers RUN --here` on "
+            "other VMs that share the run directory",
+        )
 
     def render(self, job: Job) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]

@@ -23,6 +23,7 @@ from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.config import Hybrid, ParameterServer, StrategyConfig
 from jaxdist.train.strategy.contract import Prepared
+from jaxdist.wire.config import address_here
 from jaxdist.wire.ports import check_ports
 
 
@@ -108,7 +109,7 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
             setting=("strategy", "type"),
         )
     with blamed("strategy"):
-        given = strategy.processes.host, strategy.processes.port, strategy.servers
+        given = address_here(strategy.processes.host), strategy.processes.port, strategy.servers
         check_ports(*given, aggregators=len(strategy.racks))
     with job.prepared() as prepared:
         assert prepared.optim is not None
@@ -134,7 +135,8 @@ def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
     from jaxdist.tables.training.servers import with_tables
 
     with blamed("strategy"):
-        check_ports(strategy.processes.host, strategy.processes.port, strategy.servers)
+        given = address_here(strategy.processes.host), strategy.processes.port
+        check_ports(*given, strategy.servers)
     with job.prepared() as prepared:
         assert prepared.directory is not None
         checkpoints = RunDirectory(prepared.directory).checkpoints

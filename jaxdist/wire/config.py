@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+import socket
+from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config, FilePath
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+OWN_NAME = "auto"
+"""The value of `host` for the name of each host."""
 
 
 class TlsConfig(Config):
@@ -28,10 +31,15 @@ class ProcessesConfig(Config):
     """The settings of the processes of a run: servers, aggregators of racks, and workers."""
 
     host: str = "127.0.0.1"
-    """The address that servers listen on; an address of a network requires tls."""
+    """The address that servers listen on; an address of a network requires tls. auto is the name of
+    the host of process 0, and for a server on another host the name of that host."""
     port: Port = 0
     """The first port, which server 0 takes. The other servers take the next ports, and then each
     rack's aggregator takes as many ports as there are servers. 0 takes any free ports."""
+    remote_servers: Annotated[int, Field(ge=0)] = 0
+    """The number of servers that other hosts start, by `jaxdist servers RUN --here`. The run waits
+    for these servers before its first step, for deadline_seconds at most. Process 0 starts the rest
+    of the servers. `jaxdist launch --servers` sets this number."""
     token: FilePath | None = None
     """The file with the token that workers present; null creates a new token for each run."""
     tls: TlsConfig | None = None
@@ -56,7 +64,37 @@ class ProcessesConfig(Config):
                 "token and change gradients: set certificates (tls: {authority, certificate, "
                 "key}), or host 127.0.0.1"
             )
+        if self.port and self.remote_servers:
+            raise ValueError(
+                f"port {self.port} does not work with remote_servers {self.remote_servers}: a "
+                "server on another host takes any free port of its host; set port: 0"
+            )
         return self
+
+    def check_remote(self, servers: int) -> None:
+        """Check that a run with a number of servers has as many as other hosts start.
+
+        Raises:
+          ValueError: other hosts would start more servers.
+        """
+        if self.remote_servers > servers:
+            raise ValueError(
+                f"strategy.processes.remote_servers {self.remote_servers} exceeds servers "
+                f"{servers}: other hosts can start {servers} servers at most"
+            )
+
+    def listening_on(self, host: str) -> Self:
+        """Return these settings with another value of `host`."""
+        return self.model_copy(update={"host": host})
+
+
+def address_here(host: str) -> str:
+    """Return the address for a value of `host` on this host: for auto, this host's name.
+
+    >>> address_here("10.0.0.1")
+    '10.0.0.1'
+    """
+    return socket.gethostname() if host == OWN_NAME else host
 
 
 def stays_on_machine(host: str) -> bool:

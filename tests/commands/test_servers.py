@@ -91,6 +91,7 @@ def test_a_run_that_has_ended_takes_no_request(tmp_path: Path) -> None:
         ([], "give either the number of table servers or --here"),
         (["3", "--here"], "give either the number of table servers or --here"),
         (["3", "--host", "10.0.0.2"], "--host is the address of the server that --here starts"),
+        (["3", "--wait", "9"], "--wait is the time for which --here waits for the run: add --here"),
     ],
 )
 def test_a_number_of_servers_or_one_on_this_host(

@@ -20,11 +20,17 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.tables.training import host as hosts
-from jaxdist.tables.training.gate import Gate, GateAddress, RemoteProcess, read_gate, write_gate
-from jaxdist.tables.training.host import HostedServer, host_problem
+from jaxdist.tables.training.host import HostedServer, await_gate, host_problem
 from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op
 from jaxdist.wire.frames import FrameError
+from jaxdist.wire.gate import (
+    Gate,
+    GateAddress,
+    RemoteProcess,
+    read_gate,
+    write_gate,
+)
 from jaxdist.wire.rpc import RpcServer
 
 TOKEN = "t" * 32
@@ -70,8 +76,10 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleQueu
         yield offers
 
 
-def offered(run: Path, host: str | None = None) -> tuple[HostedServer, threading.Thread, list[str]]:
-    server = HostedServer(run, ProcessesConfig(), host, module="")
+def offered(
+    run: Path, host: str | None = None, *, stays: bool = False
+) -> tuple[HostedServer, threading.Thread, list[str]]:
+    server = HostedServer(run, ProcessesConfig(), host, module="", stays=stays)
     errors: list[str] = []
 
     def serve() -> None:
@@ -147,6 +155,32 @@ def test_a_command_that_is_stopped_before_its_turn(tmp_path: Path, gate: Any) ->
     given: Any = {"forks": remote, "log": tmp_path / "a.log", "events": events}
     child = RunProcess("table", 3, {}, **given)
     assert events.get(timeout=SECONDS) == (child, {}, -9)
+
+
+def test_a_server_of_a_job_stays_until_the_run_ends_it(
+    tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(hosts.os, "kill", lambda *given: sent.append(given))
+    server, thread, errors = offered(tmp_path, stays=True)
+    child, events = begun(tmp_path, gate)
+    assert events.get(timeout=SECONDS).what["stays"] is True
+    server.leave()
+    child.close_input()
+    thread.join(SECONDS)
+    assert (sent, errors) == ([], [])
+
+
+def test_a_server_waits_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "run.lock"
+    with pytest.raises(RunError, match=r"no run in .* has taken a server .* within 0\.3 s: see"):
+        await_gate(tmp_path, lock, 0.3)
+    lock.touch()
+    monkeypatch.setattr(hosts, "ENDED_SECONDS", 0.3)
+    timer = threading.Timer(0.3, lock.unlink)
+    timer.start()
+    with pytest.raises(RunError, match="has ended before it took a server of this host"):
+        await_gate(tmp_path, lock, SECONDS)
 
 
 @pytest.mark.parametrize(

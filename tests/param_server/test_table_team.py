@@ -76,6 +76,7 @@ def team() -> Iterator[Callable[..., Any]]:
         silent: tuple[int, ...] = (),
         wanted: Any = lambda: None,
         stuck: tuple[int, ...] = (),
+        offers: tuple[Any, ...] = (),
         **settings: Any,
     ) -> Any:
         played: dict[int, Played] = {}
@@ -90,6 +91,8 @@ def team() -> Iterator[Callable[..., Any]]:
 
         made.append(TableTeam(Hybrid(**settings), begin, lines.append, wanted))
         made[-1].hosts = hosts
+        for one in offers:
+            made[-1].offer(one)
         made[-1].start()
         return made[-1], played, lines
 
@@ -213,6 +216,16 @@ def test_a_server_on_another_host_takes_its_share_or_is_refused(team: Any) -> No
     assert found.hosts == {0: None, 1: None, 2: "10.0.0.3"}
     assert [len(one) for one in found._seats.values()] == [1, 1, 1]
     assert [port for port, _ in found.leaders].count(102) == 1
+
+
+def test_a_run_begins_with_the_servers_of_other_hosts(team: Any) -> None:
+    offers = tuple(Offer(host=f"10.0.0.{at}", gone=at == 2) for at in (2, 3, 4))
+    found, _, lines = team(offers=offers, servers=3, processes={"remote_servers": 2})
+    assert lines == ["waiting for 2 table servers of other hosts"]
+    assert found.hosts == {0: "10.0.0.3", 1: "10.0.0.4", 2: None}
+    remote = {"remote_servers": 2, "deadline_seconds": 0.05}
+    with pytest.raises(RunError, match="only 1 of 2 servers of other hosts have come within 0"):
+        team(offers=offers[:2], servers=2, processes=remote)
 
 
 def test_a_server_that_dies_while_it_joins_is_replaced(team: Any) -> None:

@@ -1,4 +1,4 @@
-"""A table server on this host for a run that another host trains (see `gate`)."""
+"""A server on this host for a run that another host trains (see `gate`)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, StoppedError
 from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
-from jaxdist.tables.training.gate import GateAddress, read_gate, text_of
 from jaxdist.types import Json, JsonObject
-from jaxdist.wire.config import ProcessesConfig, stays_on_machine
+from jaxdist.wire.config import OWN_NAME, ProcessesConfig, address_here, stays_on_machine
 from jaxdist.wire.contract import Envelope
+from jaxdist.wire.gate import GateAddress, read_gate, text_of
 from jaxdist.wire.kept import spec_of_board
 from jaxdist.wire.rpc import CONNECT_SECONDS, RpcWire
 from jaxdist.wire.security import read_tls
+
+POLL_SECONDS = 0.2
+ENDED_SECONDS = 5.0
+"""The seconds without a lock after which a run has ended. A run that begins may replace a lock."""
 
 
 def host_problem(settings: ProcessesConfig, host: str) -> str | None:
@@ -59,6 +64,41 @@ def own_address(gate: GateAddress) -> str:
         ) from error
 
 
+def await_gate(run: Path, lock: Path, seconds: float) -> None:
+    """Wait until a run takes servers of other hosts.
+
+    Args:
+      lock: the lock of the run directory, which exists while a process trains in the directory.
+      seconds: the largest time to wait, in seconds.
+
+    Raises:
+      RunError: the time is over, or the run has ended without taking servers.
+    """
+    deadline = time.monotonic() + seconds
+    held = gone = None
+    while True:
+        try:
+            own_address(read_gate(run))
+            return
+        except RunError as error:
+            reason = str(error)
+        now = time.monotonic()
+        if lock.exists():
+            held, gone = now, None
+        elif held is not None:
+            gone = gone or now
+        if gone is not None and now - gone > ENDED_SECONDS:
+            raise RunError(
+                f"the run in {run} has ended before it took a server of this host: see its log"
+            )
+        if now > deadline:
+            raise RunError(
+                f"no run in {run} has taken a server of this host within {seconds:g} s: see the "
+                f"log of the processes that train, and let all hosts share the folder. {reason}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
 class HostedServer:
     """A table server that a command on this host starts and ends for a run.
 
@@ -66,7 +106,8 @@ class HostedServer:
       run: the run directory, as this host sees it.
       settings: the settings of the run's processes.
       host: the address at which the server listens, or None for the address from which this host
-        reaches the run.
+        reaches the run, or for the name of this host if the run's address is `auto`.
+      stays: whether SIGTERM leaves the server in the run until the run ends.
       module: the Python module whose process forks the server (`jaxdist.runtime.forks`).
 
     Attributes:
@@ -78,10 +119,19 @@ class HostedServer:
     """
 
     def __init__(
-        self, run: Path, settings: ProcessesConfig, host: str | None, *, module: str
+        self,
+        run: Path,
+        settings: ProcessesConfig,
+        host: str | None,
+        *,
+        module: str,
+        stays: bool = False,
     ) -> None:
         gate = read_gate(run)
+        if host is None and settings.host == OWN_NAME:
+            host = address_here(OWN_NAME)
         self.run, self.host = run, host or own_address(gate)
+        self.stays = stays
         problem = host_problem(settings, self.host)
         if problem is not None:
             raise RunError(f"{run}: {problem}")
@@ -144,7 +194,11 @@ class HostedServer:
         server = self._server
         if "leave" in what:
             if server is None:
-                raise RunError(f"{self.run}: the command was stopped before the run had a server")
+                raise StoppedError(
+                    f"{self.run}: the command was stopped before the run had a server"
+                )
+            if self.stays:
+                return
             with suppress(ProcessLookupError):
                 os.kill(server.process.pid, signal.SIGTERM)
             return
@@ -162,7 +216,7 @@ class HostedServer:
         number = self.number = setup["number"]
         own = {"run": {**setup["run"], "path": str(self.run.absolute())}, "token": str(token)}
         log = self.run / "logs" / f"table_{number}.log"
-        given = {**setup, **own, "host": self.host}
+        given = {**setup, **own, "host": self.host, "stays": self.stays}
         return RunProcess("table", number, given, forks=forks, log=log, events=self._events)
 
     def _kill(self) -> None:

@@ -26,13 +26,14 @@ from jaxdist.tables.client import TableClient
 from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.messages import payload_spec, spec_of_reply
 from jaxdist.tables.training.files import about_tables, prune_tables
-from jaxdist.tables.training.gate import Gate, GateAddress, RemoteProcess, write_gate
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.tables.training.request import take_request
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
+from jaxdist.wire.config import address_here
+from jaxdist.wire.gate import Gate, GateAddress, RemoteProcess, write_gate
 from jaxdist.wire.kept import Board, read_board, spec_of_board
 from jaxdist.wire.ports import Place, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
@@ -54,6 +55,9 @@ def with_tables(
       RunError: a server did not start, or ended.
       CheckpointError: the tables of the step to continue from are incomplete or damaged.
     """
+    host = broadcast_json(address_here(strategy.processes.host))
+    settings = strategy.processes.listening_on(host)
+    strategy = strategy.model_copy(update={"processes": settings})
     rows, directory = prepared.rows, prepared.directory
     assert rows is not None
     assert directory is not None

@@ -13,10 +13,10 @@ from jaxdist.param_server.training.children import RunProcess
 from jaxdist.replication.balance import passed
 from jaxdist.replication.seat import Arbiter
 from jaxdist.runtime.children import Event, end_together, how_ended
-from jaxdist.tables.training.gate import RemoteProcess
 from jaxdist.tables.training.request import servers_problem
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
+from jaxdist.wire.gate import RemoteProcess, too_few
 from jaxdist.wire.ports import Place
 
 ASK_SECONDS = 0.5
@@ -104,11 +104,13 @@ class TableTeam:
         """Start all servers, and wait until each range has a leader and its followers.
 
         Raises:
-          RunError: a server failed or died.
+          RunError: a server failed or died, or too few servers of other hosts have come.
         """
         with self._changed:
+            remotes = self._await_offers(self._strategy.processes.remote_servers)
             for at in range(self._count):
-                self._started(leads=range(at, len(self._arbiters), self._count))
+                leads = range(at, len(self._arbiters), self._count)
+                self._started(leads, remotes[at] if at < len(remotes) else None)
             threading.Thread(target=self._listen, name="tables", daemon=True).start()
             self._wait(lambda: all(one.port is not None for one in self._arbiters))
             self._fill()
@@ -130,6 +132,7 @@ class TableTeam:
         """Add a server on another host, as soon as the run is ready for it, or refuse the offer."""
         with self._changed:
             self._offers.append(remote)
+            self._changed.notify_all()
 
     def ask(self, what: JsonObject) -> list[JsonObject]:
         """Send an order to the leader of each range, and return the answers by range, in order.
@@ -156,6 +159,19 @@ class TableTeam:
             self._closed = True
             ended, self.servers = [*self.servers.values()], {}
         end_together([*ended, *self._left])
+
+    def _await_offers(self, count: int) -> list[RemoteProcess]:
+        seconds = self._strategy.processes.deadline_seconds
+        if count:
+            self._note(f"waiting for {count} table servers of other hosts")
+
+        def enough() -> bool:
+            self._offers = deque(one for one in self._offers if not one.gone)
+            return len(self._offers) >= count
+
+        if not self._changed.wait_for(enough, seconds):
+            raise RunError(too_few(len(self._offers), count, "servers", seconds))
+        return [self._offers.popleft() for _ in range(count)]
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self.failure is not None or condition())

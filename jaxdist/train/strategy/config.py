@@ -107,6 +107,7 @@ class Hybrid(Config):
 
     @model_validator(mode="after")
     def _replicated(self) -> Hybrid:
+        self.processes.check_remote(self.servers)
         if self.replicas > self.servers:
             raise ValueError(
                 f"replicas {self.replicas} exceeds servers {self.servers}: the copies of a row "

@@ -78,6 +78,15 @@ def read_gate(run: Path) -> GateAddress:
         ) from error
 
 
+def too_few(found: int, wanted: int, what: str, seconds: float) -> str:
+    """Return the message of a run that has waited in vain for processes of other hosts."""
+    return (
+        f"only {found} of {wanted} {what} of other hosts have come within {seconds:g} s "
+        "(strategy.processes.deadline_seconds): read the logs of the other hosts, on which "
+        f"`jaxdist launch` or you start the {what}"
+    )
+
+
 def text_of(what: Json) -> Envelope:
     """Return an envelope with a JSON value as a line."""
     return _envelope(json.dumps(what).encode() + b"\n")
