@@ -10,8 +10,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Env = dict[Hashable, jax.Array]
-"""A mapping from variables to their values. Its other keys are the names of the values that a
-`SplitScan` keeps."""
+"""A mapping from variables to their values. The values that a `SplitScan` keeps are in the mapping
+too, by their names."""
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ def spread(x_ND: jax.Array, index_R: jax.Array, places_NJ: jax.Array) -> jax.Arr
 
     Args:
       x_ND: the rows to read.
-      index_R: the row of `x_ND` to read for each row of the result. The index N, or a larger index,
+      index_R: the row of `x_ND` to read for each row of the result. An index after the last row
         gives a row of zeros.
       places_NJ: for each row of `x_ND`, the indices of its copies in the result. Only the backward
         pass reads this array. Unused entries are R.

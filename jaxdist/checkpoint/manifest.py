@@ -132,8 +132,8 @@ def seal(
 
     Args:
       cuts, generation: see `Manifest`.
-      known: the records of the files whose digests were computed before they were written, by path
-        inside the checkpoint.
+      known: the records, by path inside the checkpoint, of the files whose digests were computed
+        before the files were written, or None if there are no such files.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.
@@ -164,8 +164,8 @@ def seal(
         file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
-    # The fsync of a file preserves only its content in a power failure. Its name needs an fsync of
-    # the directory.
+    # The fsync of a file preserves only the content of the file in a power failure. The name of the
+    # file needs an fsync of the directory.
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             fsync_directory(path)

@@ -140,7 +140,8 @@ class CheckpointStore:
           step: the step of the state, 0 or more.
           state: a tree of `jax.Array`, which may include typed random keys.
           metadata: JSON values that `restore` returns.
-          metric: the metric for `keep_best`; a metric that is not finite is never the best.
+          metric: the metric for `keep_best`, or None without a metric. A metric that is not finite
+            is never the best.
           shapes: a tree like the state with the shapes of the tensors without padding, or None if
             the arrays are not padded.
 
@@ -289,8 +290,9 @@ class CheckpointStore:
                     self._commit(pending, written)
             except Exception as error:
                 failure = self._abandon(pending.step, error)
-            # This barrier also follows a failed commit, since the other processes wait at it: no
-            # process may report the save as done before process 0 has committed it.
+            # This barrier also follows a failed commit, since the other processes wait at the
+            # barrier: no process may report the save as done before process 0 has committed the
+            # save.
             self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
             met = True
         except Exception as error:

@@ -46,7 +46,8 @@ def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
 def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
     """Combine the blocks of all devices, and return a part of the result for each device.
 
-    Device i gets part i. A part has ceil(n / N) of the n elements along `dim`, padded with zeros.
+    Device i gets part i. With N devices, a part has ceil(n / N) of the n elements along `dim`,
+    padded with zeros.
     """
     total = np.moveaxis(_combined(blocks, op), dim, 0)
     width = -(-len(total) // len(blocks))

@@ -81,7 +81,7 @@ class AugmentConfig(Scaled):
             _cut_out(found["image"], self.cutout, draws)
         if not self.mixup:
             return found
-        # Imported here, because SciPy takes 0.1 s to import and only mixup needs it.
+        # The import is here, because SciPy takes 0.1 s to import and only mixup needs SciPy.
         from scipy.special import betaincinv
 
         partners = draws.integers(len(source))

@@ -1,4 +1,4 @@
-"""The conversion of a collective instruction to its record."""
+"""The conversion of a collective instruction to a record (`jaxdist.hlo.records.Collective`)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN = 2**62  # XLA writes 2^63 - 1 for an unknown estimate. All others are smaller.
+_UNKNOWN = 2**62  # XLA writes 2^63 - 1 for an unknown estimate. Known estimates are smaller.
 _STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _BLOCKS = re.compile(r'\\"(block_\w+)\\": (\d+)')
 _HOST = "S(5)"

@@ -56,7 +56,8 @@ def compile_with_text(
 
     Args:
       lowered: the program, as `jax.jit(f).lower(...)` returns it.
-      options: compiler options, in addition to the options of the `jax.jit`.
+      options: compiler options, in addition to the options of the `jax.jit`, or None without such
+        options.
 
     Raises:
       LedgerError: the compiler dumps no text, and XLA cannot print the program (`program_text`).

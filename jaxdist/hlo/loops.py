@@ -119,7 +119,7 @@ class Frame:
         return Frame(
             self.module,
             self.called(caller, attribute),
-            # The start of work on SparseCores has no operands. A later update passes them.
+            # The start of work on SparseCores has no operands; a later update passes the operands.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None
             ),

@@ -93,7 +93,10 @@ class Instruction:
         return tuple(_NAME.findall(self.arguments))
 
     def number(self, attribute: str) -> int | None:
-        """Return the value of an integer attribute, such as `channel_id`, or None without it."""
+        """Return the value of an integer attribute, such as `channel_id`.
+
+        The result is None if the instruction does not have the attribute.
+        """
         found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 

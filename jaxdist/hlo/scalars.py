@@ -213,7 +213,10 @@ def _moved(opcode: str, values: Sequence[Value]) -> Moved | None:
 
 
 def _both(values: Sequence[Value]) -> Value | None:
-    """Return the conjunction of two conditions, which fails as soon as either condition fails."""
+    """Return the conjunction of two conditions, which fails as soon as either condition fails.
+
+    The result is None if a value is not a condition.
+    """
     left, right = (
         Holds(math.inf if value else 0) if isinstance(value, int) else value for value in values
     )

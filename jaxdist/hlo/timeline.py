@@ -162,7 +162,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # The start only reserves memory. Its update takes the time.
+            pass  # This start only reserves memory. The operation runs from the update on.
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -222,7 +222,7 @@ class _Run:
         self._inline(piece)
         rest = 0 if trips is None else trips - 1
         # The operations that the first iteration leaves in flight delay the second iteration. All
-        # later iterations are assumed to be equal to the second, which alone is simulated.
+        # later iterations are assumed to be equal to the second iteration, and are not simulated.
         if rest and piece.pending:
             piece = self.player.computation(body, piece.pending)
         if rest:

@@ -161,7 +161,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
     Args:
       build: a function from a random key to the equinox module.
     """
-    import equinox  # Imported here, because equinox is an optional dependency.
+    import equinox  # The import is here, because equinox is an optional dependency.
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs.params())

@@ -134,7 +134,8 @@ class BertConfig(PartConfig):
 
         Args:
           hint, platform, length, family: see `GptConfig.build`.
-          classes: the number of the data's classes, for `head: classes`.
+          classes: the number of the data's classes, for `head: classes`, or None if the data has no
+            labels.
 
         Raises:
           ConfigError: the attention kernel does not support these devices or sequences; the
@@ -277,8 +278,8 @@ class Bert(BertEncoder):
     def padded_head(self, x_BPD: jax.Array) -> jax.Array:
         """Return logits `[B, P, V]`; the padding of the vocabulary has probability 0."""
         with jax.named_scope("head"):
-            # There are few predicted positions. They are split like the sequence only if their
-            # number is a multiple of the sequence's number of parts.
+            # There are few predicted positions. The predicted positions are split like the sequence
+            # only if the number of parts of the sequence divides their number.
             split = x_BPD.shape[1] % self.hint.parts("residual_seq") == 0
             if split:
                 x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)

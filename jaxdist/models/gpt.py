@@ -178,8 +178,9 @@ class GptConfig(PartConfig):
     def masked_flops(self, batch: int, length: int) -> float:
         """Return the FLOPs in a training step for scores that the causal mask hides.
 
-        Attention has 2 products in the forward pass and 4 in the backward pass, each of 2 B L^2 H d
-        FLOPs. The mask hides half of these products.
+        In each layer, attention has 2 products in the forward pass and 4 products in the backward
+        pass. With H heads of width d, a product has 2 * batch * length^2 * H * d FLOPs. The mask
+        hides half of these FLOPs.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 

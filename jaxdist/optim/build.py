@@ -225,7 +225,8 @@ class Optimizer:
         None if no step is ever skipped.
       skips_empty: whether a step whose batch has the weight 0 is skipped before the update.
       clock: the counter of skipped steps, which the schedule inside the transformation reads.
-      rule: the optimizer's transformation without the wrappers of this module.
+      rule: the optimizer's transformation without the wrappers of this module, or None if it is
+        unknown.
       eval_params: a function from (the transformation's state, the trained parameters) to the
         parameters to evaluate, or None to evaluate the trained parameters.
       place: a function that builds the transformation for given shardings of the parameters, or

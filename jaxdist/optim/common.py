@@ -151,7 +151,8 @@ class NamedParams:
 
         Args:
           rule: the rule, which decides for each mask if `exclude_vectors` is None.
-          exclude_vectors: whether both masks select only the matrices.
+          exclude_vectors: whether both masks select only the matrices, or None to leave this to
+            `rule`.
         """
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:

@@ -38,7 +38,8 @@ class LambRule:
     """The differences between implementations of LAMB.
 
     Attributes:
-      bias_correction: whether the moments are divided by 1 - b^t.
+      bias_correction: whether the moments are divided by 1 - b^t, where b is the decay of the
+        moment and t is the step.
       decay_in_ratio: whether weight decay is part of the direction that the trust ratio scales.
         Otherwise weight decay is added after the ratio.
       decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
@@ -47,7 +48,7 @@ class LambRule:
       adapt_undecayed: whether the trust ratio scales parameters without decay.
       max_grad_norm: the global norm to which larger gradients are first scaled down; infinity
         disables this.
-      phi: the bounds of ||w|| in the trust ratio.
+      phi: the bounds of the norm of the weights in the trust ratio.
       ratio_bounds: the bounds of the trust ratio.
       nesterov: whether the direction uses Nesterov's momentum, as
         `optax.scale_by_adam(nesterov=True)` does.
@@ -99,6 +100,8 @@ def lamb(
     """Build LAMB, which scales Adam's direction layer by layer to the norm of the weights.
 
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
+
+    Here w are the weights, and m^ and v^ are Adam's moments after the correction of their bias.
 
     A step makes three passes over the tensors, for moments, norms and updates. If XLA fuses the
     step with `optax.apply_updates`, the step reads and writes 53 bytes for each float32 parameter,

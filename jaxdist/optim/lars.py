@@ -33,8 +33,8 @@ class LarsRule:
     """The differences between implementations of LARS.
 
     Attributes:
-      norm_of_sum: whether to divide by ||g + weight_decay w|| rather than ||g|| + weight_decay
-        ||w||.
+      norm_of_sum: whether to divide by ||g + weight_decay w|| rather than by ||g|| + weight_decay
+        ||w||, with the gradient g and the weights w.
       rate_in_momentum: whether the learning rate is a factor before the momentum. Otherwise the
         learning rate is a factor after the momentum.
       decay_vectors: whether biases and norm scales decay too, unless a mask excludes them.
@@ -93,7 +93,8 @@ def lars(
     ratio = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
     v <- momentum v + learning_rate ratio (g + weight_decay w);  w <- w - v
 
-    A layer whose weights or gradients are all zero has ratio 1.
+    Here w are the weights, g is the gradient, and v is the velocity. A layer whose weights or
+    gradients are all zero has ratio 1.
 
     Args:
       variant: the implementation to follow; `options` override fields of its `LarsRule`.

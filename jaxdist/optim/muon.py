@@ -45,8 +45,8 @@ def newton_schulz(matrices: jax.Array, steps: int = 5, *, eps: float = 1e-8) -> 
     """Replace the singular values of each matrix of `[K, m, n]` by values near 1.
 
     First X <- X / (||X||_F + eps). Then, `steps` times, A = X X^T and X <- a X + (b A + c A^2) X.
-    If m > n, the transposed matrix is used instead, for which X X^T is smaller. The function
-    `newton_schulz_flops` returns the cost.
+    `COEFFICIENTS` has a, b and c. If m > n, the transposed matrix is used instead, for which X X^T
+    is smaller. The function `newton_schulz_flops` returns the cost.
 
     >>> found = newton_schulz(jnp.array([[[3.0, 0.0], [0.0, -0.5]]]))[0]
     >>> [round(float(x), 2) for x in (found[0, 0], found[1, 1])]
@@ -85,9 +85,9 @@ class MuonState(NamedTuple):
 class Orthogonalized:
     """Muon without weight decay and learning rate: the orthogonalized momentum of matrices.
 
-    The momentum is m <- b m + (1 - b) g, and the update is scale newton_schulz(m). With Nesterov's
-    momentum, b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t) replaces m in the update of step t, as
-    in `optax.contrib.muon`.
+    With the gradient g and the decay b, the momentum is m <- b m + (1 - b) g, and the update is
+    scale newton_schulz(m). With Nesterov's momentum, b m / (1 - b^(t + 1)) + (1 - b) g / (1 - b^t)
+    replaces m in the update of step t, as in `optax.contrib.muon`.
 
     Attributes:
       matrices: the matrices in each parameter, by the parameter's name.

@@ -152,8 +152,8 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
-    The narrow parameters equal the master weights rounded to nearest. If this is exactly true
-    before a step, it is exactly true after `optax.apply_updates` too. There is one exception: a
+    The narrow parameters equal the master weights rounded to nearest. If they are exactly equal
+    before a step, they are exactly equal after `optax.apply_updates` too. There is one exception: a
     parameter that was rounded up to a power of two, and that the update changes to nearly zero.
     Such a parameter differs by at most 2**-23 of its old value for one step, because not every
     narrow value can be reached by a float32 update. The updates are float32, since their sum with
@@ -190,9 +190,9 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # Neither this difference nor `optax.apply_updates` rounds, except in the case that the
-        # docstring describes: the narrow values are close to each other, or differ by a whole
-        # number of units of the float32 sum.
+        # Neither this difference nor `optax.apply_updates` rounds, because the narrow values are
+        # close to each other, or differ by a whole number of units of the float32 sum. The
+        # docstring describes the only exception.
         steps = jax.tree.map(
             lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
         )

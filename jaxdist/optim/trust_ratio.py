@@ -87,8 +87,9 @@ def trust_ratio(
 ) -> jax.Array:
     """Return coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`.
 
-    The ratio is 1 where a norm is zero or not finite. Squares are summed in float32, so a norm
-    below 1e-19 or above 1e19 counts as zero or infinite.
+    Here w are the weights of a layer, and u is the update. The ratio is 1 where a norm is zero or
+    not finite. Squares are summed in float32, so a norm below 1e-19 or above 1e19 counts as zero or
+    infinite.
 
     >>> float(trust_ratio(NormPair(jnp.float32(6), jnp.float32(3))))
     2.0
@@ -112,7 +113,7 @@ def scale_by_layerwise_trust_ratio(
     coefficient: float = 1.0,
     eps: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build a transformation that scales each layer's update by ||w|| / ||update||.
+    """Build a transformation that scales each layer's update to the norm of the layer's weights.
 
     In an `optax.chain` this transformation follows any base transformation.
 

@@ -37,7 +37,8 @@ class Jitted:
 
         Args:
           function: the function to compile.
-          more: the compiler options of this function, in addition to the options of the plan.
+          more: the compiler options of this function, in addition to the options of the plan, or
+            None without such options.
           settings: the keyword arguments that are passed to `jax.jit`.
         """
         told = self.exchange.options(self.platform)

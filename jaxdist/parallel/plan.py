@@ -137,7 +137,7 @@ def plan_exchange(
     compression = _chosen_codec(config.compression, facts, sent, placed, scanned)
     inside = zero
     if zero is None and compression.axis == "data.dcn":
-        # Small tensors are split too. Otherwise every device would send them on the slow network.
+        # Small tensors are split too, or every device would send them on the slow network.
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
     messages = _messages(compression, facts, inside, sent, placed, scanned, seed)

@@ -98,7 +98,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 class _Cell(NamedTuple):
-    """A task, or None for a unit of waiting, with its row and column, which are counted from 1."""
+    """A cell of a file: its row and its column, counted from 1, and a task or None for waiting."""
 
     row: int
     column: int

@@ -67,7 +67,8 @@ class Walk:
                 if task is not None:
                     missing = _missing(task, chunks, done)
                     if missing is not None:
-                        # Other results may be missing too. The next visit of the stage finds them.
+                        # Other results may be missing too; the walk finds out when it visits the
+                        # stage again.
                         waiting.setdefault(missing, []).append(stage)
                         self.blocked[stage] = (place[stage], missing)
                         break

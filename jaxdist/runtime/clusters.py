@@ -87,7 +87,7 @@ def _lacking(read: Environ, *names: str) -> str:
 
 
 def open_mpi(environ: Environ) -> Sighting | None:
-    """Detect mpirun of Open MPI.
+    """Return the information of Open MPI's mpirun, or None if mpirun did not start this process.
 
     mpirun reports the host on which it runs: version 4 as an address, version 5 in the name of the
     job. Process 0 is on this host unless the user excluded the host from the job.
@@ -111,7 +111,10 @@ def open_mpi(environ: Environ) -> Sighting | None:
 
 
 def slurm(environ: Environ) -> Sighting | None:
-    """Detect srun of Slurm; the port differs between concurrent steps of a job."""
+    """Return the information of Slurm's srun, or None outside of a Slurm job.
+
+    The port differs between concurrent steps of a job.
+    """
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
     # SLURM_NTASKS comes second, because it may be the number of the whole job.
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -135,7 +138,10 @@ def slurm(environ: Environ) -> Sighting | None:
 
 
 def torchrun(environ: Environ) -> Sighting | None:
-    """Detect torchrun, or `python -m torch.distributed.run`."""
+    """Return the information of torchrun, or None if torchrun did not start this process.
+
+    torchrun is the same as `python -m torch.distributed.run`.
+    """
     run, host, rank, size = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "RANK", "WORLD_SIZE"
     read = _read(environ, run, host, "MASTER_PORT", rank, size)
     if run not in read:
@@ -162,7 +168,10 @@ def first_node(nodes: str) -> str:
 
 
 def tpu_pod(environ: Environ) -> Sighting | None:
-    """Detect TPUs on GKE, on the hosts of one slice or of several slices."""
+    """Return the information of a TPU host on GKE, or None on any other host.
+
+    The job may have one slice or several slices.
+    """
     hosts = (
         "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environ else "TPU_WORKER_HOSTNAMES"
     )
@@ -183,7 +192,10 @@ def tpu_pod(environ: Environ) -> Sighting | None:
 
 
 def skypilot(environ: Environ) -> Sighting | None:
-    """Detect SkyPilot, which starts a single process on each node."""
+    """Return the information of SkyPilot, or None if SkyPilot did not start this process.
+
+    SkyPilot starts a single process on each node.
+    """
     ips, rank = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
     read = _read(environ, ips, rank)
     if not read:
@@ -196,7 +208,10 @@ def skypilot(environ: Environ) -> Sighting | None:
 
 
 def tpu_vm(environ: Environ) -> Sighting | None:
-    """Detect TPU VMs of Google Cloud, which have a metadata server."""
+    """Return the information of a TPU VM's metadata server, or None on any other host.
+
+    The result is also None on GKE, where variables have the information.
+    """
     # On GKE the variables are set, so the metadata server is not needed.
     if tpu_pod(environ) is not None or "TPU_SKIP_MDS_QUERY" in environ:
         return None
@@ -224,7 +239,10 @@ def _attribute(server: str, name: str) -> str:
 
 
 def kubernetes(environ: Environ) -> Sighting | None:
-    """Detect a pod of an indexed Kubernetes job; the pod knows its number, but not its peers."""
+    """Return the information of a Kubernetes pod, or None outside of a pod.
+
+    A pod of an indexed job knows its number, but not its peers.
+    """
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")

@@ -40,7 +40,7 @@ def enabled(directory: Path) -> Iterator[Path | None]:
         if settings.jax_compilation_cache_dir != before["jax_compilation_cache_dir"]:
             for name, value in before.items():
                 settings.update(name, value)
-            reset_cache()  # jax opens its cache once, and would keep using the directory.
+            reset_cache()  # Without this, jax would keep using the directory that it has opened.
 
 
 def enable(directory: Path) -> Path | None:

@@ -83,7 +83,7 @@ def plan_environment(
     if count is not None and count.isdigit() and int(count) > 1:
         needed = THREADS_PER_FAKE_DEVICE * int(count)
         present = environ.get("NPROC", "")
-        # The user's larger value is kept, since only too few threads can block a collective.
+        # A larger value of the user is kept, since only a lack of threads can block a collective.
         if not present.isdigit() or int(present) < needed:
             planned["NPROC"] = str(needed)
     # Without this variable, jax would try an accelerator and ignore the fake CPU devices.

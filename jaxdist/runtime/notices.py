@@ -29,7 +29,7 @@ _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Notice(Protocol):
-    """A source of notices."""
+    """A source of preemption notices."""
 
     name: str
     """The name of the notice in messages to the user."""
@@ -50,7 +50,7 @@ class FileNotice:
         self.path, self.name, self._seconds = path, f"{path} has appeared", seconds
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait until the file exists; see `Notice.wait`."""
+        """Wait until the file exists and return True; return False soon after `over` is set."""
         while not over.is_set():
             if self.path.exists():
                 return True
@@ -76,7 +76,10 @@ class MetadataNotice:
         self._url, self._say, self._failed = url, say, False
 
     def wait(self, over: threading.Event) -> bool:
-        """Wait for the notice; once `over` is set, return after the request in progress."""
+        """Wait for the notice and return True.
+
+        Once `over` is set, return False after the request in progress.
+        """
         url = self._url
         while not over.is_set():
             answer = self._asked(url)

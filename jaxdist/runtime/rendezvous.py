@@ -133,7 +133,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _resolve(coordinator: str, count: int, wait: Wait) -> None:
-    """Wait until the host name of process 0 resolves, which may take time after its start."""
+    """Wait until the host name of process 0 resolves.
+
+    The name may resolve only some time after process 0 has started.
+    """
     while True:
         try:
             socket.getaddrinfo(*split_address(coordinator), type=socket.SOCK_STREAM)
@@ -165,8 +168,8 @@ def _gather(
             newcomer = None
             with suppress(TimeoutError):
                 newcomer, _ = server.accept()
-            # A process that was restarted during the wait connects again with the same number. Its
-            # first connection must not block the second.
+            # A process that was restarted during the wait connects again with the same number. The
+            # connection from before the restart must not block the new connection.
             for index in [index for index, peer in came.items() if _is_gone(peer)]:
                 came.pop(index).close()
             if newcomer is not None:
@@ -248,7 +251,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
             with socket.create_connection(address, timeout=_RETRY_SECONDS * 10) as peer:
                 _send(peer, f"jaxdist {who} {json.dumps(told)}")
                 # Process 0 names the missing processes when its time limit is reached. The limit
-                # here must be longer, since otherwise it could be reached first.
+                # here must be longer, or this process could give up before process 0 answers.
                 peer.settimeout(wait.seconds + _RETRY_SECONDS * 10)
                 answer = _line(peer).decode(errors="replace").strip()
         except OSError as error:

@@ -108,7 +108,10 @@ class RingExchange:
         return lax.psum_scatter(local(*given), place.axes, tiled=True)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) T: T tokens are sent to each other device, and T results come back."""
+        """Return the number of sent tokens, as `TokenExchange.tokens_sent` does.
+
+        All tokens are sent to each other device, and as many results come back.
+        """
         return 2.0 * (devices - 1) * tokens
 
 
@@ -118,7 +121,7 @@ class Padded:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange tokens as `TokenExchange` does, by all-to-alls with buffers of X M rows."""
+        """Exchange tokens as `TokenExchange` does, by all-to-alls of equal parts."""
         sent = _Sent.plan(place, ids_Tk)
         count = place.size * place.experts
 
@@ -135,7 +138,10 @@ class Padded:
         return collected(y_RD, sent.places, sent.tokens)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
-        """Return 2 (X - 1) M: M rows are sent to each other device, and M results come back."""
+        """Return the number of sent tokens, as `TokenExchange.tokens_sent` does.
+
+        `most` rows are sent to each other device, and as many results come back.
+        """
         return 2.0 * (devices - 1) * most
 
 
@@ -148,7 +154,7 @@ class Ragged:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange tokens as `TokenExchange` does, by ragged all-to-alls to buffers of X M rows."""
+        """Exchange tokens as `TokenExchange` does, by ragged all-to-alls."""
         sent = _Sent.plan(place, ids_Tk)
         X, M = place.size, place.most
         count = X * place.experts
@@ -173,7 +179,8 @@ class Ragged:
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
         """Return the expected number of sent tokens if each token's experts are drawn uniformly.
 
-        The number is 2 (X - 1) T (1 - (1 - 1/X)^k), but at most 2 (X - 1) M.
+        The number is 2 (X - 1) T (1 - (1 - 1/X)^k), but at most 2 (X - 1) M;
+        `TokenExchange.tokens_sent` defines the letters.
         """
         return 2.0 * (devices - 1) * min(most, tokens * (1 - (1 - 1 / devices) ** top_k))
 
@@ -182,7 +189,7 @@ class Ragged:
 class _Sent:
     """The tokens that this device sends, and their rows in the send buffer.
 
-    The send buffer has X M rows, of which M rows are for each device.
+    The send buffer has M rows for each of the X devices. This device has T tokens.
 
     Attributes:
       tokens: the index of the token in each row of the buffer, `[X M]`, or T for an empty row.

@@ -96,7 +96,8 @@ class Envelope:
         message lacks.
       flag: for a push, whether the push is usable; for an acknowledgement, whether the push was
         applied.
-      payload: the elements `[n]`, or the bytes of a text; a received payload is immutable.
+      payload: the elements `[n]`, or the bytes of a text, or None without a payload. A received
+        payload is immutable.
     """
 
     op: Op
@@ -169,14 +170,14 @@ class Service(Protocol):
     """A server's handler of envelopes, which a separate thread for each session calls."""
 
     def spec(self, envelope: Envelope) -> Spec | None:
-        """Return the specification of an envelope's payload, or None if it must have no payload.
+        """Return the specification of an envelope's payload, or None if no payload is allowed.
 
         Args:
           envelope: the envelope without its payload.
 
         Raises:
-          FrameError: the envelope is refused; the error has the reason. No memory is allocated for
-            it.
+          FrameError: the envelope is refused, and no memory is allocated for its payload. The error
+            has the reason.
         """
         ...
 

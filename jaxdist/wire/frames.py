@@ -201,8 +201,8 @@ class Assembler:
 
     Args:
       spec_of: the function from an envelope without its payload to the payload's specification, or
-        to None if the envelope must have no payload. If the function raises a `FrameError`, the
-        envelope is refused before memory is allocated.
+        to None if no payload is allowed. If the function raises a `FrameError`, the envelope is
+        refused before memory is allocated.
       shared: the memory to which the peer writes payloads, or None without shared memory.
     """
 

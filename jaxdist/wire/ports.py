@@ -22,7 +22,7 @@ def place_address(host: str, place: Place) -> str:
 
 
 def place_on(host: str, port: int) -> Place:
-    """Return the place of a server on another host than the run's.
+    """Return the place of a server, `host:port`, for a host other than the run's host.
 
     >>> place_on("10.0.0.2", 40001), place_on("::1", 40001)
     ('10.0.0.2:40001', '[::1]:40001')

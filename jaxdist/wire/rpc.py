@@ -49,7 +49,7 @@ OF_SERVER: Sequence[tuple[str, int]] = (
 )
 OF_CLIENT: Sequence[tuple[str, int]] = (
     *COMMON,
-    ("grpc.use_local_subchannel_pool", 1),  # Each session gets a connection of its own.
+    ("grpc.use_local_subchannel_pool", 1),  # Each session gets a separate connection.
     ("grpc.enable_retries", 0),  # The protocol's own retries settle each message once.
     # A proxy in the environment is for the internet, not for the processes of a run.
     ("grpc.enable_http_proxy", 0),

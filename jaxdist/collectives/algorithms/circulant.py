@@ -9,8 +9,8 @@ The algorithm of this module takes ceil(log2 N) steps for every N, and no device
 (N-1)/N S bytes.
 
 The reduce-scatter is from Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
-2024 (arXiv 2410.14234). The all-gather is its mirror image. The all-gather and the all-to-all are
-from Bruck et al., 1997.
+2024 (arXiv 2410.14234). The all-gather is the reduce-scatter in reverse. The all-gather and the
+all-to-all are from Bruck et al., 1997.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The base class of algorithms whose operations without a root take ceil(log2 N) rounds.
+    """The base class of algorithms whose operations without a root take few rounds.
+
+    On N devices, these operations take ceil(log2 N) rounds.
 
     Broadcast and reduce run along a binomial tree.
     """
@@ -61,7 +63,7 @@ def rounds(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c] in ceil(log2 N) rounds."""
+    """Reduce-scatter [N, c] -> [c] over N devices, in ceil(log2 N) rounds."""
     rows = [row[0] for row in _from_here(blocks, axis)]
     for more, fewer in rounds(axis_size(axis)):
         # All blocks of a round are one message, which costs one latency.
@@ -87,7 +89,7 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 
 
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """All-to-all [N, c] -> [N, c] in ceil(log2 N) rounds.
+    """All-to-all [N, c] -> [N, c] over N devices, in ceil(log2 N) rounds.
 
     Let d be the distance to the device that a block is for, written as a sum of powers of two. The
     block is sent once for each of these powers, over a distance equal to the power.

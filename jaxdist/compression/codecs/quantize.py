@@ -66,7 +66,8 @@ class Quantize(Codec):
     def exact(self) -> bool:
         """Whether residuals are exact, which is true for rounding to nearest only.
 
-        Stochastic rounding may round an element near 0 to s, and the difference is then rounded.
+        Stochastic rounding may round an element near 0 to the scale of its block, and the
+        difference is then rounded.
         """
         return not self.unbiased
 

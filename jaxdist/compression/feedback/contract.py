@@ -93,5 +93,5 @@ class Feedback(Config):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory: ...
 
     def receive(self, decoded: jax.Array, view: View) -> tuple[jax.Array, View]:
-        """Return the value that replaces the gradient, and the receiver's next view."""
+        """Return the value that replaces the gradient, and the receiver's next state (`view`)."""
         return decoded, view

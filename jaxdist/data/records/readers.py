@@ -156,7 +156,7 @@ def _declared(folder: Path) -> Iterator[tuple[str, int]]:
 def _records(
     folder: Path, split: str, paths: Sequence[Path], classes: Mapping[str, int]
 ) -> ArrayRecordSplit:
-    import grain  # Imported here, because it takes 1.6 s and only users of data need it.
+    import grain  # The import takes 1.6 s, and only users of data need grain.
 
     try:
         source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])

@@ -83,8 +83,8 @@ class Groups:
     def gathered(self, x: jax.Array, *, axis: int = 0, tiled: bool = False) -> jax.Array:
         """Gather an array from all groups.
 
-        With `tiled`, the arrays are concatenated along dim `axis`. Without it, they are stacked
-        along a new dim `axis`.
+        If `tiled` is true, the arrays are concatenated along dim `axis`. If `tiled` is false, the
+        arrays are stacked along a new dim `axis`.
         """
         peers = self._peers()
         return lax.all_gather(x, self.split.axes, axis_index_groups=peers, axis=axis, tiled=tiled)
@@ -99,7 +99,10 @@ class Groups:
         return lax.psum_scatter(x, self.split.axes, axis_index_groups=self._peers(), **given)
 
     def _peers(self) -> list[list[int]] | None:
-        """Return lists of devices with equal numbers in their groups; None means a single list."""
+        """Return the lists of devices that have equal numbers in their groups.
+
+        The result is None if there is a single list, which has all devices.
+        """
         U = self.split.swapped
         return None if U == 1 else [[*range(n, self.split.size, U)] for n in range(U)]
 

@@ -144,7 +144,7 @@ class Splash:
           window, causal: see `AttentionRequest`.
           axes: the mesh axes of the groups.
         """
-        # Imported here, because the import takes a third of a second and most runs do not need it.
+        # The import is here, because it takes a third of a second and most runs do not need splash.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         from jaxdist.models.attention.masks import Near, NearMask

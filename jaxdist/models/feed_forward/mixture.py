@@ -48,8 +48,9 @@ class Experts:
         """Return the weighted sum of the results of each token's experts, `[T, D]`.
 
         Args:
-          ids_Tk: the number of each token's experts. A number of E or more means that another
-            device has the expert, or that the copy was dropped.
+          ids_Tk: the numbers of each token's experts. This device has the experts 0 to E - 1. A
+            number of E or more means that another device has the expert, or that the expert drops
+            the token.
           weights_Tk: the weight of each result.
           kernels: the kernels gate (if any) and up, `[E, D, F]`, and down, `[E, F, D]`.
         """
@@ -77,9 +78,9 @@ class Experts:
         blocks.
 
         Returns:
-          Four values: the copy in each row (T k in a row of padding); the row of each copy (R if
-          the copy's expert is not on this device); the number of rows of each expert, with padding;
-          and the number of rows in a block.
+          Four values: the copy in each row (or the number of copies in a row of padding); the row
+          of each copy (or the number of rows if the copy's expert is not on this device); the
+          number of rows of each expert, with padding; and the number of rows in a block.
         """
         tokens, k = ids_Tk.shape
         # The k copies of a token are for different experts, so each expert gets at most one copy.

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: it selects the experts of each token, and their weights.
 
-All statistics are sums over the tokens of a sequence, each times its weight in the loss, so that
-the statistics add up over rows, microbatches and devices.
+All statistics are sums over the tokens of a sequence, in which each token counts with its weight in
+the loss. The statistics therefore add up over rows, microbatches and devices.
 
 Dims: B batch, L sequence, E experts, k experts of a token, N layers with experts.
 """
@@ -139,9 +139,9 @@ def _sum_before(
 def _balance(load_BE: jax.Array, share_BLE: jax.Array, weight_BL: jax.Array) -> jax.Array:
     """Return Switch's loss of each sequence, E sum_i f_i P_i, times the sequence's weight.
 
-    f_i is the fraction of the sequence's copies that go to expert i, and P_i is the mean over
-    tokens of that expert's share of the probability. An even load gives 1 (Fedus et al., arXiv
-    2101.03961, section 2.2).
+    E is the number of experts. f_i is the fraction of the choices of the sequence's tokens that are
+    for expert i, and P_i is the mean over tokens of the probability of expert i. An even load gives
+    1 (Fedus et al., arXiv 2101.03961, section 2.2).
     """
     weight_B = weight_BL.sum(1)
     divisor_B = jnp.where(weight_B == 0, 1, weight_B)

@@ -57,26 +57,29 @@ class Adapter:
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of A and B for a single layer."""
+        """The shapes of the factors A and B for a single layer."""
         ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
         return (*ins, self.rank), (self.rank, *outs)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of A and B, with a first dim for the layers if the kernel is a stack."""
+        """The shapes of the factors A and B, with a first dim for the layers of a stack."""
         more = () if self.layers is None else (self.layers,)
         of_a, of_b = self.layer_shapes
         return (*more, *of_a), (*more, *of_b)
 
     @property
     def layer_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B for a single layer; the dim of the rank is never split."""
+        """The logical dims of the factors A and B for a single layer.
+
+        The dim of the rank is never split.
+        """
         own = self.dims[len(self.dims) - len(self.shape) :]
         return (*own[: self.inputs], None), (None, *own[self.inputs :])
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of A and B, with a first dim for the layers if the kernel is a stack."""
+        """The logical dims of the factors A and B, with a first dim for the layers of a stack."""
         more = self.dims[: len(self.dims) - len(self.shape)]
         of_a, of_b = self.layer_dims
         return (*more, *of_a), (*more, *of_b)

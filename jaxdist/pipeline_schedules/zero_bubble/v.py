@@ -187,7 +187,7 @@ def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
     A WEIGHT task runs after its INPUT task, in the first unit that is free in every repetition.
 
     Args:
-      times: the starts of the F and I tasks of microbatch 0 on the stage.
+      times: the starts of the FORWARD and INPUT tasks of microbatch 0 on the stage.
       microbatches: the number of microbatches.
 
     Returns:

@@ -40,7 +40,7 @@ class StageState(NamedTuple):
       inputs: the buffer of the inputs of chunks.
       gradients: the buffer of the gradients of the outputs of chunks.
       residuals: the buffer of the values that forward tasks store for backward tasks. With
-        recomputation it is None.
+        recomputation this buffer is None.
       kept: the buffer of values that INPUT tasks store for WEIGHT tasks, or None without such
         tasks.
       chunk_grads: the sums of the gradients of this stage's chunks, `[chunks per stage, ...]`.

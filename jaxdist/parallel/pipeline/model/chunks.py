@@ -89,7 +89,7 @@ class Cut:
 
     @property
     def index(self) -> np.ndarray:
-        """The index of the layer at each entry of the chunks, int `[chunks, most]`.
+        """The index of the layer in each entry of each chunk, int `[chunks, most]`.
 
         >>> Cut((2, 1)).index.tolist()
         [[0, 1], [2, 2]]

@@ -20,7 +20,7 @@ Half = Literal["b", "w"]
 
 @dataclass(frozen=True)
 class SplitScan:
-    """A scan that is divided into two scans, one in B and one in W.
+    """A scan that is divided into two scans, one in each half (B and W) of a backward pass.
 
     Attributes:
       equation: the equation of the scan.
@@ -43,7 +43,7 @@ Step = JaxprEqn | SplitScan
 
 @dataclass(frozen=True)
 class EquationAssignment:
-    """The assignment of the equations of a jaxpr to B and W.
+    """The assignment of the equations of a jaxpr to B and W, the halves of a backward pass.
 
     Attributes:
       b, w: the equations and divided scans that each half runs, in order.
@@ -159,7 +159,7 @@ def reads(step: Step, half: Half) -> set[Var]:
 
 
 def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
-    """Divide a scan into a scan in B and a scan in W.
+    """Divide a scan into a scan in half B and a scan in half W.
 
     Args:
       equation: the equation.
