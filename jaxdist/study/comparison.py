@@ -61,7 +61,7 @@ class VariantResult:
 
     @property
     def relative_bytes(self) -> float | None:
-        """The sent bytes as a fraction of the baseline's, or None if the baseline sends none."""
+        """The sent bytes as a fraction of the baseline's bytes, or None if these are 0."""
         return self.sent_bytes / self.base_bytes if self.base_bytes else None
 
     @property
