@@ -20,9 +20,9 @@ from jaxdist.data.source import HostBatch, Source, take
 from jaxdist.errors import DataError
 
 MIXED_LABEL = "mixed_label"
-"""The name of the field that mixup adds, with the label of the image that is mixed in."""
+"""The name of a field that mixup adds, which has the label of the image that is mixed in."""
 MIXED_SHARE = "mixed_share"
-"""The name of the field that mixup adds, with the share of the image that is mixed in."""
+"""The name of a field that mixup adds, which has the share of the image that is mixed in."""
 
 
 class AugmentConfig(Scaled):

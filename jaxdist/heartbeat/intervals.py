@@ -75,6 +75,12 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
     Kept work is the work that is not lost in a failure. A run is saved after each `work` seconds of
     work.
 
+    Args:
+      work: the seconds of work between two saves.
+      cost: the seconds that a save takes.
+      mttf: the mean seconds between two failures.
+      recovery: the seconds that a recovery takes.
+
     >>> round(goodput(883, 60, mttf_of(2048, 6.5e-3), 600), 3)
     0.793
     """

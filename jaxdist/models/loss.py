@@ -264,7 +264,7 @@ def _hidden(module: Model, batch: Batch) -> tuple[jax.Array, Auxiliary | None]:
 
 
 def _with_auxiliary(nats: Mean, module: Model, more: Auxiliary | None) -> Sums:
-    """Return the sums of a loss to which a model's auxiliary losses are added.
+    """Return the sums of the loss `nats`, to which a model's auxiliary losses `more` are added.
 
     In evaluation, `loss` does not include the auxiliary losses, but their metrics are measured.
     """

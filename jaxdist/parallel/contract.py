@@ -98,7 +98,10 @@ class Compute(Protocol):
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss of `batch`, which must be the whole batch."""
+        """Compute gradients of the mean loss of `batch`, which must be the whole batch.
+
+        The arguments are the arguments of `gradients`.
+        """
         ...
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
@@ -181,7 +184,11 @@ class Exchange(Protocol):
     def gradients(
         self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
-        """Compute gradients of the mean loss of the whole batch, and the exchange's next state."""
+        """Compute gradients of the mean loss of the whole batch, and the exchange's next state.
+
+        `compute` is called with `held`, `batch` and `key`, which are the arguments of
+        `Compute.gradients`. `state` is the state of the exchange after the previous step.
+        """
         ...
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:

@@ -81,7 +81,10 @@ class Objective:
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss of a batch."""
+        """Compute gradients of the mean loss of a batch.
+
+        The arguments are the arguments of `jaxdist.parallel.contract.Compute.gradients`.
+        """
         # The loss is divided before differentiation, because dividing the gradients would be
         # another pass over the gradients.
         own, frozen = self.model.divided(held.params)
@@ -99,7 +102,10 @@ class Objective:
     def total_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the total loss of a batch."""
+        """Compute gradients of the total loss of a batch.
+
+        The arguments are the arguments of `jaxdist.parallel.contract.Compute.gradients`.
+        """
         if held.scale is not None:
             # The loss scale is chosen for the mean loss. The product of the loss scale and the
             # total loss could overflow.

@@ -164,7 +164,7 @@ def input_lines() -> Iterator[bytes]:
     A thread that waits for a line of `sys.stdin` holds a lock, and Python aborts a process that
     ends meanwhile. This reader has no lock.
     """
-    with suppress(ConnectionResetError):  # The other end has died with lines unread.
+    with suppress(ConnectionResetError):  # The other end has died before it has read all lines.
         yield from io.FileIO(0, closefd=False)
 
 

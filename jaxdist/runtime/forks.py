@@ -102,6 +102,9 @@ class ForkServer:
     def begin(self, stdin: int, stderr: int) -> Forked:
         """Fork a process, and return an object with which several threads may wait for its end.
 
+        Args:
+          stdin, stderr: the descriptors of the process's standard input and standard error.
+
         Raises:
           RunError: the server did not start.
         """
@@ -112,6 +115,10 @@ class ForkServer:
         """Return the exit code of a process that has ended.
 
         After a call has returned the exit code, do not call this method for the process again.
+
+        Args:
+          pid: the id of the process.
+          wait: whether to wait until the process has ended.
 
         Returns:
           None while the process is alive. If the server is gone, the exit code is unknown, and the
@@ -241,7 +248,13 @@ def await_fork() -> bool:
 
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
-    """Make a forked process independent of the server."""
+    """Make a forked process independent of the server.
+
+    Args:
+      files: the descriptors of the process's standard input and standard error, and other
+        descriptors that it keeps open.
+      woken: the descriptors of the server's pipe, which the process closes.
+    """
     # The process gets a separate session, so that `killpg` reaches exactly the processes that it
     # starts.
     os.setsid()

@@ -49,7 +49,8 @@ class Seen:
       machine: the name of the process's node.
       gpus: an identity for each visible GPU, in the order in which jax numbers the GPUs.
       given: the number of GPUs that the scheduler gave the job on this node, or None if unknown.
-      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS, or None without any.
+      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS, or None if the variable is not
+        set.
       problem: the reason why the GPUs cannot be counted, or an empty string if they were counted.
     """
 

@@ -211,7 +211,15 @@ def _listen(bind: str) -> socket.socket:
 def _admit(
     peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
 ) -> None:
-    """Keep the connection if it is from a process of the program; otherwise reject it."""
+    """Keep a connection that is from a process of the program; reject any other connection.
+
+    Args:
+      peer: the connection.
+      came: the kept connections, by number of the process. The function adds `peer`.
+      words: the data of the processes, by number of the process. The function adds the data that
+        arrive through `peer`.
+      count: the number of processes of the program.
+    """
     peer.settimeout(_HELLO_SECONDS)  # A stranger may connect and send nothing.
     hello = _HELLO.fullmatch(_line(peer))
     if hello is None:

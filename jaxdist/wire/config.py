@@ -12,7 +12,7 @@ from jaxdist.config.schema import Config, FilePath
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 OWN_NAME = "auto"
-"""The value of `host` for the name of each host."""
+"""The value of the setting `host` that stands for the name of the host on which a server runs."""
 
 
 class TlsConfig(Config):
@@ -72,10 +72,10 @@ class ProcessesConfig(Config):
         return self
 
     def check_remote(self, servers: int) -> None:
-        """Check that a run with a number of servers has as many as other hosts start.
+        """Check that other hosts start at most `servers` servers, which is the number of a run.
 
         Raises:
-          ValueError: other hosts would start more servers.
+          ValueError: `remote_servers` is larger than `servers`.
         """
         if self.remote_servers > servers:
             raise ValueError(
@@ -89,7 +89,9 @@ class ProcessesConfig(Config):
 
 
 def address_here(host: str) -> str:
-    """Return the address for a value of `host` on this host: for auto, this host's name.
+    """Return the address that a value of the setting `host` means on this host.
+
+    For auto the address is the name of this host.
 
     >>> address_here("10.0.0.1")
     '10.0.0.1'

@@ -3,11 +3,11 @@
 RUN/gate.json    {"address": "10.0.0.1:40001", "token": "..."}, which only the run's owner may read
 
 The session of a host carries texts in both directions. The first text of the host is {"host":
-ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the texts
-are the orders to this server and its events, as between a parent and a child
-(`jaxdist.runtime.children`). An empty text ends the server, and the last text of the host is
-{"code": EXIT_CODE}. Each text from the host is a line. A text to the host may contain several lines
-or end within a line.
+ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the texts to
+the host are orders to this server, and the texts from the host are events of this server, as
+between a parent and a child (`jaxdist.runtime.children`). An empty text ends the server, and the
+last text of the host is {"code": EXIT_CODE}. Each text from the host is a line. A text to the host
+may contain several lines or end within a line.
 """
 
 from __future__ import annotations
@@ -79,7 +79,13 @@ def read_gate(run: Path) -> GateAddress:
 
 
 def too_few(found: int, wanted: int, what: str, seconds: float) -> str:
-    """Return the message of a run that has waited in vain for processes of other hosts."""
+    """Return the message of a run that has waited in vain for processes of other hosts.
+
+    Args:
+      found, wanted: the numbers of processes that have come, and that the run needs.
+      what: the kind of the processes, in the plural.
+      seconds: the time that the run has waited, in seconds.
+    """
     return (
         f"only {found} of {wanted} {what} of other hosts have come within {seconds:g} s "
         "(strategy.processes.deadline_seconds): read the logs of the other hosts, on which "
@@ -120,7 +126,7 @@ class RemoteProcess:
         return self._over.is_set()
 
     def refuse(self, reason: str) -> None:
-        """Report to the host why it cannot start a server."""
+        """Report to the host why the host cannot start a server."""
         self._peer.say(text_of({"refused": reason}))
 
     def begin(self, stdin: int, stderr: int) -> RemoteProcess:
@@ -140,7 +146,8 @@ class RemoteProcess:
     def _pass_on(self, parent: socket.socket) -> None:
         # The socket stays open after the last order, for the events until the process has ended.
         with parent, suppress(OSError):
-            # A text takes all lines that wait: a peer with too many waiting texts is disconnected.
+            # One text has all lines that wait, because a peer with too many waiting texts is
+            # disconnected.
             while text := parent.recv(TEXT_BYTES):
                 self._peer.say(_envelope(text))
             self._peer.say(_envelope(b""))
@@ -157,7 +164,10 @@ class RemoteProcess:
                 self._parent.sendall(text.encode())
 
     def ended(self, code: int = -int(signal.SIGKILL)) -> None:
-        """Record the end of the process, or of its session, which ends the process."""
+        """Record that the process has ended, with the exit code `code`.
+
+        The method is also called at the end of the session, when the host kills the process.
+        """
         if not self.gone:
             self._code = code
             self._over.set()
@@ -180,7 +190,7 @@ class RemoteProcess:
         return self._code
 
     def kill(self) -> None:
-        """End the session, at whose end the host kills the process."""
+        """End the session; the host then kills the process."""
         self._peer.close()
         self.ended()
 
@@ -189,8 +199,8 @@ class Gate:
     """A `jaxdist.wire.contract.Service` for the hosts that offer to start table servers.
 
     Args:
-      offered: the function that is called with the process of a new host, which it begins or
-        refuses later.
+      offered: the function that is called with the `RemoteProcess` of each new host. The function
+        decides when to begin or refuse this process.
     """
 
     def __init__(self, offered: Callable[[RemoteProcess], None]) -> None:

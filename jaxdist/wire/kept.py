@@ -104,7 +104,10 @@ def spec_of_board(envelope: Envelope) -> Spec | None:
 
 
 def read_board(wire: Wire, seen: Callable[[str], None]) -> KeptSession:
-    """Call a function with the text of a `Board` now and at each change, until `close`."""
+    """Call `seen` with the text of a `Board`, now and at each change.
+
+    The calls end when the returned session is closed.
+    """
     return KeptSession(
         wire, lambda kept: kept.send([Envelope(Op.LATE)]), lambda envelope: seen(envelope.text)
     )

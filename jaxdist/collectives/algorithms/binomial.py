@@ -55,7 +55,10 @@ def steps_down(places: Places) -> list[SendPairs]:
 
 
 def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax.Array:
-    """Reduce the arrays [n] of all devices to [n]; the result is valid on the root only."""
+    """Reduce the arrays [n] of all devices to [n], along the tree `places`.
+
+    The result is valid on the root only. `combine` combines two arrays.
+    """
     for step in steps_up(places):
         arrived = permute(flat, axis, step)
         # A device that receives nothing gets zeros from `permute`. These zeros must not be combined
@@ -65,7 +68,7 @@ def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax
 
 
 def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
-    """Copy the array [n] of the root to all devices."""
+    """Copy the array [n] of the root to all devices, along the tree `places`."""
     for step in steps_down(places):
         arrived = permute(flat, axis, step)
         flat = jnp.where(_receives(step, axis, places), arrived, flat)

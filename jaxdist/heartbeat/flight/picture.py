@@ -112,7 +112,15 @@ def _draw_row(
 
 
 def _mark(axes: Axes, row: int, one: JsonObject, shown: tuple[float, float], scale: float) -> None:
-    """Mark the end of the process that failed or was stuck, in the row of the process."""
+    """Mark the end of the process that failed or was stuck, in the row of the process.
+
+    Args:
+      axes: the axes of the picture.
+      row: the index of the row.
+      one: the process, as in a flight record.
+      shown: the first and the last second that the picture shows.
+      scale: the number of units of the time axis in a second.
+    """
     if not one["phases"]:
         return
     last = one["phases"][-1]

@@ -29,7 +29,7 @@ class CnnConfig(PartConfig):
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Cnn:
-        """Build the module for images of `shape` (height, width, channels)."""
+        """Build the module from images of `shape` (height, width, channels) to `classes` logits."""
         return Cnn(self, rngs, shape=shape, classes=classes, hint=hint)
 
 

@@ -25,7 +25,7 @@ class MlpConfig(PartConfig):
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Mlp:
-        """Build the module for images of `shape` (height, width, channels)."""
+        """Build the module from images of `shape` (height, width, channels) to `classes` logits."""
         return Mlp(self, rngs, shape=shape, classes=classes, hint=hint)
 
 

@@ -76,7 +76,7 @@ class ResnetConfig(PartConfig):
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Resnet:
-        """Build the module for images of `shape` (height, width, channels)."""
+        """Build the module from images of `shape` (height, width, channels) to `classes` logits."""
         return Resnet(self, rngs, channels=shape[-1], classes=classes, hint=hint)
 
 

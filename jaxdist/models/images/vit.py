@@ -103,7 +103,7 @@ class VitConfig(PartConfig):
         platform: str | None = None,
         family: str = "",
     ) -> Vit:
-        """Build the module for images of `shape` (height, width, channels).
+        """Build the module from images of `shape` (height, width, channels) to `classes` logits.
 
         Args:
           platform: the platform of the devices, as jax names it, or None if it is unknown.

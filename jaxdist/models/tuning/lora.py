@@ -33,7 +33,7 @@ class Adapter:
     Attributes:
       name: the name of the kernel.
       shape: the shape of the kernel, without the dim that counts layers.
-      dims: the logical dims of the kernel, with the dim that counts layers.
+      dims: the logical dims of the kernel, including the dim that counts layers if there is one.
       layers: the number of stacked layers, or None without a stack.
       inputs: the number of dims of the kernel that are inputs; these dims come first.
       rank: the rank of the product.
@@ -101,7 +101,8 @@ def adapter_of(
 
     Args:
       name: the name of the parameter.
-      shape, dims: the shape and the dims of the parameter, with the dim that counts layers.
+      shape, dims: the shape and the dims of the parameter, including the dim that counts layers if
+        there is one.
       stacked: whether the first dim counts layers.
     """
     layers, own = (shape[0], shape[1:]) if stacked else (None, shape)

@@ -137,7 +137,8 @@ class Explicit(Base):
     ) -> Gradients:
         """Compute each device's gradients without summing them over devices.
 
-        The gradients of all devices are stacked along a new first dim, which `axes` split.
+        The gradients of all devices are stacked along a new first dim, which `axes` split. The
+        arguments are the arguments of `on_rows`.
         """
         per_device = PartitionSpec(self.axes)
         return self.on_rows(

@@ -170,7 +170,7 @@ class Strict(Explicit):
         """Apply `function` to whole trees, or with ZeRO to each of the V parts of the trees.
 
         V is the number of logical shards, so the parts have the same shapes on any number of
-        devices.
+        devices. The arguments are the arguments of `jaxdist.parallel.contract.Exchange.apply`.
         """
         zero = self.zero
         if zero is None:
@@ -221,6 +221,8 @@ class Strict(Explicit):
     ) -> tuple[Any, ...]:
         """Apply `function` to values that are equal on all devices of the batch's axes.
 
+        The arguments are the arguments of `jaxdist.parallel.strict.pieces.once`.
+
         The `jax.shard_map` makes the program the same for any number of devices. Without the
         `jax.shard_map`, functions that ask which mesh axes are auto axes would compute differently.
         """
@@ -240,7 +242,7 @@ class Strict(Explicit):
         """Compute each device's sums of gradients, stacked along a first dim that `axes` split.
 
         The `sums` of the result are over all logical shards, and its `buffers` are means over all
-        logical shards.
+        logical shards. The arguments are the arguments of `on_rows`.
         """
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:

@@ -139,7 +139,10 @@ class Pipeline:
     def mean_gradients(
         self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
     ) -> Gradients:
-        """Compute gradients of the mean loss of the whole batch."""
+        """Compute gradients of the mean loss of the whole batch.
+
+        The arguments are the arguments of `gradients`.
+        """
         return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: PyTree, frozen: list[Any], rows: PyTree) -> jax.Array:
