@@ -97,13 +97,14 @@ class GptConfig(PartConfig):
     compute_dtype: ComputeDtype = "float32"
     """The dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
-    """The activations that the backward pass recomputes. `none` recomputes nothing, `elementwise`
-    the cheap operations (rotations, products, masks), `dots` everything except the results of
-    matmuls, and `full` whole blocks. A preset keeps its activations and recomputes all others. A
-    mapping such as `{query: save, attention: offload}` names the activations to keep on the device
-    (save) or in the host's memory (offload), and all others are recomputed. A list has an entry for
-    each block, repeated over the layers (from its start in each chunk of a pipeline): `[full,
-    none]` recomputes every other block."""
+    """The activations that the backward pass recomputes. `none` recomputes nothing. `elementwise`
+    recomputes the cheap operations (rotations, products, masks), `dots` recomputes everything
+    except the results of matmuls, and `full` recomputes whole blocks. A preset keeps its
+    activations and recomputes all others. A mapping such as `{query: save, attention: offload}`
+    names the activations to keep on the device (save) or in the host's memory (offload), and all
+    others are recomputed. A list has an entry for each of several consecutive blocks, and is
+    repeated over the layers: `[full, none]` recomputes every other block. In a pipeline, each chunk
+    begins with the first entry of the list."""
     scan_unroll: Count = 1
     """The number of blocks per iteration of the loop over layers. A larger number takes longer to
     compile and has less overhead."""

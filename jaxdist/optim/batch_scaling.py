@@ -36,8 +36,8 @@ class ScaleFromConfig(Config):
     """A learning rate and warm-up that work at one batch size, and the rule that scales them."""
 
     batch_size: Count
-    """The batch size at which the learning rate and warm-up below work, in examples per optimizer
-    step over all devices and microbatches."""
+    """The batch size at which the learning rate and the warm-up of this section work, in examples
+    per optimizer step over all devices and microbatches."""
     learning_rate: PositiveFloat
     """The peak learning rate that works at scale_from.batch_size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"

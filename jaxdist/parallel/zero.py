@@ -48,8 +48,8 @@ class ZeroConfig(Config):
     """The split of the training state over the devices that share the batch."""
 
     stage: Stage = 0
-    """The stage of ZeRO: 0 replicates everything; 1 splits the optimizer state, 2 also gradients, 3
-    also parameters."""
+    """The stage of ZeRO. 0 replicates everything, 1 splits the optimizer state, 2 also splits the
+    gradients, and 3 also splits the parameters."""
     scope: Literal["all", "ici"] = "all"
     """The devices over which the state is split: all devices of the data axis (all), or the devices
     of each fast network, so that every fast network has a replica of the state (ici)."""

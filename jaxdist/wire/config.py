@@ -12,7 +12,7 @@ from jaxdist.config.schema import Config, FilePath
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 OWN_NAME = "auto"
-"""The value of the setting `host` that stands for the name of the host on which a server runs."""
+"""The value of the setting `host` that means the name of the host on which a server runs."""
 
 
 class TlsConfig(Config):
