@@ -129,7 +129,7 @@ def given_identity(run: Path) -> Identity:
 
 
 def check_identity(run: Path, wanted: str) -> None:
-    """Check that a directory belongs to the given run.
+    """Check that a directory belongs to the run with the id `wanted`.
 
     Raises:
       RunError: the directory has another id, or no id.

@@ -39,8 +39,9 @@ WHOLE_PASSES = 8.0
 """The number of passes over all gradients: they are scaled, packed, checked and unpacked, each with
 a read and a write."""
 MESSAGE_PASSES = 6.0
-"""The number of additional passes over encoded gradients: the residual is read and written, the
-gradient is encoded and decoded, decoded messages are summed, and the sum is encoded."""
+"""The number of passes over encoded gradients in addition to `WHOLE_PASSES`: the residual is read
+and written, the gradient is encoded and decoded, decoded messages are summed, and the sum is
+encoded."""
 MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
 """The numbers of passes that some codecs take in addition to `MESSAGE_PASSES`, from times on a
 single core. Sign has a second residual and packs bits, topk searches a threshold, lowrank

@@ -66,7 +66,7 @@ class Torus:
     cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
-        """Return a collective's time and links, if no other collective uses these links."""
+        """Return a collective's links, and its time if no other collective uses these links."""
         if not collective.sent_bytes:
             return Transfer(0.0, frozenset())
         if collective.kind == "collective-permute":

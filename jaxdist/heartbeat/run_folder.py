@@ -53,7 +53,7 @@ class RunFolder:
     def tell_run(self, run: Identity) -> None:
         """Publish the path and the id of the run, for the agent and for later generations."""
         assert run.path is not None
-        # After a rename, readers never see only a part of the file.
+        # Because of the rename, readers never see a file that is only partly written.
         staging = self.folder / f".run_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         staging.rename(self.run)

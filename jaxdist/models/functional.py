@@ -224,7 +224,7 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """Return the model, with the stacks that a forward pass scans over added to `stacked`.
+        """Add to `stacked` the stacks over which a forward pass scans, and return the new model.
 
         A module is such a stack if scans cut all its parameters into the same number of slices. The
         forward pass, `forward(module, *given)`, is only traced, and not run.

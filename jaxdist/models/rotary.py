@@ -107,7 +107,7 @@ def rotate(
 
 
 def _swapped(x_BLHd: jax.Array) -> jax.Array:
-    """Return (-second, first) for an array of (first, second) halves."""
+    """Exchange the halves of the last dim, and negate the half that is then the first."""
     half = x_BLHd.shape[-1] // 2
     permutation = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
     # Rows are not flattened: where an axis splits the heads, flattening would make XLA gather them.

@@ -103,7 +103,7 @@ class Held:
     """The part of a tensor's matrices that a device holds.
 
     Attributes:
-      of: the matrices.
+      of: the matrices of the whole tensor.
       entries: for each dim of the tensor, the mesh axes that split the dim.
       parts: for each dim, the number of parts into which these axes split the dim.
     """

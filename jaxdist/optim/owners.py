@@ -38,7 +38,10 @@ class Owner:
         return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims))
 
     def place_of(self, dim: int | None) -> int | None:
-        """Return the index in the leaf of a parameter's dim, or None if the leaf lacks the dim."""
+        """Return the index that dim `dim` of the parameter has in the leaf.
+
+        The result is None if the leaf lacks the dim.
+        """
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 

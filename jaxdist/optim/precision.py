@@ -54,7 +54,7 @@ class MomentsState(NamedTuple):
 def bf16_moments(
     inner: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the float32 moments of `inner` in bfloat16 between steps, stochastically rounded.
+    """Keep the float32 moments of `inner` in bfloat16 between steps, by stochastic rounding.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
     decreases by at most 1/1000 of its value in a step. Neighboring bfloat16 values differ by about

@@ -220,7 +220,7 @@ def hold_signals() -> None:
 
 def await_fork() -> bool:
     """Run the server. Return True in each forked process, and False when the server ends."""
-    gc.freeze()  # A collection would write to shared memory, and so copy it in each process.
+    gc.freeze()  # A garbage collection would copy the memory that the processes share.
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
     # `set_wakeup_fd` requires a non-blocking pipe: a handler must not block on a full pipe.
     os.set_blocking(woken[1], False)

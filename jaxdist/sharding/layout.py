@@ -378,7 +378,7 @@ class Layout:
         return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
-        """Explain why a parameter with these logical dims cannot be sharded, or return None.
+        """Return why a parameter with these logical dims cannot be sharded, or None if it can.
 
         Args:
           name: the name of the parameter, or the pattern of the names of several parameters.

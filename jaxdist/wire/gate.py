@@ -50,7 +50,7 @@ def write_gate(run: Path, gate: GateAddress) -> Path:
     """
     path = run / FILE_NAME
     try:
-        path.unlink(missing_ok=True)  # A killed run leaves its file.
+        path.unlink(missing_ok=True)  # A killed run leaves its file behind.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(gate._asdict(), file)

@@ -58,7 +58,7 @@ class RecommenderConfig(PartConfig):
 
 
 class Tables(nnx.Module):
-    """The tables of all fields as one parameter with the dims ("rows", none).
+    """The tables of all fields as one parameter with the dims `("rows", None)`.
 
     Args:
       form: the form of the tables.

@@ -85,7 +85,7 @@ class Adapter:
         return (*more, *of_a), (*more, *of_b)
 
     def init(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the initial A and B.
+        """Return the initial factors A and B.
 
         A is drawn uniformly, as torch draws a linear layer. B is 0, so that A B is 0 at first.
         """

@@ -73,7 +73,7 @@ class Form:
 
     @property
     def stacked(self) -> list[bool]:
-        """Whether each leaf of the tree of stacks is a stack, in the order of the leaves."""
+        """For each leaf of the tree of stacks, in order, whether the leaf is a stack."""
         return [
             flag
             for inner in self.inner

@@ -87,7 +87,7 @@ class _Comparison:
 
     @cached_property
     def stacked(self) -> list[bool]:
-        """Whether each leaf of the arguments is a stack, in the order of the leaves."""
+        """For each leaf of the arguments, in order, whether the leaf is a stack."""
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:

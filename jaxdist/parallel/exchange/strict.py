@@ -81,7 +81,9 @@ class Strict(Explicit):
 
     @property
     def reduction(self) -> Reduction:
-        """The exchange between devices, which adds up the sums from `local` of all devices."""
+        """The reduction over devices, which adds up the sums that each device has made by
+        `local`.
+        """
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:

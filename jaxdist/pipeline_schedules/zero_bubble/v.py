@@ -85,7 +85,7 @@ class _Block(NamedTuple):
     turns: tuple[int, int, int]
 
     def times(self, stages: int, stage: int) -> tuple[int, int, int, int]:
-        """Return the starts of the four F and I tasks of microbatch 0 on a stage.
+        """Return the starts of the FORWARD and INPUT tasks of microbatch 0 on a stage, four in all.
 
         The tasks of microbatch b start 6 b units later.
         """

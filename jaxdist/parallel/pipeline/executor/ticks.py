@@ -72,7 +72,7 @@ class Channel:
 
     @property
     def used(self) -> np.ndarray:
-        """Whether any stage receives a value, for each tick, bool `[ticks]`."""
+        """For each tick, whether any stage receives a value, bool `[ticks]`."""
         return (self.slot != NONE).any(axis=1)
 
     @property

@@ -109,7 +109,7 @@ class Cut:
         return jax.tree.map(leaf, layers)
 
     def from_chunks(self, chunks: PyTree) -> PyTree:
-        """Rearrange leaves from `[chunks, most, ...]` to `[layers, ...]`: reverse `to_chunks`."""
+        """Rearrange leaves from `[chunks, most, ...]` to `[layers, ...]`: invert `to_chunks`."""
         counts = np.array(self.layers)[:, None]
         places = np.flatnonzero(np.arange(self.most) < counts)
 
