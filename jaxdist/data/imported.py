@@ -51,9 +51,7 @@ class ImportConfig(Config):
         return dataset
 
     def _declared(self, dataset: Dataset) -> Dataset:
-        """Return the data set with the config's settings, which override the data set's
-        settings.
-        """
+        """Return the data set, in which the config's settings override the data set's own."""
         said = {"vocab_size": self.vocab_size, "classes": self.classes}
         given = {name: value for name, value in said.items() if value is not None}
         return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))

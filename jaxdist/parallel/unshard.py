@@ -147,7 +147,7 @@ def defer(
 
 @dataclass(frozen=True)
 class SplitDim:
-    """The dim of a tensor that ZeRO splits, with attributes that a `ShardedParameter` has too."""
+    """The dim of a tensor that ZeRO splits; the attributes are those of `ShardedParameter`."""
 
     dim: int
     spec: PartitionSpec

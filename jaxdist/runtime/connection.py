@@ -147,5 +147,5 @@ def _decide(told: Sequence[Json]) -> list[Json]:
 
 
 def preempted(step: int) -> bool:
-    """Return whether all processes stop after `step`, because any process has received SIGTERM."""
+    """Return whether all processes stop after `step`, because a process has received SIGTERM."""
     return multihost_utils.reached_preemption_sync_point(step)

@@ -81,9 +81,7 @@ class Strict(Explicit):
 
     @property
     def reduction(self) -> Reduction:
-        """The reduction over devices, which adds up the sums that each device has made by
-        `local`.
-        """
+        """The reduction over devices, which adds up the sums of all devices (see `local`)."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:
