@@ -44,7 +44,7 @@ def open_run(
       run: the run directory.
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
-      whole: whether to restore the complete state. Otherwise only the arrays that evaluation needs
+      whole: whether to restore the complete state. If false, only the arrays that evaluation needs
         are restored. These are the parameters and buffers, unless the optimizer or the strategy
         evaluates other arrays.
       console: the console for messages about checkpoints.

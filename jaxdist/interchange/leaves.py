@@ -298,8 +298,8 @@ def _arrays(
 ) -> list[tuple[Ranges, np.ndarray, list[np.ndarray]]]:
     """Return arrays of the buffer to read into: the ranges, the array, and the blocks in it.
 
-    If the blocks join to one large block that fits into the buffer, it is the only array, so that
-    whole tensors can be read. Otherwise each of the first blocks has an array of its own.
+    If the blocks join to one large block that fits into the buffer, this block has the only array,
+    so that whole tensors can be read. Otherwise each of the first blocks has an array of its own.
     """
     hull = [(min(b for b, _ in dim), max(e for _, e in dim)) for dim in zip(*blocks, strict=True)]
     joined = math.prod(_shape(hull)) == sum(math.prod(_shape(one)) for one in blocks)

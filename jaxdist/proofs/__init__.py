@@ -2,7 +2,7 @@
 
 Types describe how the devices hold each value of the step's program. Numbers compare training with
 the plan and training on a single device, both for a smaller model. Bytes compare the communication
-of the compiled program with the communication that the code asks for.
+of the compiled program with the communication for which the code asks.
 """
 
 from jaxdist.proofs.types.rules import rule

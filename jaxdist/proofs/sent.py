@@ -1,4 +1,4 @@
-"""The comparison of the bytes that a compiled program sends with the bytes that its code asks for.
+"""The comparison of the bytes that a compiled program sends with the bytes for which its code asks.
 
 Inside `shard_map` the code itself names each collective. Elsewhere XLA places the collectives: XLA
 must sum over dims that an axis splits, and may gather arrays that are stored in shards. Any other

@@ -213,7 +213,7 @@ class RunJob:
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
-        """Check for errors that would otherwise end the run after it has created its files."""
+        """Check, before the run creates its files, for errors that would end the run later."""
         starts = not self.resume and not self.lives
         if starts and self.config.checkpoint.begin_with is not None:
             check_begin(experiment.program, self.config.checkpoint.begin_with)

@@ -144,7 +144,8 @@ class Termination:
 def _forget(terminals: list[int]) -> None:
     """Discard all later output to the terminals that were closed.
 
-    Otherwise a failed write to such a terminal would prevent the checkpoint.
+    If the output were not discarded, a failed write to such a terminal would prevent the
+    checkpoint.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in terminals:

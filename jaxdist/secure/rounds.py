@@ -131,7 +131,7 @@ class ServerRound:
 
     Args:
       number: the number of the round.
-      clients: the number of clients that the run is planned with.
+      clients: the number of clients for which the run is planned.
       needed: the number of clients that must complete the round.
     """
 

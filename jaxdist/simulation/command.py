@@ -32,7 +32,7 @@ class SimulationResult:
     Attributes:
       caption: a sentence about the model, its data and the cluster.
       targets: for each seed, the loss to which the time of a run is measured.
-      rows: the runs of each variant; the other variants are compared with the first.
+      rows: the runs of each variant; the other variants are compared with the first variant.
     """
 
     caption: str

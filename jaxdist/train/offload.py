@@ -155,9 +155,9 @@ def streamed(
     """Update the parameters group by group, so that few groups are on the device at once.
 
     Each group calls `update` with the whole state, and uses only the results of its parameters. XLA
-    removes the rest, so that the results need only the copies of their group. An optimizer whose
-    results for a parameter depend on the state of other parameters is correct too, but copies that
-    state again for each group.
+    removes all other results, so that the results of a group need only the copies of their group.
+    An optimizer whose results for a parameter depend on the state of other parameters is correct
+    too, but copies that state again for each group.
 
     Args:
       update: the function from the parameters and the optimizer's state to the new parameters and

@@ -72,7 +72,7 @@ def delay_compensated(
       config: the settings of the correction.
       gradient: the gradient g.
       now: the current parameters.
-      then: the parameters that the gradient was computed from.
+      then: the parameters from which the gradient was computed.
       mean_square: the running mean of squared gradients, which starts with zeros; required only if
         `config.decay` is set.
 

@@ -169,10 +169,10 @@ class AdaptiveSSP(OnArrival):
 
     A worker that is at most `least` clocks ahead of the slowest worker never waits. Beyond `least`,
     the times of the last two pushes of this worker and of the slowest worker predict the next
-    pushes of both. The worker continues, up to `most` clocks ahead, if more clocks would make its
-    predicted wait shorter than its wait now. Zhao et al., "Dynamic stale synchronous parallel"
-    (arXiv 1908.11848), predict once for several clocks; here every clock is predicted separately,
-    from the newest times.
+    pushes of both workers. The worker continues, up to `most` clocks ahead, if more clocks would
+    make its predicted wait shorter than its wait now. Zhao et al., "Dynamic stale synchronous
+    parallel" (arXiv 1908.11848), predict once for several clocks; here every clock is predicted
+    separately, from the newest times.
     """
 
     type: Literal["adaptive"] = "adaptive"

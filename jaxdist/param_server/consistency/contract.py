@@ -34,7 +34,7 @@ class Arrival:
       sequence: the number of the message among the client's messages.
       clock: the clock at which the client computed the change, or the number of the round in a
         model of rounds.
-      version: the version of the parameters that the change was computed from.
+      version: the version of the parameters from which the change was computed.
       tokens: the weight of the change in a mean, or 0 if all examples of the batch were masked.
       usable: whether the change contains no NaN and no infinity.
       seconds: the arrival time, in seconds.
@@ -66,7 +66,7 @@ class WeightedChange:
 
     Attributes:
       weight: the factor of the change in the sum.
-      staleness: the number of updates between the version that the change was computed from and the
+      staleness: the number of updates from the version from which the change was computed to the
         current version.
     """
 
@@ -103,7 +103,7 @@ class Clocks:
     """The clocks, the version and the pending changes of one range.
 
     Attributes:
-      team: the number of workers that the run is planned with.
+      team: the number of workers for which the run is planned.
       clocks: the number of changes that have arrived from each member.
       version: the number of updates so far.
       floor: a clock that never decreases; the version contains all changes of all members from

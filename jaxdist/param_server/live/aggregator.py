@@ -186,7 +186,8 @@ class Aggregator(Reception):
     def _copy_for(self, answer: Answer) -> np.ndarray | None:
         """Return the parameters for an answer, which are the same when an answer is repeated.
 
-        Otherwise a replay could not know from which of two copies the worker computed.
+        If a repeated answer had other parameters, a replay could not know from which of two copies
+        the worker computed.
         """
         given = self._given.get(answer.client)
         if given is None or given[:2] < (answer.sequence, answer.clock):

@@ -207,8 +207,8 @@ class Client:
     def move(self, server: int, wire: Wire, epoch: int) -> None:
         """Continue with the server that leads a shard in a new epoch.
 
-        An epoch that is not newer than the known epoch changes nothing. Otherwise all messages
-        without a final reply are sent again, and the new server counts each message once.
+        An epoch that is not newer than the known epoch changes nothing. If the epoch is newer, all
+        messages without a final reply are sent again, and the new server counts each message once.
 
         Args:
           server: the number of the shard.

@@ -70,7 +70,7 @@ class ServerLink:
             self.session.send(envelope)
 
     def ask_late(self) -> None:
-        """Ask the server which clients it waits for."""
+        """Ask the server for which clients it waits."""
         if self.session is not None and self.welcome:
             self.session.send(self._envelope(Op.LATE))
 

@@ -24,7 +24,7 @@ def fixed_point_mean(
     """Return the mean of changes as secure aggregation computes it, from the plain changes.
 
     Args:
-      clients: the number of clients that the run is planned with.
+      clients: the number of clients for which the run is planned.
     """
     changes = [(change_of(part.arrival), part.arrival.tokens) for part in merge.parts]
     total = sum((encode(x, clients, tokens) for x, tokens in changes), start=np.uint64(0))

@@ -29,7 +29,7 @@ class SecureServer(Server):
     """A server whose clients mask their pushes, and unmask only the sum of a round.
 
     Args:
-      clients: the number of clients that the run is planned with.
+      clients: the number of clients for which the run is planned.
       needed: the number of clients that must complete a round.
       failed: the function that is called with the reason when a sum can never be unmasked.
       given, more: the arguments of the base class; the model is `bsp`.
@@ -155,7 +155,7 @@ class MaskingClient(Client):
     """A worker's client of servers that aggregate securely.
 
     Args:
-      clients: the number of clients that the run is planned with.
+      clients: the number of clients for which the run is planned.
       needed: the number of clients that must complete a round.
       given, more: the arguments of the base class.
     """

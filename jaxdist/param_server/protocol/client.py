@@ -119,7 +119,7 @@ def push(
     """Return a message that pushes a computed change, and advance the clock.
 
     Args:
-      version: the version that the change was computed from; None takes the version of the copy,
+      version: the version from which the change was computed; None takes the version of the copy,
         which is correct if no newer copy has arrived since the computation began.
     """
     assert state.room

@@ -92,7 +92,7 @@ def begin_rack(number: int, workers: int, *, epoch: int = 0) -> RackState:
 
     Args:
       number: the rack's number as a client of the servers.
-      workers: the number of workers that the rack is planned with.
+      workers: the number of workers for which the rack is planned.
     """
     return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
 
@@ -187,7 +187,11 @@ def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
 
 
 def _released(model: Consistency, state: RackState) -> RackStep:
-    """Release the answers if the rack's copy is ready to compute from; otherwise pull once."""
+    """Release the answers if workers may compute from the rack's copy.
+
+    If workers may not compute yet, the rack pulls new parameters, unless a pull is pending
+    already.
+    """
     if not state.answers:
         return RackStep(state)
     if client.ready(model, state.outer):

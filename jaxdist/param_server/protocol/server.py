@@ -66,7 +66,7 @@ def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
     """Return a range without members.
 
     Args:
-      team: the number of workers that the run is planned with.
+      team: the number of workers for which the run is planned.
       version: the version of the initial parameters, from a checkpoint.
     """
     return RangeState(Clocks(team, version=version, floor=version), epoch)
@@ -226,7 +226,7 @@ def _delivered(model: Consistency, state: RangeState, message: Message, now: flo
 def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
     """Drop a push permanently and refuse it; a retry is refused in the same way.
 
-    The clock does not advance, so the client must stop. Otherwise the client would wait for ever
+    The clock does not advance, so the client must stop. A client that continued would wait for ever
     for parameters of a clock that this range never reaches.
     """
     told = Refuse(arrival.client, arrival.sequence, reason, state.epoch)

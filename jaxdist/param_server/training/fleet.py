@@ -1,4 +1,4 @@
-"""The processes that workers push to: servers, and the aggregators in front of servers."""
+"""The processes to which workers push: servers, and the aggregators in front of servers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EssentialProcesses:
 
     Args:
       start: the function that starts a process.
-      next_event: the function that returns the next message of a process; its argument names what
-        the caller waits for.
+      next_event: the function that returns the next message of a process; its argument names the
+        event for which the caller waits.
     """
 
     def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
@@ -60,21 +60,21 @@ class EssentialProcesses:
         return [port for child in children for port in self._ports[child]]
 
     def _in_front(self, slot: int) -> list[RunProcess]:
-        """Return the processes that a worker pushes to."""
+        """Return the processes to which a worker pushes."""
         rack = self.cluster.rack_of(slot)
         return self.servers if rack is None else [self.aggregators[rack]]
 
     def ports(self, slot: int) -> list[int]:
-        """Return the ports that a worker pushes to, one for each server."""
+        """Return the ports to which a worker pushes, one for each server."""
         return self._ports_of(self._in_front(slot))
 
     def leave(self, client: int, slot: int) -> None:
-        """Report a worker's permanent departure to the processes that the worker pushes to."""
+        """Report a worker's permanent departure to the processes to which the worker pushes."""
         for child in self._in_front(slot):
             child.say({"leave": client})
 
     def admit(self, client: int, slot: int) -> None:
-        """Announce a new worker to the processes that the worker will push to."""
+        """Announce a new worker to the processes to which the worker will push."""
         for child in self._in_front(slot):
             child.say({"admit": client})
 

@@ -74,7 +74,7 @@ class ClockReports:
         self._sums[clock][slot] = sums
 
     def clock(self, slot: int, report: JsonObject) -> None:
-        """Record that a worker has finished a clock and can start the next."""
+        """Record that a worker has finished a clock and can start the next clock."""
         self.progress[slot] = max(self.progress[slot], report["clock"])
         self._workers[slot] = report
         spent = self._busy[slot]

@@ -40,7 +40,7 @@ class Replay:
     """A replay of servers, racks and workers in one process, in the recorded order of messages.
 
     The workers' changes are recomputed from the recorded versions. The replay keeps a copy of the
-    parameters in memory for each version that a later change was computed from.
+    parameters in memory for each version from which a later change was computed.
 
     Args:
       start: the initial state of each server.

@@ -60,7 +60,8 @@ def check_separable(transform: optax.GradientTransformationExtraArgs, params: Pa
 def _halves(count: int) -> list[frozenset[int]]:
     """Return the empty set, and sets of numbers below `count` that separate any two numbers.
 
-    For any two numbers, at least one of the sets contains the first number and not the second.
+    For any two numbers, at least one of the sets contains the first number and not the second
+    number.
     """
     found = [frozenset[int]()]
     for bit in range(max(count - 1, 0).bit_length()):

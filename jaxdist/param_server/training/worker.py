@@ -41,7 +41,7 @@ class Clocked:
 
     Attributes:
       seconds: the duration of the clock, including `waited_seconds`, the wait for servers.
-      versions: the version of the parameters that the change was computed from, by server.
+      versions: the version of the parameters from which the change was computed, by server.
     """
 
     clock: int

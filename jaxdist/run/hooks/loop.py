@@ -270,8 +270,8 @@ class Snapshot(LoopHook):
 
     Attributes:
       lasts: whether the snapshots are on a disk. If true, only a checkpoint after the same step
-        makes a snapshot unnecessary. Otherwise another snapshot after the same step also makes it
-        unnecessary.
+        makes a snapshot unnecessary. If false, another snapshot after the same step also makes a
+        snapshot unnecessary.
     """
 
     cadence: Cadence

@@ -25,7 +25,7 @@ def _curve(curve: Sequence[Point]) -> Iterator[str]:
 
 
 def thinned(curve: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` points at even distances, including the first point and the last."""
+    """Return at most `most` points at even distances, including the first and the last point."""
     if len(curve) <= most:
         return list(curve)
     return [curve[round(at * (len(curve) - 1) / (most - 1))] for at in range(most)]

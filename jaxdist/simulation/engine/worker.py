@@ -87,7 +87,7 @@ class WorkerNode:
     def _pull_where(self, ready: bool) -> int:
         """Pull new parameters from some of the servers, and return the number of these servers.
 
-        If `ready` is true, these are the servers whose copies the worker may compute from. If
+        If `ready` is true, these are the servers from whose copies the worker may compute. If
         `ready` is false, these are all other servers.
         """
         found = [
