@@ -196,7 +196,7 @@ def _set_range(axes: Axes, heights: list[float]) -> None:
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
     first, last = axes.dataLim.intervalx
-    # A short axis is made longer, because its ticks would otherwise be fractions of a step.
+    # A short axis is made longer, so that its ticks are whole steps.
     if 0 <= last - first < 2:
         axes.set_xlim(first - 1, last + 1)
 

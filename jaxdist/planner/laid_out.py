@@ -110,7 +110,7 @@ def main(path: str, *rest: str) -> None:
       rest: the overrides, the topology, and the path of the result.
     """
     *overrides, topology, result = rest
-    # jax reads the number of devices when the imports below import it.
+    # jax reads the number of devices when the imports below import jax.
     environment.prepare(fake_devices=1)
     from jaxdist.inspect.program import inspect_step, open_subject
     from jaxdist.runtime.topology import topology_devices

@@ -72,8 +72,8 @@ def through_stages(prepared: Prepared) -> TrainState:
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        # A process that compiles quickly waits for the others, and the account must not count this
-        # wait as a step.
+        # A process that compiles quickly waits for the other processes, and the account must not
+        # count this wait as a step.
         wait = jax.block_until_ready if jax.process_count() > 1 else None
         train = account.first(Activity.COMPILE, stage.program.train, wait)
         with (

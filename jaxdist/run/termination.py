@@ -86,7 +86,9 @@ class Termination:
             taken.append(signal.SIGHUP)
         for number in taken:
             if signal.getsignal(number) is None:
-                continue  # A C library installed this handler, which Python could not restore.
+                # A C library has installed the present handler. Python could not restore this
+                # handler, and therefore does not replace it.
+                continue
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
         # `set_wakeup_fd` refuses a pipe whose writes may block.

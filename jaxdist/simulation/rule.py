@@ -86,8 +86,8 @@ class ServerRule:
         if is_statistic(name):
             return array - (gradient if rate == 1 else np.float32(rate) * gradient), state
         given = (self._shaped(name, array), self._shaped(name, gradient), state)
-        # A rate of 1 is left out of the program, which would otherwise round differently than on a
-        # mesh.
+        # A rate of 1 is left out of the program, because a program with this factor rounds
+        # differently than the program on a mesh.
         factor = () if rate == 1 else (np.float32(rate),)
         new, state = self._rule(name).step(*given, *factor)
         return np.asarray(new).reshape(array.shape), state

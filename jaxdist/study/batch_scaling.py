@@ -111,8 +111,8 @@ def batch_scaling(
     _, config = load(path, settings)
     seeds_of = range(config.seed, config.seed + TUNING_SEEDS + study.seeds)
     experiments = trainer.check(
-        # A check of a single optimizer is enough, since only the batch size decides whether it
-        # divides over devices.
+        # A check of a single optimizer is enough, since the optimizer does not affect whether a
+        # batch divides over devices.
         [Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in study.batches]
     )
     experiment = experiments[0]

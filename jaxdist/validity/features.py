@@ -265,7 +265,8 @@ FEATURES: Mapping[str, Feature] = {
     "train.microbatches": Feature(
         lambda f: f.microbatches > 1, lambda f: f"train.microbatches {f.microbatches}"
     ),
-    # No row names this feature. The matrix thus shows that the feature combines with all others.
+    # No row names this feature. The matrix thus shows that the feature combines with all other
+    # features.
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
     "model.remat: {...: offload}": Feature(
         lambda f: f.offloads, lambda f: "offload in model.remat"

@@ -237,7 +237,7 @@ def encode_registry(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        # Earlier versions wrote this key, so that it must not change.
+        # This key must not change, since earlier versions wrote the same key.
         "aside": sorted(registry.quarantined),
         "holders": [*registry.holders],
     }

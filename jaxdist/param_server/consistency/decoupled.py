@@ -80,8 +80,8 @@ class Decoupled(Consistency):
         age = clocks.version - arrival.version
         if self.oldest is not None and age > self.oldest:
             return f"the push is {age} merges old, but strategy.consistency.oldest is {self.oldest}"
-        # Even a change that adds nothing is not refused, because a quorum of all members would
-        # otherwise wait for it for ever.
+        # Even a change that adds nothing is not refused, because a quorum of all members would wait
+        # for ever for a refused change.
         return None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:

@@ -79,7 +79,8 @@ class Elastic(Consistency):
         together = self.order == "rounds"
         if not clocks.held or (together and clocks.missing):
             return None
-        # Order by client, since the order of summation would otherwise depend on the network.
+        # The changes are ordered by client, so that the order of summation does not depend on the
+        # network.
         taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
         counted = [one for one in taken if one.nothing is None]
         parts = (WeightedChange(one, 1.0, clocks.version - one.version) for one in counted)

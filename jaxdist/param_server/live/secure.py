@@ -194,7 +194,8 @@ class MaskingClient(Client):
     def _secured(self, link: ServerLink, envelope: Envelope) -> None:
         asked = link.asked
         if asked is None or (asked.sequence, asked.clock) != (envelope.sequence, envelope.clock):
-            return  # This answer was received before, and the server has repeated it.
+            # The client has received this answer before; the server has repeated the answer.
+            return
         assert envelope.payload is not None
         link.asked = None
         try:

@@ -91,7 +91,8 @@ class ServerShard:
         self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState]:
         params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
-        # An optimizer that uses these values is not separable, and was refused at the start.
+        # A server does not know these values, so zeros replace them. An optimizer that reads them
+        # was refused at the start.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
         if rate:  # The factor applies to the whole update, including its weight decay.

@@ -250,7 +250,7 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
             f"clock {arrival.clock} needs newer parameters than the client can have read (floor "
             f"{clocks.floor})"
         )
-    # NaN tokens fail this comparison too.
+    # The comparison inside `not` is false for NaN, so that NaN tokens are refused too.
     if not 0 <= arrival.tokens < float("inf"):
         return f"{arrival.tokens} tokens are impossible: the weights of a batch add up to 0 or more"
     return None

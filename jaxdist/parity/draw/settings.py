@@ -295,8 +295,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
     layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
-    # With ZeRO, the order in which a tensor's norm is summed would depend on the number of devices.
-    # With tensor parallelism, the order of sums over data and tensor would depend on it too.
+    # ZeRO is turned off in two cases, in which the order of a sum would depend on the number of
+    # devices: for norms of tensors, and for sums over data and tensor with tensor parallelism.
     if layerwise or config["mesh"].get("tensor", 1) > 1:
         parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}

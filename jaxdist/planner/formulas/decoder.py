@@ -68,7 +68,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
         cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
     # If devices share sequences, only ZeRO 3 is tried, because these devices split the parameters
-    # anyway. In a pipeline they do not split them.
+    # anyway. In a pipeline these devices do not split the parameters.
     zeros = range(3, 4) if places.inner > 1 and stage == 1 else range(4)
     if wide:
         # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so a single level of ZeRO

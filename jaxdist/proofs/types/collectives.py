@@ -136,8 +136,9 @@ def parted(op: Op) -> k.Kind:
         )
     if k.TALLY not in kinds:
         return k.PART
-    # A term that is whole would be added once by each device, unless the device alone has chosen
-    # the branch that adds it.
+    # Every device would add a whole term to its tally, so that the sum of the tallies would contain
+    # the term several times. A whole term is therefore accepted only in a branch that only some
+    # devices take.
     others = [kind for kind in kinds if kind != k.TALLY]
     chosen = k.Part | k.Zero | (k.Whole | k.Count if op.at.chosen else k.Zero)
     adds = name in ("add", "add_any") and all(isinstance(kind, chosen) for kind in others)

@@ -293,8 +293,9 @@ def concatenated(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
         flat += kind.parts if isinstance(kind, Joined) and kind.dim == dim else [(size, kind)]
     kinds = {kind for _, kind in flat}
     others = kinds - {ZERO}
-    # Zeros could be merged with parts of any kind. They are merged only with partial sums, because
-    # otherwise a later slice that contains only zeros would not be known to be zero.
+    # Zeros could be merged with parts of any kind. They are merged only with partial sums: after a
+    # merge with any other kind, a later slice that contains only zeros would not be known to be
+    # zero.
     if len(kinds) == 1 or (len(others) == 1 and others <= {OWED}):
         return (others or kinds).pop()
     return Joined(dim, tuple(flat))
