@@ -150,7 +150,7 @@ def _outside(at: int, own: Sequence[Counter[str]], count: int, step_time: float)
     most = max(more, key=lambda name: more[name])
     told = (
         f"{1e-6 * mine.total() / count:.3g} ms of work in each step of {1e-6 * step_time:.3g} ms, "
-        "while the median of the other processes is"
+        "while the median of the other processes is "
     )
     told += f"{1e-6 * usual / count:.3g} ms; the phase with the largest difference is {most}"
     return mine.total() / max(usual, 1), told.replace("_", " "), False
