@@ -213,8 +213,8 @@ class Team:
         """Pass a request to stop to all processes, once.
 
         Args:
-          grows: whether to pass on the registry's request to stop for more hosts too. False means
-            that there are no new steps to save, so that a restart would only cost time.
+          grows: whether to pass on a stop that the registry requests so that more hosts can join.
+            False means that there are no new steps to save, so a restart would only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)

@@ -101,7 +101,7 @@ class Plan:
     def collective_matmul(self) -> bool:
         """Whether MLPs send chunks of the sequence along axis tensor during their products.
 
-        Such chunks belong to a single mesh axis, so that axis context excludes them.
+        Such chunks belong to a single mesh axis, so a plan with axis context has no such chunks.
         """
         return self.tensor > 1 and self.context == 1
 

@@ -41,7 +41,7 @@ class Quantity:
         result of evaluation).
       name: the name of the parameter, buffer or metric.
       step: the name of the step in which the difference is largest.
-      off: the relative difference, which is infinite if only one side is NaN.
+      off: the relative difference, which is infinite if only one of the two values is NaN.
       limit: the largest difference that another order of summation explains.
     """
 

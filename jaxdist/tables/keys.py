@@ -85,7 +85,8 @@ def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
 def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return the initial values of rows, float32 `[N, D]`.
 
-    If the table has a given size, the values equal the initial values of a run on a mesh.
+    If the config gives the size of the table, the values equal the initial values of a run on a
+    mesh.
     """
     if rows.dtype.names is None:
         return form.initial(seed, rows)

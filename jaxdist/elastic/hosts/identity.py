@@ -21,7 +21,7 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """Return the description of this host, with which another host checks that the two fit.
+    """Return the description by which another host checks that the two hosts fit.
 
     Args:
       values: the values of the config, with its overrides.

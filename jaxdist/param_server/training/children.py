@@ -54,8 +54,8 @@ class WorkerTeam:
     Attributes:
       workers: the process of each client.
       slots: the number of each client's part of a batch.
-      deaths: the number of successive deaths of a slot's workers, without a finished clock in
-        between.
+      deaths: the number of successive deaths of a slot's workers, without a finished clock between
+        two deaths.
       done: the slots whose workers have finished all their clocks.
     """
 

@@ -263,7 +263,10 @@ class Worker:
 
 
 class _Ahead:
-    """A loader of batches by clock, which loads ahead while clocks are taken in order."""
+    """A loader of batches by clock.
+
+    While clocks are taken in order, the loader loads the batches of the next clocks in advance.
+    """
 
     def __init__(self, loader: Loader, steps: int) -> None:
         self._loader, self._steps = loader, steps

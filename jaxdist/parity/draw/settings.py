@@ -120,7 +120,7 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip each step with a larger gradient than the previous step.
+    """Add a setting that skips each step with a larger gradient than the previous step.
 
     About half of all steps are skipped.
     """

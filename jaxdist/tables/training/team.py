@@ -214,7 +214,7 @@ class TableTeam:
                 self._changed.notify_all()
 
     def _ask_alive(self) -> None:
-        """Kill servers that have not answered for too long, and ask all others for an answer."""
+        """Kill servers that are silent for too long, and ask all other servers to answer."""
         now, patience = time.monotonic(), self._strategy.takeover_seconds
         for number, child in self.servers.items():
             begun = self._questions.get(number)
