@@ -165,8 +165,9 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     if default is None and _is_read(step, path):
         return found("default", "the value that null selects")
     if path[:2] == ("sharding", "params"):
-        # On a mesh that splits parameters, a config without names of dims is refused, so that the
-        # knob is `required`. On other meshes the names have no effect, which is not a mistake.
+        # On a mesh that splits parameters, a config without names of dims was refused above, and
+        # the knob was found to be `required`. On other meshes the names have no effect, which is
+        # not a mistake.
         return found(
             "not in the step", "it names dims, which only meshes that split parameters need"
         )
@@ -180,7 +181,8 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
     section, name = document.values[str(path[0])], str(path[2])
     try:
         made = load_object(section["path"])
-        # A class may have a metaclass, whose signature does not show the arguments.
+        # A class may have a metaclass whose signature does not show the arguments, so `__init__` is
+        # read.
         made = made.__init__ if isinstance(made, type) else made
         parameter = signature(made).parameters.get(name)
     except (TypeError, ValueError):  # Functions in C may have no signature.

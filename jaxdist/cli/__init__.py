@@ -144,7 +144,8 @@ _COMPUTING = (
 def main() -> None:
     """Run the `jaxdist` command, and exit with its exit code."""
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    # A restart of the process takes time, and would not make other commands faster.
+    # Only these commands compute enough to gain from huge pages, which need a restart of the
+    # process.
     if command in _COMPUTING:
         from jaxdist.runtime.environment import restart_with_huge_pages
 

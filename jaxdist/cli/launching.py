@@ -77,7 +77,8 @@ def job(
 
     one = engine(on, settings or [])
     extra = tuple(overrides or [])
-    # The engines gke and tpu-vm may have the config only on the machines of the job.
+    # With the engines gke and tpu-vm, the config may exist only on the machines of the job, where
+    # it cannot be checked now.
     if os.path.exists(config) or on not in ("gke", "tpu-vm"):
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")

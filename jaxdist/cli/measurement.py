@@ -108,7 +108,7 @@ def bench(
     """Measure jaxdist and a reference in turn. Missed goals are reported, but are not errors."""
     from jaxdist.runtime import environment
 
-    # Only the bench of a GPU needs the accelerator. The other benches count and compare.
+    # Only the bench of a GPU needs the accelerator, so fake devices are for the other benches.
     environment.prepare(fake_devices=None if name == "gpu" else devices)
     shared.find_benchmarks()
     from benchmarks import run
@@ -195,8 +195,8 @@ def batch_scaling(
     The command trains on all devices along axis data, and ignores the mesh of CONFIG. If the study
     is interrupted, the same command continues it.
     """
-    # The new mesh comes first. The new mesh drops the fake devices of the config's mesh, but an
-    # override can still request fake devices.
+    # The new mesh precedes the user's overrides. It drops the fake devices of the config's mesh,
+    # but an override can still request fake devices.
     extra = shared.prepare_devices(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy

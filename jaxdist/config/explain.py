@@ -72,7 +72,7 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
     try:
         adapter = TypeAdapter(schema, config=_STRICT)
     except PydanticUserError:
-        # pydantic refuses `config` for a schema that has its own pydantic configuration.
+        # The schema has its own pydantic configuration, for which pydantic refuses `config`.
         adapter = TypeAdapter(schema)
     try:
         adapter.validate_json(text)

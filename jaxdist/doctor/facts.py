@@ -115,7 +115,7 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
     python_range, ranges = _own_requirements()
     total, available = _host_memory()
     compilation_cache = planned.get("JAX_COMPILATION_CACHE_DIR", "")
-    # The cache may also be a bucket, with an address such as gs://NAME.
+    # A cache with an address such as gs://NAME is in a bucket and not on a disk.
     on_disk = compilation_cache and "://" not in compilation_cache
     return MachineFacts(
         python=".".join(map(str, sys.version_info[:3])),

@@ -219,7 +219,8 @@ class Registry:
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
         back = message.host in self.quarantined - quarantined
-        # The departure of an unknown host, and a renewal of a known host, change nothing.
+        # The departure of an unknown host, and a renewal of a known host, do not change which hosts
+        # are known, so `since` stays.
         since = now if came != message.leaves or back else self.since
         given = {"holders": holders, "granted": granted, "since": since}
         return replace(self, alive=alive, quarantined=quarantined, **given)

@@ -133,7 +133,7 @@ def build(
     with at("train", "batch_size"):
         shards = config.parallel.shards
         check_batch(config.train.batch_size, config.train.microbatches, layout, shards)
-    # The config is checked before the data are read, which may take long.
+    # The config is checked first, because reading the data may take long.
     with at():
         check(config_facts(config, layout))
     with at("data"):
@@ -158,7 +158,8 @@ def build(
     if rows is not None:
         rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
         heldout = heldout and RowsLoader(heldout, rows)
-    # Scalars of several batches cannot be combined to a mean.
+    # Scalars of several batches cannot be combined to a mean, so all held-out examples are one
+    # batch.
     if heldout is not None and scalars_in(program.measured):
         heldout = heldout.at_once()
     with at("checkpoint"):

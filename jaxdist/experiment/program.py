@@ -81,7 +81,8 @@ def make_program(
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
-    # The table of valid combinations is checked again whenever more facts are known.
+    # The facts about the model are known only now, so the table of valid combinations is checked
+    # again.
     facts = model_facts(config, layout, dims, model)
     with at():
         check(facts)
@@ -134,8 +135,8 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
-    # The trace comes before the notices. The notices call the user's code too, but do not explain
-    # its errors.
+    # The step is traced before the notices are made. Both call the user's code, but only the trace
+    # explains errors of that code.
     if traced:
         _trace(config, program, at)
     of_model = model_notices(config.model, _shapes(batch))

@@ -185,7 +185,8 @@ class RowInterpreter:
             found, places = self.ties(_open(body), given)
             carry = [
                 Flow(a.rows or b.rows, a.several or b.several)
-                # `zip` is not strict: after the carry, `found` has the stacked results.
+                # `zip` is not strict, because `found` also has the stacked results, which follow
+                # the carry.
                 for a, b in zip(given[first:last], found, strict=False)
             ]
             if carry == given[first:last]:
@@ -278,7 +279,8 @@ def check_rows(
     except JaxdistError:
         raise
     except Exception as error:
-        # The user's code may raise anything for a number of rows that never occurs in their data.
+        # The check calls the user's code with a number of rows that never occurs in the user's
+        # data, so the code may raise any exception.
         return (
             f"cannot determine whether the model computes across the examples of a batch: {error}",
         )

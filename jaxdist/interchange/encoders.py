@@ -143,7 +143,7 @@ def _written_classes(classes: int) -> JsonObject:
 
 
 VIT_ROWS: Mapping[str, Row] = {
-    # The parameter has the pixels of a patch row by row, each with its channels.
+    # The parameter has the pixels of a patch row by row, and the channels of a pixel are adjacent.
     "patches/kernel": Row(
         "vit.embeddings.patch_embeddings.projection.weight",
         "D I i={patch} j={patch} -> (i={patch} j={patch} I) D",

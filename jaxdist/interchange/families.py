@@ -189,7 +189,8 @@ def _written_window(options: JsonObject) -> JsonObject:
     window = None if window is None else window + 1
     more = {"sliding_window": window, "use_sliding_window": window is not None}
     if window is not None:
-        # In a qwen model, the layers below max_window_layers have no window.
+        # In a qwen model, the layers below max_window_layers have no window, so 0 gives every layer
+        # a window.
         more["max_window_layers"] = 0
     return {**_written_rotary(options), **more}
 
@@ -434,6 +435,7 @@ def describes(config: JsonObject, model: Described) -> bool:
     try:
         made = config_for(family_of(config, where="config.json").model(config))
     except ValueError:
-        # The tokenizer may be from a model that jaxdist does not compute.
+        # The config.json may be of a model that jaxdist does not compute, such as the model of a
+        # tokenizer.
         return False
     return made.type == model.type and architecture(made) == architecture(model)

@@ -315,7 +315,8 @@ def _entry(file: BinaryIO, size: int) -> tuple[str, tuple[int, ...], int, int]:
     name, ndim = _string(file, size), _one(file, "I")
     if ndim > 8:
         raise struct.error(f"a tensor of {ndim} dims")
-    # In the file, the dim whose elements are adjacent comes first.
+    # In the file, the dim whose elements are adjacent comes first, so the order of the dims is
+    # reversed.
     shape = struct.unpack(f"<{ndim}Q", file.read(8 * ndim))[::-1]
     return name, shape, _one(file, "I"), _one(file, "Q")
 

@@ -359,6 +359,7 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
             for ranges, block in zip(now, blocks, strict=True)
             for device in alike[ranges]
         ]
-        # The buffer may be used again after the copies are complete.
+        # The buffer may be used again only after the copies are complete, so this function waits
+        # for them.
         held += jax.block_until_ready(put)
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, held)

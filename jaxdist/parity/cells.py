@@ -210,7 +210,8 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
             continue
         stages = MESHES[mesh].get("stage", 1)
         counts = (2 * stages,) if stages > 1 else (1, 2)
-        # XLA refuses a pipeline with a split sequence (its branches have different layouts).
+        # XLA refuses a split sequence in a pipeline, because the branches of the pipeline have
+        # different layouts.
         split = "tensor" in MESHES[mesh] and stages == 1
         sequences = SEQUENCES if split else SEQUENCES[:1]
         pipelines = _PIPELINES if stages > 1 else _NO_PIPELINE
@@ -240,7 +241,8 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
 
 def _crossed(cell: Combination) -> bool:
     plain = cell.reduce is None and cell.remat == "none"
-    # In a pipeline ZeRO 3 differs from ZeRO 2 only in that it gathers the parameters before a step.
+    # In a pipeline, ZeRO 3 differs from ZeRO 2 only by a gather of the parameters before each step,
+    # so ZeRO 3 is not crossed with all other settings.
     return cell.sequence == "whole" and (cell.schedule is None or (plain and cell.stage < 3))
 
 

@@ -94,7 +94,8 @@ class _Child:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._said = Path()
-        # `answers` may call `end` in its own thread while a thread of the pool is in `_begun`.
+        # The lock is needed because `answers` may call `end` in its own thread while a thread of
+        # the pool is in `_begun`.
         self._changing = threading.Lock()
 
     def ask(self, item: Any) -> Any:
@@ -183,7 +184,8 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
       said: the path of the file for standard error.
     """
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
-    # Ctrl-C reaches the whole process group, and the parent kills its children itself.
+    # Ctrl-C reaches the whole process group. The child ignores it, because the parent kills its
+    # children itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

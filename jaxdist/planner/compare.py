@@ -89,7 +89,8 @@ def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig)
 
 
 def _power_of(target: Target, results: Sequence[Result], config: ExperimentConfig) -> Power | None:
-    # The power in the config (`energy.watts`) belongs to a single kind of chip.
+    # The power in the config (`energy.watts`) belongs to a single kind of chip, so it is not used
+    # if the results are for several kinds.
     if len(_kinds(results)) > 1:
         return POWERS.get(target.device.name)
     return config.energy.power_of(target.device.name)

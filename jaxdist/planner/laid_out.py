@@ -50,8 +50,8 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
         with (folder / "said").open("wb") as said:
             child = subprocess.Popen(
                 environment.python_module("jaxdist.planner.laid_out", *command),
-                # `compile_with_text` lets XLA dump into a temporary directory, which TMPDIR places
-                # below the folder that this process watches.
+                # In the child, `compile_with_text` makes a temporary directory for XLA's dump.
+                # TMPDIR places that directory in the folder that this process watches.
                 env={**os.environ, "TMPDIR": name},
                 stdout=subprocess.DEVNULL,
                 stderr=said,

@@ -199,8 +199,8 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
     For a mesh with axis stage the result is False.
     """
     stage, data, tensor = places.sizes
-    # A plan takes the least memory with one sequence at a time, ZeRO 3 and `remat: full`, which is
-    # the default.
+    # A plan takes the least memory with one sequence at a time, ZeRO 3 and `remat: full`. `Plan`
+    # has `remat: full` by default.
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)

@@ -41,7 +41,8 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
         del made["sharding"]
     model = made.get("model", {})
     if model.get("mlp_type") == "gelu" and isinstance(model.get("remat"), dict):
-        # The blocks have no gate, and `remat` refuses unknown names.
+        # The blocks of this model have no gate, and `remat` refuses names that a model does not
+        # have.
         del model["remat"]["mlp_gate"]
     return made
 

@@ -98,7 +98,8 @@ def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
 def _mesh(sizes: Mapping[str, int]) -> JsonObject:
     found: JsonObject = {}
     for axis, size in sizes.items():
-        # An axis over two networks is two axes of the mesh, `data_dcn` and `data_ici`.
+        # An axis over two networks consists of two axes of the mesh, such as `data_dcn` and
+        # `data_ici`.
         name, _, network = axis.partition("_")
         found[name] = {**found.get(name, {}), network: size} if network else size
     return found

@@ -62,7 +62,8 @@ def _worst(compared: Sequence[Compared], kind: str, name: str) -> str:
     """
     found = [q for one in compared for q in one.quantities if (q.kind, q.name) == (kind, name)]
     if not found:
-        # A step that the user has written returns no gradients, only the state.
+        # If the user has written the step, it returns no gradients, so a missing gradient does not
+        # mean that the gradient is undecided.
         shown = all(one.undecided for one in compared)
         return "undecided" if shown or kind != "gradient" else "-"
     worst = max(found, key=lambda one: one.off)

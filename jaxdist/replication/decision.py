@@ -128,8 +128,8 @@ def portable(state: RangeState) -> RangeState:
     """
     waiting: dict[int, tuple[int, int]] = {}
     for one in state.clocks.held:
-        # The changes of a client wait in order. The client sends the first of these changes and all
-        # later changes again.
+        # The waiting changes of a client are in order, so `setdefault` keeps the first of them. The
+        # client sends this change and all later changes again.
         waiting.setdefault(one.client, (one.sequence, one.clock))
     inboxes = {
         client: replace(inbox, expected=waiting.get(client, (inbox.expected,))[0], early={})

@@ -109,6 +109,6 @@ class CopyService:
 
     def left(self, peer: Peer) -> None:
         with self._lock:
-            # The entry of these arrays will not arrive in this session. The next session sends the
-            # entry again from the start.
+            # The entry of these arrays will not arrive in this session, so the arrays are dropped.
+            # The next session sends the entry and all its arrays again.
             self._arrays.pop(peer, None)

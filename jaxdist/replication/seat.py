@@ -155,7 +155,7 @@ class Arbiter:
         if found is None or found.epoch > self.view.epoch:
             self.port = None
         self._decide(found)
-        # The servers in `_copies` also include servers that were not needed so far.
+        # A server in `_copies` that was not needed so far may now join the view.
         for other in self._copies:
             if self.view is not None:
                 self._decide(self.view.joined_by(other))

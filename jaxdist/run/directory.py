@@ -161,7 +161,8 @@ def take_directory(
             continue
         if not directory.occupied:
             return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
-        # Between the check and the lock, another run began in this directory and ended.
+        # Another run began in this directory between the check and the lock, and has ended. The
+        # next directory is therefore tried.
         lock.release()
     raise AssertionError("unreachable: the names do not end")
 

@@ -54,7 +54,8 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
     chosen = optimizer.eval_params
-    # The state of the chain begins with the state of the given optimizer, which `chosen` needs.
+    # `chosen` needs the state of the given optimizer, which is the first element of the chain's
+    # state.
     return replace(
         optimizer,
         transform=optax.with_extra_args_support(chained),

@@ -101,8 +101,9 @@ class RowStore:
 
     def _read(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the values of rows, given their indices, which are -1 for rows without values."""
-        # The index -1 reads the values of another row. These values are replaced below. `take`
-        # copies complete rows, which takes a quarter of the time of an index with a slice.
+        # For a row that does not exist, the index is -1 and reads the values of another row. These
+        # values are replaced below. `take` copies complete rows, which takes a quarter of the time
+        # of an index with a slice.
         found = np.ascontiguousarray(self._values.take(places, 0)[:, : self.form.width])
         new = places < 0
         if new.any():

@@ -97,8 +97,8 @@ def evaluate(
     load: Any = np.zeros((1, 1))
     for sums in map(training_sums, fetched):
         for name, mean in sums.items():
-            # The load has a number for each layer and expert. It is not a mean, and only training
-            # reports it by expert.
+            # The load is not a mean: it has a number for each layer and expert. It is therefore
+            # summed apart from the means.
             if name == LOAD:
                 load = load + np.asarray(mean.total, np.float64)
                 continue

@@ -17,8 +17,8 @@ from jaxdist.types import PyTree
 def evaluated_parts(program: Program) -> tuple[str, ...]:
     """Return the parts of a state that evaluation and generation need."""
     carried = ("opt_state",) * (program.optimizer.eval_params is not None)
-    # Slow weights are evaluated after their first move, and the step number shows whether they have
-    # moved.
+    # If the strategy has slow weights, they are evaluated after their first move. The step number
+    # shows whether they have moved.
     return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
 
 

@@ -299,7 +299,8 @@ class Program:
         if scaling is None:
             return new, values
         scale = scaling.update(old.loss_scale, jnp.isfinite(norm))
-        # A batch without weight does not show whether the loss scale is too large.
+        # A batch without weight does not show whether the loss scale is too large, so the scale
+        # stays.
         scale = jax.tree.map(partial(jnp.where, weight != 0), scale, old.loss_scale)
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 

@@ -189,7 +189,8 @@ class Membership:
         self._check_name()
         self.say()
         self.election.turn()
-        # The rendezvous may have been recreated during the election.
+        # The name is checked again, because the rendezvous may have been recreated during the
+        # election.
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
         # The result of the run is read after the answer, since the end of the run may be the reason

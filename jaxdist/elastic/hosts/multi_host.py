@@ -123,7 +123,8 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                # The membership notices a rendezvous that does not answer; this loop tries again.
+                # The error is ignored, since this loop tries again, and the membership ends the
+                # wait if the rendezvous never answers.
                 with suppress(RendezvousError):
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:

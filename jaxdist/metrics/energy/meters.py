@@ -63,7 +63,8 @@ class Rapl:
         """Return the joules since the meter was opened; see `Meter`."""
         now = [_number(zone / "energy_uj") for zone in self._zones]
         for was, is_, most in zip(self._last, now, self._ranges, strict=True):
-            # A smaller value means that the counter has wrapped once; it must not wrap more often.
+            # If the value is smaller than before, the counter has wrapped, at most once between two
+            # readings.
             self._total += is_ - was if is_ >= was else is_ + most - was
         self._last = now
         return 1e-6 * self._total

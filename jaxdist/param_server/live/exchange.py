@@ -270,10 +270,12 @@ class Sessions:
                 self.changed.notify_all()
             return
         except WireError:
-            # The server may still be starting, or is being replaced; the thread tries again.
+            # The server may still be starting, or may be about to be replaced. The thread therefore
+            # tries again.
             return
         with self.changed:
-            # The last worker may have left while the session was opened, or the range has moved.
+            # The session is closed if it is no longer needed: while it was opened, the last worker
+            # may have left, or the range may have moved.
             if link.idle or link.wire is not wire or link.session is not None or self._closed:
                 self._left.append(session)
                 self._lost.notify_all()

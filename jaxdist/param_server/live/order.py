@@ -88,7 +88,7 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     recorded them would grow for as long as a client waits.
     """
     if found.state is state:
-        # The call repeated a reply or did nothing.
+        # The call repeated a reply or did nothing, which a replay does not need.
         return False
     return bool(found.effects) or found.state != state
 

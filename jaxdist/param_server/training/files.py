@@ -44,7 +44,7 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
     staging = names.staging_directory(directory, shard.floor)
     tree = _tree(shard)
     try:
-        # A crash may have left a part of an earlier attempt.
+        # A crash may have left files of an earlier attempt, which are deleted here.
         shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
         for number, leaf in enumerate(jax.tree.leaves(tree)):

@@ -39,8 +39,8 @@ class EssentialProcesses:
           due: the clocks at which the servers save their state.
         """
         clients, racks = range(self.cluster.clients), len(self.cluster.racks)
-        # A rack that all workers have left returns with its next number, which is admitted in
-        # advance.
+        # If all workers have left a rack, the rack returns with its next number. Servers admit this
+        # number in advance.
         given = {"clients": [*clients], "admitted": [rack + racks for rack in range(racks)]}
         for number in range(self.cluster.servers):
             self.servers.append(self._start("server", number, due=due, **given))

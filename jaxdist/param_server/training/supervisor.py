@@ -139,7 +139,8 @@ class Supervisor:
         log.parent.mkdir(exist_ok=True)
         workers = servers = ForkServer(self.module, log)
         if mesh.devices.flat[0].platform != "cpu":
-            # A server computes on the host, in a mesh of the workers' shape.
+            # A server computes on the host, on as many fake devices as the workers' mesh has
+            # devices.
             planned = plan_environment(dict(os.environ), fake_devices=mesh.devices.size)
             servers = ForkServer(self.module, log, {**os.environ, **planned})
         return {False: servers, True: workers}

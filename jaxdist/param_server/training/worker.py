@@ -157,12 +157,13 @@ class LocalSteps(_OnDevices):
             step = jax.device_put(self.draw(clock * len(batches) + number), self._scalar)
             found = self.program.gradients(replace(state, step=step), batch)
             sums: Sums = found.sums
-            # Without tokens the gradient is 0/0: the optimizer takes no step.
+            # Without tokens the gradient would be 0/0, so the optimizer takes no step.
             if float(sums["loss"].weight):
                 state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
-                # EASGD takes the gradient at the worker's parameters before the pull.
+                # The gradient of EASGD was computed at the worker's parameters before the pull to
+                # the servers' parameters.
                 moved = zip(self.flats_of(state), self._pull, strict=True)
                 state = self.loaded(state, [x - pull for x, pull in moved])
         assert total is not None

@@ -126,7 +126,8 @@ def context_axis(random: Random, config: Sections) -> Sections | None:
         way = "gather_ulysses"
     sharding: Sections = {"context": way, "context_order": order}
     found = {**placed, **with_values(config, "sharding", **sharding)}
-    # Only Ulysses calls a kernel with whole sequences.
+    # Only Ulysses calls attention with whole sequences, so plain attention is not drawn for the
+    # other algorithms.
     if way != "ulysses" and config["model"].get("attention") == "plain":
         found |= with_values(config, "model", attention="auto")
     return found

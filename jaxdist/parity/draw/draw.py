@@ -114,7 +114,8 @@ def draw(seed: int) -> Draw:
         whole=first.stages == second.stages == first.microbatches == 1,
     )
     common = MODELS[kind](random, needs)
-    # These models were added later: a separate stream keeps all other draws of a seed unchanged.
+    # These models were added after the models above. A separate random stream chooses them, so that
+    # all other draws of a seed are unchanged.
     apart = Random(f"other model {seed}")
     if kind == "cnn" and apart.random() < 0.5:
         common |= {"model": resnet(apart, needs)}
@@ -141,7 +142,8 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)
     if model["type"] == "gpt":
-        # `zero.prefetch` keeps only the inputs of layers, as `remat: full` does.
+        # `zero.prefetch` keeps only the inputs of layers, so it combines only with `remat: full`,
+        # which keeps the same values.
         policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
@@ -280,7 +282,8 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     parallel = {**plan.parallel, "compression": found}
     zero = ZeroConfig.model_validate(parallel["zero"])
     if zero.stage >= 2 and found["axis"] == "data":
-        # ZeRO 2 and 3 reduce gradients layer by layer, which only lossy codecs support.
+        # ZeRO 2 and 3 reduce gradients layer by layer. No lossless codec supports this, so the plan
+        # stays without compression.
         return plan
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan

@@ -138,7 +138,7 @@ def _compare(drawn: Draw) -> JsonObject:
             "reason": f"replicas of {name} are {apart:.1e} apart",
         }
     try:
-        # The reader only loads a state, and its step is never traced.
+        # The reader only loads a state, so its step need not be traced.
         reader = built(drawn.reader, traced=False)
     except JaxdistError as error:
         return {**judged, "checkpoint": "refused", "reason": _reason(error)}
@@ -204,7 +204,8 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     """
     saved, target = writer.program, reader.program
     loaded = reloaded(saved, state, target)
-    # The residuals of compression depend on the plan, and another plan does not load them.
+    # The residuals of compression depend on the plan. Another plan does not load them, so they are
+    # not compared.
     ours, theirs = (
         replace(program.home.used(held), exchange=())
         for program, held in ((target, loaded), (saved, state))

@@ -360,8 +360,8 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     ):
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        # With `secondary`, parameters are gathered over one network at a time, but a hierarchical
-        # algorithm requires two networks.
+        # With `secondary`, parameters are gathered over one network at a time. A hierarchical
+        # algorithm requires two networks, so the two settings do not combine.
         return None
     return _of_zero(config, secondary=True)
 

@@ -134,7 +134,8 @@ def _of_rank(op: Op) -> k.Kind:
     if name in ("add", "sub") and k.ZERO in kinds and (name == "add" or kinds[0] == rank):
         return rank
     if name == "lt" and kinds == [rank, k.ZERO]:
-        # jnp tests whether an index is negative, which the index of a device never is.
+        # jnp tests whether an index is negative. The index of a device is never negative, so the
+        # result of the test is zero.
         return k.ZERO
     return k.OWN
 

@@ -160,7 +160,8 @@ class Pass:
         if name == "dynamic_update_slice" and self._overwrites:
             return [values[1]]
         # A sum of equal values may become a mean by a later division, with operations in between
-        # that only move or scale it. Any other operation uses the sum, which is too large.
+        # that only move or scale it. Any other operation uses the sum itself. That is an error,
+        # since the sum is too large.
         values = list(values)
         for at, value in enumerate(values):
             if isinstance(value.kind, k.Multiple) and name not in KEEPING:
@@ -274,7 +275,8 @@ class Pass:
             return self.run(body, [*fixed, *carry, *rows])
 
         if body.debug_info.func_name == OVERWRITING:
-            # All carried arrays are overwritten, so that they have the kinds of the new chunks.
+            # The chunks overwrite the carried arrays completely, so the results have the kinds of
+            # the chunks and not of the carried arrays.
             outer, self._overwrites = self._overwrites, True
             out = turn(carry)
             self._overwrites = outer

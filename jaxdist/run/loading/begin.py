@@ -84,7 +84,7 @@ def check_begin(program: Program, begin: BeginWith) -> list[str]:
             f"{directory} has no checkpoint of step {step}; choose from steps {list(manifests)}"
         )
     saved = manifests[step].leaves
-    # Adapters that are missing from the checkpoint keep the values of an initial state.
+    # Adapters that are missing from the checkpoint are not loaded: they keep their initial values.
     names = [name for name in names if name in saved or not name.startswith(ADAPTERS)]
     where = str(step_directory(directory, step))
     check_part(manifests[step].leaves, only(program.own_shapes, names), where=where)

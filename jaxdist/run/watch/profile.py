@@ -99,7 +99,8 @@ class Profile(LoopHook):
     running: bool = False
 
     def due(self, step: int) -> bool:
-        # No step may be in flight when a trace starts or ends.
+        # The loop must wait after these steps, since no step may be in flight when a trace starts
+        # or ends.
         return step in (self.first - 1, self.last)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:

@@ -207,7 +207,7 @@ def fair_rates(
                 changed.add(port)
         for port in changed:
             if sharing[port]:
-                # Rounding may leave a capacity slightly below zero.
+                # Rounding may leave a capacity slightly below zero, which counts as zero.
                 units[port] = max(0.0, left[port]) / sum(sharing[port].values())
             else:
                 del units[port]

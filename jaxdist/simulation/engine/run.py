@@ -260,7 +260,7 @@ class Simulation:
 
     def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
         shard = self.shards[server]
-        # Messages of a client that has been removed may still arrive.
+        # Messages of a client that has been removed may still arrive, and are ignored.
         if message.stamp.client in shard.state.clocks.clocks:
             shard.receive(message, payload, self.now)
         if server == 0:

@@ -159,7 +159,8 @@ class ShardNode:
             if self.model.payload == "elastic":
                 arrays.append(array + change)
                 continue
-            # An outer change points downhill, but the rule subtracts a gradient.
+            # An outer change points downhill and the rule subtracts a gradient, so the change is
+            # negated.
             gradient = -change if self.model.payload == "outer" else change
             given = (array, gradient, merge.rate, self.rules[at])
             new, self.rules[at] = self.rule.update(self.ranges[at].name, *given)

@@ -67,7 +67,7 @@ def write_tables(
     directory = _directory(run, server)
     staging = names.staging_directory(directory, step)
     try:
-        # A crash may have left a part of an earlier attempt.
+        # A crash may have left files of an earlier attempt, which are deleted here.
         shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
         plain = rows.view(np.uint8).reshape(len(rows), -1) if rows.dtype.names else rows

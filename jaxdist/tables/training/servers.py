@@ -197,7 +197,8 @@ def _follow_moves(
 
     board: Board | None = None
     settings = wires.strategy.processes
-    # Servers at fixed ports stay, and have no followers that take over.
+    # Servers at fixed ports have no followers that take over, so the sessions of clients never
+    # move.
     shared = jax.process_count() > 1 and not settings.port
     tls = settings.tls and read_tls(settings.tls)
     port = 0

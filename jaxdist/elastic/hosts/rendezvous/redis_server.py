@@ -67,7 +67,8 @@ class RedisRendezvous:
         if password is not None:
             given["password"] = password
         with self._told():
-            # The declared type includes awaitables, which this synchronous client never returns.
+            # The type is `Any`, because the declared type includes awaitables, which this
+            # synchronous client never returns.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
             # With `nx`, only the first host creates the token; the calls of other hosts change
             # nothing.
