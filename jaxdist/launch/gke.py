@@ -2,7 +2,8 @@
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
 processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an
-eviction, the loss of a spot node, a drain) is not counted. The rendered API is
+eviction, the loss of a spot node, a drain) is not counted. Servers on machines of their own are a
+further job of the set, which Kubernetes restarts pod by pod. The rendered API is
 jobset.x-k8s.io/v1alpha2, which JobSet 0.6 and newer versions support.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -19,16 +21,24 @@ from ruamel.yaml import YAML
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import STOPPED, ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered, no_servers
+from jaxdist.launch.contract import Commands, Engine, Environment, Group, Job, Rendered
 from jaxdist.runtime.clusters import FIXED_PORT
 from jaxdist.runtime.topology import Topology, parse_topology
 from jaxdist.types import Json, JsonObject
 
 MANIFEST = "jobset.yaml"
 WORKERS = "slice"
+SERVERS = "serve"
 CONTAINER = "train"
+
+
+def _if_disrupted(action: str) -> JsonObject:
+    condition: JsonObject = {"type": "DisruptionTarget", "status": "True"}
+    return {"action": action, "onPodConditions": [condition]}
+
+
 _NOT_COUNTED: list[Json] = [
-    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    _if_disrupted("FailJob"),
     # When one pod must stop, all processes save and exit with this code. Otherwise the exits of the
     # other pods would count as failures.
     {
@@ -81,6 +91,23 @@ class Volume(Config):
     """The path at which the volume is mounted; the run directory should be below this path."""
 
 
+class ServerPods(Config):
+    """The pods of servers, each of which runs a single server on a node with CPUs."""
+
+    cpu: Count | str | None = None
+    """The number of cores of each pod; null sets no limit."""
+    memory: str | None = None
+    """The memory of each pod, such as 64Gi; null sets no limit."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """The labels that the nodes of servers must have, such as the label of a pool of nodes."""
+
+    @property
+    def limits(self) -> JsonObject:
+        """The limits of the resources of each pod."""
+        cpu: JsonObject = {} if self.cpu is None else {"cpu": str(self.cpu)}
+        return cpu if self.memory is None else {**cpu, "memory": self.memory}
+
+
 class Gke(Engine):
     """The engine of GKE: kubectl applies a JobSet, which needs JobSet's controller to run."""
 
@@ -103,7 +130,8 @@ class Gke(Engine):
     queue: str | None = None
     """The queue of Kueue, which starts either all pods or none; null uses no queue."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """The number of restarts of the JobSet after failures of pods; evictions are not counted."""
+    """The number of restarts of the JobSet after failures of pods that train, and of the pods of
+    servers between two restarts of the JobSet; evictions are not counted."""
     grace_seconds: Count = 300
     """The time between SIGTERM and SIGKILL, in seconds, within which the processes save."""
     volume: Volume | None = None
@@ -112,6 +140,8 @@ class Gke(Engine):
     """The number of cores of each pod, for pods without TPUs and GPUs."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     """The labels that nodes must have, besides the labels that follow from `tpu`."""
+    servers: ServerPods = ServerPods()
+    """The pods of servers, for `jaxdist launch --servers`."""
     service_account: str | None = None
     """The Kubernetes service account of the pods, which can have permissions of the cloud."""
     environment: Environment = Field(default_factory=dict)
@@ -132,7 +162,6 @@ class Gke(Engine):
         return self
 
     def check(self, job: Job) -> None:
-        no_servers(job, "gke", "leave out --servers")
         if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > MOST_NAME:
             raise ConfigError(
                 f"--name {job.name}: a name in Kubernetes has lowercase letters, digits and '-', "
@@ -152,6 +181,26 @@ class Gke(Engine):
         if self.slices > 1 and self.tpu is None:
             raise ConfigError(
                 f"slices {self.slices} needs the setting tpu: set tpu to the type of the slices"
+            )
+
+        if job.servers:
+            self._check_servers(job)
+
+    def _check_servers(self, job: Job) -> None:
+        if job.server_nodes != job.servers:
+            raise ConfigError(
+                f"--servers {job.server_nodes}: a pod runs a single server; use --servers "
+                f"{job.servers}, the value of strategy.servers"
+            )
+        if self.volume is None:
+            raise ConfigError(
+                f"--servers {job.server_nodes}: the servers find the run by its directory, which "
+                "all pods must see: set volume"
+            )
+        if job.run and not Path(job.run).is_relative_to(self.volume.path):
+            raise ConfigError(
+                f"--servers {job.server_nodes}: the pods of servers do not see run.directory "
+                f"{job.run}: set a folder below {self.volume.path}, the path of the volume"
             )
 
     def render(self, job: Job) -> Rendered:
@@ -179,35 +228,62 @@ class Gke(Engine):
 
     def _jobset(self, job: Job) -> JsonObject:
         labels: JsonObject = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
-        hosts = self._hosts(job)
-        template: JsonObject = {
-            "parallelism": hosts,
-            "completions": hosts,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,  # A single pod is not restarted: the JobSet restarts all pods.
-            "podFailurePolicy": {"rules": _NOT_COUNTED},
-            "template": {"spec": self._pod(job, hosts)},
-        }
+        if job.servers:
+            own = f"strategy.processes.host={self._host(job, WORKERS, '0')}"
+            job = replace(job, overrides=(*job.overrides, own))
+        train, *serve = job.groups("--distributed")
+        jobs = [self._workers(job, train), *(self._servers(job, one) for one in serve)]
+        # The set is complete when the run is, even if a server has lost the run at its end.
+        done: JsonObject = {"operator": "All", "targetReplicatedJobs": [WORKERS]}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": {"name": job.name, **({"labels": labels} if labels else {})},
             "spec": {
                 "failurePolicy": {"maxRestarts": self.restarts, "rules": [_RESTART]},
+                **({"successPolicy": done} if serve else {}),
                 "network": {"enableDNSHostnames": True},
-                "replicatedJobs": [
-                    {"name": WORKERS, "replicas": self.slices, "template": {"spec": template}}
-                ],
+                "replicatedJobs": list[Json](jobs),
             },
         }
 
-    def _pod(self, job: Job, hosts: int) -> JsonObject:
-        limits = self._limits()
+    def _workers(self, job: Job, group: Group) -> JsonObject:
+        hosts = self._hosts(job)
+        pod = self._pod(group, self._environment(job, hosts), self._limits(), self._selector())
+        # A single pod is not restarted: the JobSet restarts all pods.
+        policy: JsonObject = {"backoffLimit": 0, "podFailurePolicy": {"rules": _NOT_COUNTED}}
+        return _replicated(WORKERS, self.slices, hosts, pod, policy)
+
+    def _servers(self, job: Job, group: Group) -> JsonObject:
+        host = self._host(job, SERVERS, "$(JOB_COMPLETION_INDEX)")
+        named = replace(group, command=(*group.command, "--host", host))
+        # The pods of servers have no TPUs and GPUs, which jax in the image would look for.
+        environ = {"JAX_PLATFORMS": "cpu", **self.environment}
+        pod = self._pod(named, environ, self.servers.limits, {**self.servers.node_selector})
+        # The servers that are left hold all rows, or the processes that train fail their own job.
+        ignored: list[Json] = [_if_disrupted("Ignore")]
+        policy: JsonObject = {
+            "backoffLimit": self.restarts,
+            "podFailurePolicy": {"rules": ignored},
+        }
+        return _replicated(SERVERS, 1, group.count, pod, policy)
+
+    def _host(self, job: Job, name: str, index: str) -> str:
+        """Return the name of a pod of the first job with a name.
+
+        The name is longer than necessary, since gRPC accepts a wildcard in a certificate only
+        before a name with a dot.
+        """
+        return f"{job.name}-{name}-0-{index}.{job.name}.{self.namespace}.svc"
+
+    def _pod(
+        self, group: Group, environ: dict[str, str], limits: JsonObject, selector: JsonObject
+    ) -> JsonObject:
         container: JsonObject = {
             "name": CONTAINER,
             "image": self.image,
-            "command": list[Json](job.train("--distributed")),
-            "env": [{"name": n, "value": v} for n, v in self._environment(job, hosts).items()],
+            "command": list[Json](group.command),
+            "env": [{"name": name, "value": value} for name, value in environ.items()],
             **({"resources": {"limits": limits}} if limits else {}),
             "volumeMounts": list[Json](
                 {"name": name, "mountPath": path} for name, path in self._mounts().items()
@@ -218,7 +294,7 @@ class Gke(Engine):
             "terminationGracePeriodSeconds": self.grace_seconds,
             "containers": [container],
         }
-        if selector := self._selector():
+        if selector:
             pod["nodeSelector"] = selector
         if self.service_account is not None:
             pod["serviceAccountName"] = self.service_account
@@ -263,3 +339,17 @@ class Gke(Engine):
             "JAX_NUM_PROCESSES": str(hosts),
             **self.environment,
         }
+
+
+def _replicated(
+    name: str, replicas: int, pods: int, pod: JsonObject, policy: JsonObject
+) -> JsonObject:
+    """Return a job of the set, given the number and the specification of the job's pods."""
+    template: JsonObject = {
+        "parallelism": pods,
+        "completions": pods,
+        "completionMode": "Indexed",
+        **policy,
+        "template": {"spec": pod},
+    }
+    return {"name": name, "replicas": replicas, "template": {"spec": template}}

@@ -2,7 +2,7 @@
 
 JAX cannot replace a lost process of a group. After a loss, the driver therefore ends all actors and
 starts new actors, on other nodes if necessary. The processes then resume from the newest
-checkpoint.
+checkpoint. An actor of a server is restarted by Ray alone, and its server joins the run again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxdist.types import JsonObject
 
 CONFIG_ERROR = 2
 CONNECT_SECONDS = 20
-Lost = tuple[int, int | None]
-"""The number of a failed process, and its exit code, or None if its actor was lost."""
+Lost = tuple[str, int | None]
+"""The name of a failed process, and its exit code, or None if its actor was lost."""
 
 
 def _ray(module: str = "ray") -> Any:
@@ -57,6 +57,16 @@ class Process:
         """Send SIGTERM to the process, which then saves and stops."""
         if self._child is not None:
             self._child.send_signal(signal.SIGTERM)
+
+
+class Server(Process):
+    """The actor that starts a server of the run; Ray restarts the actor, and then calls `run`."""
+
+    def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
+        code = super().run(command, folder, environ)
+        if code not in (0, CONFIG_ERROR):
+            os._exit(1)  # Ray restarts an actor only after the end of the actor's process.
+        return code
 
 
 def connect(settings: JsonObject) -> None:
@@ -103,7 +113,7 @@ def run_generations(settings: JsonObject) -> int:
         if code == CONFIG_ERROR:
             return CONFIG_ERROR
         how = "its actor was lost" if code is None else f"exit code {code}"
-        words = f"generation {generation} ended (process {process}: {how})"
+        words = f"generation {generation} ended ({process}: {how})"
         print(words, flush=True)
     raise RunError(
         f"{settings['restarts']} restarts were not enough; the last failure: {words}. Read the log "
@@ -115,66 +125,101 @@ def _generation(settings: JsonObject) -> Lost | None:
     """Run a generation; return the first failure of a process, or None if all succeeded."""
     ray, count = _ray(), settings["nodes"] * settings["processes"]
     group = _room(settings, count)
-    actors = _actors(settings, count, group)
+    actors, servers = _actors(settings, count, group), _servers(settings, count, group)
     try:
         coordinator = ray.get(actors[0].address.remote())
         known = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
-        waiting: dict[Any, int] = {}
+        training: dict[Any, str] = {}
         for at, actor in enumerate(actors):
             environ = {**known, "JAX_PROCESS_ID": str(at)}
             told = actor.run.remote(settings["command"], settings["folder"], environ)
-            waiting[told] = at
-        return _first_lost(waiting)
+            training[told] = f"process {at}"
+        serving: dict[Any, str] = {}
+        for at, server in enumerate(servers):
+            # A server computes on no device, so jax need not look for any.
+            given = settings["serve"]["command"], settings["folder"], {"JAX_PLATFORMS": "cpu"}
+            serving[server.run.remote(*given)] = f"server {at}"
+        return _first_lost(training, serving)
     finally:
-        for actor in actors:
+        for actor in [*actors, *servers]:
             with suppress(Exception):  # The actor may be gone already.
                 ray.kill(actor)
         _ray("ray.util").remove_placement_group(group)
 
 
-def _first_lost(waiting: dict[Any, int]) -> Lost | None:
-    ray = _ray()
-    while waiting:
+def _first_lost(training: dict[Any, str], serving: dict[Any, str]) -> Lost | None:
+    """Return the first failure, or None as soon as all processes that train have succeeded."""
+    ray, waiting, left = _ray(), {**training, **serving}, {*training}
+    while left:
         (done, *_), _ = ray.wait([*waiting])
-        at = waiting.pop(done)
+        name = waiting.pop(done)
+        left.discard(done)
         try:
             code = ray.get(done)
         except ray.exceptions.RayError:
-            return at, None
+            return name, None
         if code:
-            return at, code
+            return name, code
     return None
 
 
 def _room(settings: JsonObject, count: int) -> Any:
     """Return a placement group that reserves resources for all processes, spread over the nodes.
 
+    The first bundles are for the processes that train, and each further bundle is for a machine of
+    servers. If the cluster has nodes without GPUs, servers run only on such nodes.
+
     Raises:
       RunError: the resources were not free within the time that the settings allow.
     """
     each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
-    group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
+    wanted, serve, more = f"{each} for each of {count} processes", settings["serve"], {}
+    bundles = [each] * count
+    if serve:
+        room = {"CPU": serve["cpus"] * serve["processes"]}
+        bundles += [room] * serve["nodes"]
+        wanted += f" and {room} for each of {serve['nodes']} machines for servers"
+        alive = [node for node in _ray().nodes() if node["Alive"]]
+        gpus = [node["NodeID"] for node in alive if node["Resources"].get("GPU")]
+        if 0 < len(gpus) < len(alive):
+            wanted += " (nodes without GPUs)"
+            other = {"ray.io/node-id": f"!in({','.join(gpus)})"}
+            more = {"bundle_label_selector": [{}] * count + [other] * serve["nodes"]}
+    group = _ray("ray.util").placement_group(bundles, strategy="SPREAD", **more)
     if not group.wait(settings["wait_seconds"]):
+        lower = "cpus, gpus or servers.cpus" if serve else "cpus or gpus"
         raise RunError(
-            f"the resources {each} for each of {count} processes were not free within "
-            f"{settings['wait_seconds']:g} s; the whole cluster has {_ray().cluster_resources()}: "
-            "lower cpus or gpus, or wait longer (wait_seconds)"
+            f"the resources {wanted} were not free within {settings['wait_seconds']:g} s; the "
+            f"whole cluster has {_ray().cluster_resources()}: lower {lower}, or wait longer "
+            "(wait_seconds)"
         )
     return group
 
 
 def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
-    strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     # With two threads, an actor can execute `stop` while `run` waits.
     remote = _ray().remote(max_concurrency=2)(Process)
+    needs = {"num_cpus": settings["cpus"], "num_gpus": settings["gpus"]}
+    return [remote.options(**needs, **_in_bundle(group, at)).remote() for at in range(count)]
+
+
+def _servers(settings: JsonObject, count: int, group: Any) -> list[Any]:
+    """Return the actors of the servers, whose machines have the bundles from `count` on."""
+    serve = settings["serve"]
+    if not serve:
+        return []
+    again = {"max_restarts": settings["restarts"], "max_task_retries": -1}
+    remote = _ray().remote(max_concurrency=2, num_cpus=serve["cpus"], **again)(Server)
     return [
-        remote.options(
-            num_cpus=settings["cpus"],
-            num_gpus=settings["gpus"],
-            scheduling_strategy=strategy(placement_group=group, placement_group_bundle_index=at),
-        ).remote()
-        for at in range(count)
+        remote.options(**_in_bundle(group, count + at // serve["processes"])).remote()
+        for at in range(serve["nodes"] * serve["processes"])
     ]
+
+
+def _in_bundle(group: Any, at: int) -> dict[str, Any]:
+    strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    placed = strategy(placement_group=group, placement_group_bundle_index=at)
+    return {"scheduling_strategy": placed}
 
 
 def main(path: str) -> int:

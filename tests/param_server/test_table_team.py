@@ -228,6 +228,24 @@ def test_a_run_begins_with_the_servers_of_other_hosts(team: Any) -> None:
         team(offers=offers[:2], servers=2, processes=remote)
 
 
+def test_a_server_that_its_host_starts_again_takes_the_place_of_the_one_here(team: Any) -> None:
+    """Even if each server has one range, so that no further server could join."""
+    begun = tuple(Offer(host=f"10.0.0.{at}", gone=False) for at in (1, 2))
+    settings = {"servers": 3, "replicas": 2, "processes": {"remote_servers": 2}}
+    found, played, lines = team(offers=begun, **settings)
+    played[1].die()
+    until(lambda: 3 in played and found.safe)
+    assert found.hosts[3] is None
+    found.offer(Offer(host="10.0.0.2", gone=False))
+    until(lambda: 4 in played and 3 not in found.servers and found.settled and found.safe)
+    assert lines[-1] == "table 3 leaves: table 4 on host 10.0.0.2 takes its place"
+    assert found.hosts[4] == "10.0.0.2"
+    assert sorted(found.servers) == [0, 2, 4]
+    last = Offer(host="10.0.0.3", gone=False)
+    found.offer(last)  # No server is missing any more.
+    until(lambda: hasattr(last, "reason"))
+
+
 def test_a_server_that_dies_while_it_joins_is_replaced(team: Any) -> None:
     wanted = [3]
     found, played, lines = team(

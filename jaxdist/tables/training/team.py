@@ -63,6 +63,7 @@ class TableTeam:
         self._seats: dict[int, set[int]] = {}
         self._offers: deque[RemoteProcess] = deque()
         self._leaving: set[int] = set()
+        self._elsewhere: set[int] = set()
         self._passing: set[tuple[int, int]] = set()
         self._swaps: set[int] = set()
         self._left: list[RunProcess] = []
@@ -181,6 +182,8 @@ class TableTeam:
     def _started(self, leads: Iterable[int] = (), remote: RemoteProcess | None = None) -> int:
         number, self._next = self._next, self._next + 1
         self._seats[number] = {*leads}
+        if remote is not None:
+            self._elsewhere.add(number)
         leads = sorted(self._seats[number])
         self.servers[number] = self._begin(number, leads, self._events, remote)
         self._heard[number] = time.monotonic()
@@ -256,10 +259,15 @@ class TableTeam:
                 "another port: set strategy.processes.port: 0"
             )
         elif child.number not in self._leaving:
-            self._leaving.add(child.number)
-            new = self.servers[self._started()]
-            self._note(f"{child} leaves: {new} takes its place")
-            self._fill()
+            self._replace(child.number)
+
+    def _replace(self, number: int, remote: RemoteProcess | None = None) -> None:
+        """Start another server, on another host if `remote` is given, which takes over the rows."""
+        self._leaving.add(number)
+        new = self.servers[self._started(remote=remote)]
+        where = "" if remote is None else f" on host {remote.host}"
+        self._note(f"{self.servers[number]} leaves: {new}{where} takes its place")
+        self._fill()
 
     def _look(self) -> None:
         """Begin to change the number of servers if another number or another host is wanted."""
@@ -284,11 +292,21 @@ class TableTeam:
         problem = servers_problem(self._strategy, count)
         if remote.gone:
             return  # The command on the other host was stopped after its offer.
+        stand_in = self._stand_in()
+        if stand_in is not None:
+            self._replace(stand_in, remote)
+            return
         if problem is not None:
             remote.refuse(problem)
             return
         self._note(f"table {self._next} joins on host {remote.host}")
         self._resize(count, remote)
+
+    def _stand_in(self) -> int | None:
+        """Return a server of this host that was started for a lost server of another host."""
+        here = sorted(self.servers.keys() - self._leaving - self._elsewhere)
+        planned = max(0, self._count - self._strategy.processes.remote_servers)
+        return here[-1] if len(here) > planned else None
 
     def _resize(self, count: int, remote: RemoteProcess | None = None) -> None:
         """Change the number of servers to `count`.
