@@ -102,7 +102,7 @@ class Inspection:
 
     @property
     def host_copied_bytes(self) -> int:
-        """The bytes that a step copies between the memories of the host and of the device."""
+        """The number of bytes that a step copies between the memories of host and device."""
         return 2 * self.host_state_bytes + self.host_parameter_copies
 
     @property

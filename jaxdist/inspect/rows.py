@@ -39,7 +39,7 @@ class CollectiveRow:
 
     @property
     def exposed_bytes(self) -> float:
-        """The bytes that are sent while the device waits."""
+        """The number of bytes that are sent while the device waits."""
         return self.sent_bytes - self.overlapped_bytes
 
     @property

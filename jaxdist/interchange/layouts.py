@@ -84,7 +84,7 @@ class WeightLayout:
 
     @cached_property
     def own(self) -> Side:
-        """The dims of the parameter that the tensor fills."""
+        """The dims of the parameter into which the tensor is read."""
         left, arrow, right = self.text.partition("->")
         return _parsed(right if arrow else left)
 

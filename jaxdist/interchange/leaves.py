@@ -321,7 +321,7 @@ def _shape(ranges: Ranges) -> tuple[int, ...]:
 
 
 def largest(leaves: Sequence[Leaf]) -> int:
-    """Return the bytes of the largest tensor, converted to the dtype of its parameter."""
+    """Return the largest number of bytes of a tensor in its parameter's dtype."""
     sizes = (leaf.dtype.itemsize * math.prod(t.shape) for leaf in leaves for t in leaf.tensors)
     return max(sizes, default=0)
 

@@ -114,7 +114,7 @@ class Combination:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The names of the sums whose terms the plan adds in another order; see `cuts_of`."""
+        """The names of the sums whose terms the plan adds in another order than a single device."""
         return cuts_of(
             tensor="tensor" in self.mesh,
             sequence=self.sequence == "split",

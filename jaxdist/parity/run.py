@@ -231,8 +231,8 @@ def compare_combination(subject: ParitySubject, cell: Combination) -> ParityResu
 
     A combination is skipped if the model cannot be built, for example because axis tensor does not
     divide its heads. A combination is also skipped if the model gives other numbers for a batch in
-    parts than for the batch at once. A combination that XLA refuses to compile differs, with the
-    first line of XLA's message as the reason.
+    parts than for the batch at once. If XLA refuses to compile a combination, the verdict is
+    "differs", and the reason is the first line of XLA's message.
     """
     try:
         experiment = experiment_of(with_combination(subject.sections, cell))

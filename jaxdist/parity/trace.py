@@ -365,7 +365,7 @@ def norms_at_least(
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """Return the factor by which the limit on an update is larger because of its gradient."""
+        """Return the least norm for a parameter's gradient, divided by the gradient's own norm."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 

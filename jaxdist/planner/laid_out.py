@@ -86,7 +86,7 @@ def reported_bytes(folder: Path) -> int | None:
 
 
 def allocated_bytes(text: str) -> int:
-    """Return the bytes of main memory in XLA's list of a program's allocations.
+    """Return the number of bytes of main memory in XLA's list of a program's allocations.
 
     Thread-local allocations are not counted, since the buffers of the calling computation include
     them. Allocations with a color are not counted either, since they are in other memories.

@@ -148,7 +148,7 @@ class PlanMemory:
 
 @dataclass(frozen=True)
 class RestingBytes:
-    """The bytes of the parameters of a device that rest in the host's memory.
+    """The bytes of the parameters of a device that the host's memory holds between steps.
 
     Attributes:
       held: the bytes of these parameters.
@@ -167,7 +167,7 @@ class RestingBytes:
 def resting_bytes(
     tensors: Iterable[tuple[PlannedParameter, int]], plan: Plan, param_bytes: float, across: int
 ) -> RestingBytes:
-    """Return the bytes of the parameters that rest in the host's memory.
+    """Return the bytes of the parameters that the host's memory holds between steps.
 
     Args:
       tensors: pairs of a parameter and its number of stacked layers on a device.
@@ -290,7 +290,7 @@ def elements_of(
 
 
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return the bytes that a block keeps for the backward pass, for `rows` sequences."""
+    """Return the number of bytes that a block keeps for the backward pass of `rows` sequences."""
     tokens, tensor = rows * model.window / plan.context, plan.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes = {
@@ -307,7 +307,7 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Return the bytes of all activations of a block, for `rows` sequences.
+    """Return the number of bytes of all activations of a block, for `rows` sequences.
 
     `LiveFactors.block` and other factors are multiplied by this number.
     """
@@ -343,7 +343,7 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
 
 
 def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return the bytes of all gradients on a device.
+    """Return the number of bytes of all gradients on a device.
 
     With several microbatches, the device has the gradients of a microbatch and the sum over all
     microbatches.

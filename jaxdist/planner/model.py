@@ -37,7 +37,7 @@ class PlannedParameter:
         split. In a traced model, `split` is the dim that axis expert splits.
       stacked: whether each layer has a parameter of this name.
       trained: whether the parameter has gradients and optimizer state.
-      resting: whether the parameter rests in the host's memory in plans with ZeRO.
+      resting: whether plans with ZeRO keep the parameter in the host's memory between steps.
       embed: the index of dim embed in `shape` for a parameter of a traced model, or None.
     """
 
@@ -300,7 +300,7 @@ def _part(
 ) -> dict[str, Any]:
     """Return the fields `frozen`, `adapters` and `on_host` of a decoder.
 
-    The mapping is empty if all parameters are trained and rest on the devices.
+    The mapping is empty if all parameters are trained and stay on the devices.
 
     Raises:
       ConfigError: a pattern matches no parameter.

@@ -47,7 +47,7 @@ class Plan:
       offload: whether the optimizer's state is in the host's memory.
       wide: whether the axes stage, data and context are across the slow network, while axis tensor
         has all GPUs of a host.
-      resting: the patterns of the parameters that rest in the host's memory.
+      resting: the patterns of the parameters that the host's memory holds between steps.
     """
 
     data: int = 1

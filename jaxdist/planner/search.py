@@ -228,7 +228,7 @@ def _beaten(one: Judged, by: Judged) -> bool:
 
 
 def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
-    """Return the plan with a number, counted from 1.
+    """Return the plan with the number `number`, counted from 1.
 
     Printed plans come first, then other valid plans, then plans that do not fit.
 

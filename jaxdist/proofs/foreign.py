@@ -59,7 +59,8 @@ def prove(
       state: the step's first argument: arrays with the shardings in which training stores them.
       batch: the step's second argument: arrays `[B, ...]` with an entry for each example.
       one_device: the step for a single device, whose numbers are taken to be right. If None, the
-        step is compared with itself on rows in another order, and the scale is undecided.
+        step is compared with itself on rows in another order. The proof then does not decide
+        whether all results are wrong by the same factor.
       weight: the name of the leaf of `batch` with the weights of examples, float `[B]`, or None if
         examples have no weights. With a name, the proof also compares batches with unequal weights,
         with a shard whose weights are 0, and with weights that are all 0.

@@ -208,8 +208,8 @@ def _optim(optim: Json, compressed: bool) -> JsonObject:
 
     Args:
       optim: the section of the config.
-      compressed: whether gradients are compressed. Compression skips steps that are not finite, and
-        so must the single device.
+      compressed: whether gradients are compressed. Compression skips steps that are not finite, so
+        the result makes the single device skip them too.
     """
     changed: JsonObject = {"bf16_moments": False, "schedule": {"type": "constant"}}
     if compressed:

@@ -128,7 +128,7 @@ class Arbiter:
         return view is not None and self.port is not None and view.follower is not None
 
     def knows(self, server: int) -> bool:
-        """Return whether a server leads, has or awaits a copy of the range."""
+        """Return whether a server leads the range, has a copy of the range, or waits for a copy."""
         view = self.view
         return server in self._copies or (view is not None and server == view.leader)
 

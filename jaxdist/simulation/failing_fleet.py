@@ -114,7 +114,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The results of all runs with the same saves.
+    """The results of all runs with the same interval and tiers of saves.
 
     Attributes:
       seconds: the time by kind, float64 [runs]; the times of all kinds add up to the length of a

@@ -108,7 +108,7 @@ def check_sent(experiment: Experiment) -> None:
 
 
 def sent_bytes(experiment: Experiment) -> float:
-    """Return the bytes that a device sends in a step after warm-up, from the compiled program.
+    """Return the number of bytes that a device sends in a step after warm-up.
 
     Only the bytes of collectives over the mesh axes that share the batch are counted.
     """

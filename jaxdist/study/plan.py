@@ -57,7 +57,7 @@ class StudyPlan:
         return LARGEST_WARMUP * self.base / max(self.steps)
 
     def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
-        """Return the learning rate and the number of warm-up steps at a batch size, by the rule.
+        """Return the learning rate and the number of warm-up steps at a batch size, by `RULE`.
 
         Args:
           learning_rate: the learning rate at the base batch size.

@@ -143,7 +143,7 @@ class Program:
 
     @property
     def _resting_shardings(self) -> PyTree:
-        """The shardings of the stored parameters, with the memory in which each parameter rests."""
+        """The shardings of the stored parameters, with the memory that holds each between steps."""
         whole, zero = self.exchange.placements.params, self.exchange.zero
         if zero is None or not zero.resting:
             return whole

@@ -311,7 +311,7 @@ def decode_renewal(renew: Mapping[str, Any]) -> Renew:
 
 
 def compatibility_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
-    """Return the leader's token and the properties that it published, or None without a leader.
+    """Return the token and the published properties of the leader, or None without a leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

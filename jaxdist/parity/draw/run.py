@@ -165,7 +165,7 @@ def _reason(error: JaxdistError) -> str:
 
 
 def plan_cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return the names of the sums that a config's plan adds in another order; see `cuts_of`."""
+    """Return the names of the sums that a config adds in another order than a single device."""
     return cuts_of(
         tensor=sections["mesh"].get("tensor", 1) > 1,
         sequence="residual_seq" in sections["sharding"]["rules"],

@@ -194,7 +194,7 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
-    """Add unequal weights of examples, many of which are zero."""
+    """Add unequal weights of examples; many of the weights are zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
     path = "jaxdist.parity.draw.foreign:weighted_synthetic"
     return {"data": {"type": "import", "path": path, "args": data}}
@@ -203,8 +203,8 @@ def _weights(random: Random, config: Sections) -> Sections | None:
 def _dropout(random: Random, config: Sections) -> Sections | None:
     """Add dropout to a `Tower` without a pipeline.
 
-    Dropout is the same for all plans only if XLA splits the batch, so that the section `parallel`
-    changes too.
+    Dropout is the same for all plans only if XLA splits the batch. The result therefore also has a
+    section `parallel` that leaves reductions to XLA.
     """
     model = config["model"]
     if stage_count(config) > 1 or model["type"] != "import" or model["path"] != TOWER:

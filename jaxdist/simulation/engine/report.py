@@ -104,7 +104,7 @@ class Report:
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:
-        """Return all values but the parameters for JSON; a loss that is not finite is null."""
+        """Return all values except the parameters for JSON; a loss that is not finite is null."""
         return {
             "seconds": self.seconds,
             "curve": [

@@ -106,7 +106,7 @@ class ReviewConfig(Config):
     """The recorded study of optimizers at growing batch sizes."""
 
     def choice(self, workers: int) -> ChoiceConfig:
-        """Return the settings of the simulated servers with a number of workers."""
+        """Return the settings of the simulated servers for the given number of workers."""
         return ChoiceConfig(
             parameter_bytes=self.parameter_bytes,
             touched=(1.0,),
