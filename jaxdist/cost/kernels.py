@@ -241,8 +241,8 @@ def _grouped_work(effort: Effort, kernel: str) -> tuple[float, float, str]:
     narrow = floats[0].dtype == "bf16"
     _, *sides = grouped_tiles(rows, *widths, experts=experts, narrow=narrow)
     tile = rows // filled, max(sides), min(sides)
-    # For a tile that is not in the table, the largest fraction of the tiles in the table that are
-    # not larger is used.
+    # A tile that is not in the table gets the largest fraction among the tiles of the table that
+    # are at most as large in each dim.
     within = [of for one, of in GROUPED[kernel].items() if all(map(le, one, tile))]
     share = max(within, default=OTHERS)
     flops = effort.flops * tiles / filled

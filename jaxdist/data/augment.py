@@ -125,7 +125,7 @@ def _room(image: np.ndarray, height: int, width: int) -> tuple[int, int]:
 
 
 def _cut_out(image: np.ndarray, side: int, draws: Draws) -> None:
-    """Set a square around a random pixel of each scaled image to 0 (the mean), in place."""
+    """Set a square around a random pixel of each normalized image to 0, the mean, in place."""
     H, W = image.shape[1:3]
     near = []
     for size in (H, W):

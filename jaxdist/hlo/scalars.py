@@ -239,7 +239,9 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """Return the condition that compares two lines, with the iteration in which it first fails.
+    """Return the condition that compares two `Line`s, which are linear in the iteration.
+
+    `Holds.turn` is the iteration in which the condition first fails.
 
     The result is None for an unknown direction.
     """

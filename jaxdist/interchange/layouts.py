@@ -162,8 +162,8 @@ class WeightLayout:
             free = [name for name in dim if name not in sizes]
             if not known or size % known or len(free) > 1 or (not free and size != known):
                 raise ConfigError(
-                    f"{self.text!r} does not divide a parameter of shape {own}: give sizes, such "
-                    "as i=16, whose product divides the size of the dim"
+                    f"{self.text!r} does not fit a parameter of shape {own}: the sizes of "
+                    f"{' '.join(dim)} must multiply to {size}; give sizes, such as i=16"
                 )
             sizes.update(dict.fromkeys(free, size // known))
         return sizes

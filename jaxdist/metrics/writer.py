@@ -206,8 +206,7 @@ class MetricsWriter(Records):
             )
         raise RunError(
             f"{self.path} {what} while the run was writing it, so the metrics from step {step} on "
-            "would be lost. Do not change the files of a run before the run ends, then resume the "
-            "run"
+            "would be lost. Resume the run, and do not change its files before it ends"
         )
 
     def __enter__(self) -> Self:

@@ -108,8 +108,8 @@ class RpcServer:
         self._server = grpc.server(
             ThreadPoolExecutor(sessions + 1),
             options=[*OF_SERVER],
-            # Without this limit gRPC would queue calls beyond the limit. With the limit, gRPC
-            # refuses such calls.
+            # By default gRPC queues a call for which no thread is free. With this limit, gRPC
+            # refuses the call.
             maximum_concurrent_rpcs=sessions + 1,
         )
         handler = grpc.stream_stream_rpc_method_handler(self._session)

@@ -117,9 +117,9 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 
 
 def make(most_bytes: int) -> Shared | None:
-    """Create memory for payloads of at most `most_bytes`, or return None if it cannot be used.
+    """Create shared memory for payloads of at most `most_bytes`, or return None.
 
-    The result is None if the platform has no such memory, or if `most_bytes` is below
+    The result is None if the platform has no shared memory, or if `most_bytes` is below
     `LEAST_BYTES`.
 
     The kernel allocates pages of the memory only when they are written.

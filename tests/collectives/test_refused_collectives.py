@@ -192,11 +192,11 @@ def test_a_config_is_an_algorithm():
         (lambda: Ring(bucket_bytes=0), "greater than or equal to 1"),
         (
             lambda: Hierarchical(inside=Ring(accumulate="float32")),
-            "accumulate has no effect in .*: set accumulate of hierarchical",
+            "accumulate has no effect on .*: set accumulate on hierarchical",
         ),
         (
             lambda: Hierarchical(across=Xla(bucket_bytes=1024)),
-            "bucket_bytes has no effect in .*: set bucket_bytes of hierarchical",
+            "bucket_bytes has no effect on .*: set bucket_bytes on hierarchical",
         ),
         (lambda: Hierarchical(inside=Hierarchical()), "inside"),
     ],

@@ -67,5 +67,5 @@ def test_parameters_that_do_not_fit_are_refused():
         ConfigError, match=r"names 2 dims on the right, but the parameter has shape \(4,\)"
     ):
         WeightLayout("H d").file_shape((4,))
-    with pytest.raises(ConfigError, match=r"does not divide a parameter of shape \(5,\)"):
+    with pytest.raises(ConfigError, match=r"does not fit a parameter of shape \(5,\)"):
         WeightLayout("(h 2) -> (2 h)").file_shape((5,))

@@ -58,8 +58,8 @@ class Hierarchical(Algorithm):
         for name in ("accumulate", "bucket_bytes"):
             if getattr(level, name) != Algorithm.model_fields[name].default:
                 raise ValueError(
-                    f"{name} has no effect in the algorithms inside and across: set {name} of "
-                    "hierarchical"
+                    f"{name} has no effect on `inside` and `across`, the algorithms within "
+                    f"hierarchical: set {name} on hierarchical itself"
                 )
         return level
 

@@ -30,7 +30,9 @@ DRAW_SECONDS = 60.0
 
 
 class Recorder:
-    """The observer of an agent's generations.
+    """The observer that reports slow and stuck processes of an agent's generations.
+
+    The observer also writes records of these processes, and pictures of the records.
 
     Args:
       say: the function that prints a line for the user.

@@ -158,7 +158,10 @@ class Merged(Deferred):
         return [one.merged(*part) for one, part in zip(several, parts, strict=True)]
 
     def carried(self) -> jax.Array:
-        raise AssertionError("kernels with adapters are made inside of what is differentiated")
+        raise AssertionError(
+            "`carried` was called for a kernel with an adapter, which exists only while a function "
+            "is differentiated"
+        )
 
     @property
     def merges(self) -> bool:

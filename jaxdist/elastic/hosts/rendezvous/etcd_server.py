@@ -190,8 +190,9 @@ def tls_context(environ: Mapping[str, str]) -> ssl.SSLContext:
     missing = [name for name in (CA, CERTIFICATE, KEY) if name not in environ]
     if missing:
         raise ConfigError(
-            f"--rendezvous etcds://: set {', '.join(missing)} to the files with the certificate of "
-            "the authority, and this host's certificate and key"
+            f"--rendezvous etcds://: set {', '.join(missing)}: these environment variables name "
+            f"files, and {CA} names the certificate of the authority, {CERTIFICATE} and {KEY} name "
+            "this host's certificate and key"
         )
     paths = [Path(environ[name]) for name in (CA, CERTIFICATE, KEY)]
     try:

@@ -1,7 +1,8 @@
 """The assignment of the equations of a traced backward pass to its two halves, B and W.
 
 The names are from zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241). B runs first and
-computes the gradient of the input, and W computes the gradients of the weights.
+computes the gradient of the input, and W computes the gradients of the weights. Schedules call
+the first half I, because B is the undivided backward pass there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class EquationAssignment:
 def assign(
     jaxpr: Jaxpr, *, at_hand: Sequence[bool], outside: Sequence[bool], in_b: Sequence[bool]
 ) -> EquationAssignment:
-    """Assign the equations of `jaxpr` to the halves B and W.
+    """Assign the equations of `jaxpr` to B (gradient of the input) and W (of the weights).
 
     Args:
       jaxpr: the traced function, with calls inlined.
