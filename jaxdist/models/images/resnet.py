@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.images.batch_norm import BatchNorm
 from jaxdist.models.images.cnn import Conv
 from jaxdist.models.layers import ComputeDtype, Linear
 from jaxdist.models.tuning.part import PartConfig
@@ -94,16 +95,8 @@ def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float =
             rngs=rngs,
         )
     else:
-        # If the mean is large compared with the deviation, the fast variance, E[x^2] - E[x]^2,
-        # loses digits, and many devices would no longer agree with a single device.
-        norm = nnx.BatchNorm(
-            channels,
-            momentum=0.9,
-            scale_init=init,
-            dtype=dtype,
-            epsilon=1e-5,
-            use_fast_variance=False,
-            rngs=rngs,
+        norm = BatchNorm(
+            channels, momentum=0.9, scale_init=init, dtype=dtype, epsilon=1e-5, rngs=rngs
         )
     for parameter in (norm.scale, norm.bias):
         assert parameter is not None

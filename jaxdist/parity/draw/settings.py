@@ -373,6 +373,26 @@ def _offload(random: Random, config: Sections) -> Sections | None:
     return _of_zero(config, offload=True)
 
 
+def _offload_parameters(random: Random, config: Sections) -> Sections | None:
+    """Add parameters in the host's memory, and leave the reductions to XLA."""
+    model, zero = config["model"], config["parallel"]["zero"]
+    # Stage 3 pads a dim that the devices do not divide, and padded parameters are refused.
+    split_evenly = model["type"] in ("cnn", "resnet") and data_size(config) <= 2
+    combines = (
+        zero["stage"]
+        and stage_count(config) == 1
+        and not {"strategy", "deterministic"} & {*config, *config["parallel"]}
+        and (zero["stage"] < 3 or split_evenly)
+    )
+    if not combines or model["type"] not in FREEZABLE:
+        return None
+    parallel = _left_to_xla(config)
+    chosen = {**parallel["zero"], "offload_parameters": [random.choice(FREEZABLE[model["type"]])]}
+    if model["type"] in ("gpt", "bert", "vit"):
+        model = {**model, "remat": "full", "scan_unroll": 1}  # Other values are refused.
+    return {"model": model, "parallel": {**parallel, "zero": chosen}}
+
+
 def _value(section: str, name: str) -> Callable[[Sections], str]:
     def shown(config: Sections) -> str:
         value = value_at(config, (*section.split("."), name))
@@ -449,6 +469,9 @@ SETTINGS: Mapping[str, Setting] = {
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
     "state on the host": Setting(0.15, False, _offload, _value("parallel.zero", "offload")),
+    "parameters on the host": Setting(
+        0.15, False, _offload_parameters, _value("parallel.zero", "offload_parameters")
+    ),
 }
 """The settings by their names on the page, in the order in which `with_settings` adds them."""
 assert STEPS == 3, "phases divide the steps of a draw in thirds"
