@@ -1,6 +1,7 @@
 """The bench of the jobs that review articles show, in parts that can run alone.
 
     jaxdist bench jobs --part cnn --torch PYTHON
+    jaxdist bench jobs --part targets:mlp/digits
 
 The parts that train read their targets from the heads of the configs.
 """
@@ -22,7 +23,7 @@ import numpy as np
 
 from benchmarks.core.report import Figure, Report
 from benchmarks.jobs.steps import ONE, RESNET, VIT, steps
-from benchmarks.jobs.targets import TIMEOUT_SECONDS, reached, targets
+from benchmarks.jobs.targets import TIMEOUT_SECONDS, one_target, reached, targets
 from benchmarks.quickstart import plain_environment
 from jaxdist.data.source import take
 from jaxdist.data.text.dataset import TextConfig
@@ -46,17 +47,22 @@ def bench(torch: str | None = None, part: Sequence[str] = ()) -> Report:
 
     Args:
       torch: a Python with torch, for the parts `cnn` and `steps`; None means this Python.
-      part: the names of parts.
+      part: the names of parts, or of one config of the targets, such as `targets:mlp/digits`.
 
     Raises:
-      JaxdistError: no part has this name, or a run fails.
+      JaxdistError: no part or config has this name, or a run fails.
     """
-    if unknown := [name for name in part if name not in PARTS]:
-        raise JaxdistError(
-            f"bench jobs has no part {unknown[0]!r}: {did_you_mean(unknown[0], PARTS)}"
-        )
-    chosen = part or [*PARTS]
-    return Report("jobs", [figure for name in chosen for figure in PARTS[name](torch)])
+    chosen = [_part(name, torch) for name in part or PARTS]
+    return Report("jobs", [figure for figures in chosen for figure in figures])
+
+
+def _part(name: str, torch: str | None) -> Iterator[Figure]:
+    part, _, config = name.partition(":")
+    if part not in PARTS:
+        raise JaxdistError(f"bench jobs has no part {part!r}: {did_you_mean(part, PARTS)}")
+    if config and part != "targets":
+        raise JaxdistError(f"bench jobs: only part targets has single configs, not {part}: {name}")
+    return one_target(config) if config else PARTS[part](torch)
 
 
 def cnn(torch: str | None) -> Iterator[Figure]:

@@ -47,8 +47,9 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets. models: "
-        "families, weights, tuning, generation, loading, muon, adopt, or a case of a part, such as "
+        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets, or one "
+        "config of the targets, such as targets:mlp/digits. models: families, weights, tuning, "
+        "generation, loading, muon, adopt, or a case of a part, such as "
         "families:gpt2. hybrid: bytes, store, bounded, worker, kills, links, ratings, clicks.",
     ),
 ]
