@@ -29,6 +29,7 @@ from jaxdist.launch.contract import (
 )
 
 SCRIPT = "job.sbatch"
+_NODES = '"SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST_HET_GROUP_0"'
 _BEGIN = """\
 echo "$(date --iso-8601=seconds) begins, queued again ${SLURM_RESTART_COUNT:-0} times"
 """
@@ -124,9 +125,9 @@ class Slurm(Engine):
         steps = [shlex.join([*self.srun, *group.command]) for group in groups]
         lines = self._lines(job)
         if len(groups) > 1:
-            # srun counts the processes of both components.
-            own = f"env -u SLURM_HET_SIZE SLURM_STEP_NUM_TASKS={job.count}"
-            trains = shlex.join([*self.srun, *shlex.split(own), *groups[0].command])
+            # The variables of srun count the processes and nodes of both components.
+            own = f"env -u SLURM_HET_SIZE SLURM_STEP_NUM_TASKS={job.count} {_NODES}"
+            trains = f"{shlex.join(self.srun)} {own} {shlex.join(groups[0].command)}".lstrip()
             steps = [f"--het-group=0 {trains}", f"--het-group=1 {steps[1]}"]
             lines += ["hetjob", *self._server_lines(job, groups[1])]
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
