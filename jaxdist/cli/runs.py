@@ -221,6 +221,8 @@ def train_process(
       JaxdistError: the config is invalid, there is no current certificate, or the run fails.
     """
     from jaxdist.checkpoint.identity import Identity
+    from jaxdist.commands.servers import run_of_workers, serve_here
+    from jaxdist.errors import ConfigError
     from jaxdist.run.train import train as trained
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
@@ -232,6 +234,19 @@ def train_process(
         index=process_id,
         detect=distributed,
     )
+    if processes is not None and (base := run_of_workers(config, extra)) is not None:
+        # The processes of such a run communicate through servers, and are no peers of jax.
+        if not resume:
+            raise ConfigError(
+                f"strategy.type parameter_server in {processes.count} processes needs --resume, so "
+                "that all of them find the same run directory: add --resume, also for a new run",
+                setting=("strategy", "type"),
+            )
+        if processes.index:
+            serve_here(base, None, _say, role="worker", wait_seconds=join_timeout)
+            return 0
+        extra = [*extra, f"strategy.processes.remote_workers={processes.count - 1}"]
+        processes = None
     with connected(processes, shared.print_error, seconds=join_timeout):
         hooks: list[Hook] = []
         if proved:
@@ -253,6 +268,10 @@ def train_process(
         if json_file is not None:
             found.write(Path(json_file))
     return found.ending.exit_code
+
+
+def _say(line: str) -> None:
+    shared.console().print(line, soft_wrap=True, markup=False)
 
 
 def evaluate(
@@ -331,13 +350,10 @@ def servers(
     if wait is not None and not here:
         raise ConfigError("--wait is the time for which --here waits for the run: add --here")
 
-    def note(line: str) -> None:
-        shared.console().print(line, soft_wrap=True, markup=False)
-
     if count is None:
-        serve_here(run, host, note, json_file, wait_seconds=wait)
+        serve_here(run, host, _say, json_file, wait_seconds=wait)
     else:
-        note(ask_for_servers(run, count, json_file))
+        _say(ask_for_servers(run, count, json_file))
 
 
 def report(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
+from jaxdist.checkpoint.identity import base_of
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
 from jaxdist.param_server import processes
 from jaxdist.run.directory import RunDirectory
 from jaxdist.tables.training.request import fixed_port, servers_problem, write_request
-from jaxdist.train.strategy.config import Hybrid
+from jaxdist.train.strategy.config import Hybrid, ParameterServer
 
 PATIENCE_SECONDS = 30.0
 
@@ -35,7 +37,8 @@ def ask_for_servers(
     Raises:
       RunError: the run has no tables on servers, has ended, or cannot have this number of servers.
     """
-    strategy = _strategy(run, f"strategy.servers={servers}")
+    strategy = _strategy(run, f"strategy.servers={servers}", Hybrid)
+    assert isinstance(strategy, Hybrid)
     problem = servers_problem(strategy, servers)
     if problem is not None:
         raise RunError(f"{run}: {problem}")
@@ -51,9 +54,10 @@ def serve_here(
     note: Callable[[str], None],
     json_file: Path | None = None,
     *,
+    role: Literal["server", "worker"] = "server",
     wait_seconds: float | None = None,
 ) -> None:
-    """Run a table server of a run on this host until the run ends, or until the server leaves.
+    """Run a server or a worker of a run on this host until the run ends, or until it leaves.
 
     SIGTERM and SIGINT let the server leave: a server on the host of the run takes its rows. With
     `wait_seconds`, the signals are for all processes of a job, so the server stays: the run ends
@@ -65,6 +69,7 @@ def serve_here(
         reaches the run.
       note: a function that prints a line for the user.
       json_file: a file for the number and the address of the server as JSON, or None to write none.
+      role: whether to run a server or a worker.
       wait_seconds: the time to wait for the run to begin, or None if the run must have begun.
 
     Raises:
@@ -72,34 +77,48 @@ def serve_here(
         server at this address; or the server or the connection to the run failed.
     """
     # The modules are imported here, since they import gRPC, an optional dependency.
-    from jaxdist.tables.training.host import HostedServer, await_gate
+    from jaxdist.tables.training.host import HostedProcess, await_gate
 
     if wait_seconds is not None:
         note(f"this host waits for the run in {run}")
         await_gate(run, RunDirectory(run).lock, wait_seconds)
-    settings = _strategy(run, "strategy.servers").processes
-    if settings.port:
+    strategy = _strategy(run, "strategy.servers", Hybrid, ParameterServer)
+    settings = strategy.processes
+    if settings.port and role == "server":
         raise RunError(f"{run}: {fixed_port(settings.port)}")
     stays = wait_seconds is not None
-    server = HostedServer(run, settings, host, module=processes.__name__, stays=stays)
+    given = {"module": processes.__name__, "role": role, "stays": stays}
+    server = HostedProcess(run, settings, host, **given)
     signals = signal.SIGTERM, signal.SIGINT
     before = {one: signal.signal(one, lambda *_: server.leave()) for one in signals}
     try:
-        note(f"this host offers {run} a table server at {server.host}")
+        what = "table server" if isinstance(strategy, Hybrid) else role
+        note(f"this host offers {run} a {what} at {server.host}")
         server.serve()
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-    note(f"table {server.number} has ended")
+    note(f"{server.name} has ended")
     if json_file is not None:
         told = {"run": str(run), "server": server.number, "host": server.host}
         write_json(json_file, told, what="server")
 
 
-def _strategy(run: Path, setting: str) -> Hybrid:
-    """Return the strategy of a run with table servers whose training has not ended.
+def run_of_workers(config: str, overrides: Sequence[str]) -> Path | None:
+    """Return the run directory of a config with strategy.type parameter_server, or None."""
+    document, found = load(config, overrides)
+    if not isinstance(found.strategy, ParameterServer):
+        return None
+    return base_of(found.run.directory, document.path or Path(config))
+
+
+def _strategy(
+    run: Path, setting: str, *kinds: type[Hybrid] | type[ParameterServer]
+) -> Hybrid | ParameterServer:
+    """Return the strategy of a run with servers whose training has not ended.
 
     Args:
+      kinds: the strategies that the command is for.
       setting: the setting with which an error about a run that has ended says to resume the run.
 
     Raises:
@@ -107,7 +126,7 @@ def _strategy(run: Path, setting: str) -> Hybrid:
     """
     directory = RunDirectory(run)
     strategy = load(directory.config)[1].strategy
-    if not isinstance(strategy, Hybrid):
+    if not isinstance(strategy, kinds):
         raise RunError(
             f"{run} has strategy.type {strategy.type}: give a run with strategy.type hybrid; only "
             "such a run can change the number of its servers"

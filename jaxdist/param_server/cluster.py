@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from jaxdist.compression import ErrorFeedback, Feedback, NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
@@ -56,6 +58,11 @@ class Cluster(Config):
     """The settings of the server and worker processes of `jaxdist train`."""
     simulation: SimulationConfig = SimulationConfig()
     """The speeds, network and failures that `jaxdist simulate` assumes."""
+
+    @model_validator(mode="after")
+    def _remote(self) -> Self:
+        self.processes.check_remote(self.servers, self.workers)
+        return self
 
     @property
     def racks(self) -> tuple[tuple[int, ...], ...]:

@@ -40,6 +40,10 @@ class ProcessesConfig(Config):
     """The number of servers that other hosts start, by `jaxdist servers RUN --here`. The run waits
     for these servers before its first step, for deadline_seconds at most. Process 0 starts the rest
     of the servers. `jaxdist launch --servers` sets this number."""
+    remote_workers: Annotated[int, Field(ge=0)] = 0
+    """The number of workers that other hosts start in a run with parameter servers. `jaxdist train
+    --distributed` sets this number: process 0 supervises the run, and each other process is a
+    worker."""
     token: FilePath | None = None
     """The file with the token that workers present; null creates a new token for each run."""
     tls: TlsConfig | None = None
@@ -71,17 +75,23 @@ class ProcessesConfig(Config):
             )
         return self
 
-    def check_remote(self, servers: int) -> None:
-        """Check that other hosts start at most `servers` servers, which is the number of a run.
+    def check_remote(self, servers: int, workers: int = 0) -> None:
+        """Check that other hosts start at most the servers and the workers of a run.
+
+        Args:
+          servers, workers: the numbers of servers and of workers of the run.
 
         Raises:
-          ValueError: `remote_servers` is larger than `servers`.
+          ValueError: `remote_servers` or `remote_workers` is larger than its number.
         """
-        if self.remote_servers > servers:
-            raise ValueError(
-                f"strategy.processes.remote_servers {self.remote_servers} exceeds servers "
-                f"{servers}: other hosts can start {servers} servers at most"
-            )
+        for what, most in (("servers", servers), ("workers", workers)):
+            name = f"remote_{what}"
+            found = getattr(self, name)
+            if found > most:
+                raise ValueError(
+                    f"{name} {found} exceeds the {most} {what} of the run: set {name}: {most} or "
+                    "less"
+                )
 
     def listening_on(self, host: str) -> Self:
         """Return these settings with another value of `host`."""

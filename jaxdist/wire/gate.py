@@ -1,11 +1,12 @@
-"""The gate of a run: the port at which commands on other hosts offer to start table servers.
+"""The gate of a run: the port at which commands on other hosts offer to start its processes.
 
 RUN/gate.json    {"address": "10.0.0.1:40001", "token": "..."}, which only the run's owner may read
 
 The session of a host carries texts in both directions. The first text of the host is {"host":
-ADDRESS}. The answer is {"refused": REASON}, or the setup of a table server. Afterwards the texts to
-the host are orders to this server, and the texts from the host are events of this server, as
-between a parent and a child (`jaxdist.runtime.children`). An empty text ends the server, and the
+ADDRESS, "role": "server" or "worker"}. The answer is {"refused": REASON}, or the setup of a server
+or a worker. Afterwards the texts to the host are orders to this process, and the texts from the
+host are events of this process, as between a parent and a child (`jaxdist.runtime.children`). An
+empty text ends the process, or tells the host that the run ends without a need for the process. The
 last text of the host is {"code": EXIT_CODE}. Each text from the host is a line. A text to the host
 may contain several lines or end within a line.
 """
@@ -19,7 +20,8 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,18 +30,27 @@ import numpy as np
 from jaxdist.config.files import read_json
 from jaxdist.errors import RunError
 from jaxdist.types import Json
+from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 from jaxdist.wire.frames import TEXT_BYTES, FrameError
 from jaxdist.wire.kept import spec_of_board
+from jaxdist.wire.ports import place_address
+from jaxdist.wire.rpc import RpcServer
+from jaxdist.wire.security import read_tls
 
 FILE_NAME = "gate.json"
 
 
 class GateAddress(NamedTuple):
-    """The address of a run's gate, and the token that the gate demands."""
+    """The address of a run's gate, and the token that the gate demands.
+
+    Attributes:
+      devices: the number of fake CPU devices of a server's process, or None if it needs none.
+    """
 
     address: str
     token: str
+    devices: int | None = None
 
 
 def write_gate(run: Path, gate: GateAddress) -> Path:
@@ -111,11 +122,12 @@ class RemoteProcess:
 
     Attributes:
       host: the address at which the process listens.
+      role: "server" or "worker".
     """
 
-    def __init__(self, peer: Peer, host: str) -> None:
+    def __init__(self, peer: Peer, host: str, role: str = "server") -> None:
         # No process of this host has this process number.
-        self.host, self.pid = host, 2**31 - 1
+        self.host, self.role, self.pid = host, role, 2**31 - 1
         self._peer, self._code = peer, -int(signal.SIGKILL)
         self._over = threading.Event()
         self._parent: socket.socket | None = None
@@ -128,6 +140,10 @@ class RemoteProcess:
     def refuse(self, reason: str) -> None:
         """Report to the host why the host cannot start a server."""
         self._peer.say(text_of({"refused": reason}))
+
+    def release(self) -> None:
+        """Tell the host that the run ends without a need for its process."""
+        self._peer.say(_envelope(b""))
 
     def begin(self, stdin: int, stderr: int) -> RemoteProcess:
         """Begin to pass the lines of the parent on to the host, and return this object.
@@ -195,6 +211,30 @@ class RemoteProcess:
         self.ended()
 
 
+def open_gate(
+    run: Path,
+    settings: ProcessesConfig,
+    token: str,
+    offered: Callable[[RemoteProcess], None],
+    stack: ExitStack,
+    *,
+    devices: int | None = None,
+) -> None:
+    """Let other hosts offer to start processes, until the stack closes.
+
+    Args:
+      settings: the settings of the run's processes, with the address of this host.
+      offered: the argument of `Gate`.
+      devices: the number of fake devices in `GateAddress`.
+    """
+    tls = settings.tls and read_tls(settings.tls)
+    rpc = RpcServer(Gate(offered), token, host=settings.host, tls=tls)
+    stack.callback(rpc.close)
+    address = place_address(settings.host, rpc.port)
+    path = write_gate(run, GateAddress(address, token, devices))
+    stack.callback(partial(path.unlink, missing_ok=True))
+
+
 class Gate:
     """A `jaxdist.wire.contract.Service` for the hosts that offer to start table servers.
 
@@ -217,7 +257,7 @@ class Gate:
         if known is not None:
             known.hear(envelope.text)
             return
-        remote = RemoteProcess(peer, json.loads(envelope.text)["host"])
+        remote = RemoteProcess(peer, **json.loads(envelope.text))
         self._remotes[peer] = remote
         self._offered(remote)
 

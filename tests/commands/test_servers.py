@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
-from jaxdist.commands.servers import ask_for_servers, serve_here
+from jaxdist.commands.servers import ask_for_servers, run_of_workers, serve_here
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.tables.training.request import FILE_NAME, take_request
 
@@ -113,3 +113,14 @@ def test_a_run_whose_directory_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / f".{FILE_NAME}").mkdir()
     with pytest.raises(RunError, match="cannot be written: Is a directory; use the account"):
         ask_for_servers(tmp_path, 3)
+
+
+def test_workers_of_several_processes_need_the_run_directory_of_all(tmp_path: Path) -> None:
+    strategy = {"type": "parameter_server", "workers": 2}
+    config = run(tmp_path, strategy) / "config.yaml"
+    assert run_of_workers(str(config), ["run.directory=there"]) == Path("there")
+    assert run_of_workers(str(config), ["strategy={type: synchronous}"]) is None
+    processes = ["--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "1"]
+    result = CliRunner().invoke(app, ["train", str(config), *processes])
+    assert isinstance(result.exception, ConfigError)
+    assert "in 2 processes needs --resume, so that all of them find" in str(result.exception)

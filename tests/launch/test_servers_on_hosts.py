@@ -52,11 +52,13 @@ def test_slurm_gets_a_component_of_the_job_for_servers(job):
     ]  # fmt: skip
     # What bash makes of the command that starts both components.
     (command,) = [line for line in script.splitlines() if line.startswith("srun ")]
-    words = f"SLURM_JOB_NODELIST_HET_GROUP_0=n1; srun() {{ printf '%s\\n' \"$@\"; }}; {command.removesuffix('&')}"
+    nodes = "SLURM_JOB_NODELIST_HET_GROUP_0=n1"
+    words = f"{nodes}; srun() {{ printf '%s\\n' \"$@\"; }}; {command.removesuffix('&')}"
     done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "--kill-on-bad-exit=1", "--het-group=0", "--mpi=none", "env", "-u", "SLURM_HET_SIZE",
-        "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NODELIST=n1", *TRAIN, ":", "--het-group=1", "--mpi=none", *SERVE,
+        "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NODELIST=n1", *TRAIN, ":", "--het-group=1",
+        "--mpi=none", *SERVE,
     ]  # fmt: skip
 
 
@@ -109,7 +111,7 @@ def test_settings_of_servers_on_hosts():
     from jaxdist.train.strategy.config import Hybrid
     from jaxdist.wire.config import ProcessesConfig
 
-    with pytest.raises(ValueError, match="remote_servers 3 exceeds servers 2: other hosts can"):
+    with pytest.raises(ValueError, match="remote_servers 3 exceeds the 2 servers of the"):
         Hybrid.model_validate({"servers": 2, "processes": {"remote_servers": 3}})
     with pytest.raises(ValueError, match="host auto is reached over a network"):
         ProcessesConfig(host="auto")

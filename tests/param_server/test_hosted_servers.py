@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, StoppedError
 from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.tables.training import host as hosts
-from jaxdist.tables.training.host import HostedServer, await_gate, host_problem
+from jaxdist.tables.training.host import HostedProcess, await_gate, host_problem
 from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op
 from jaxdist.wire.frames import FrameError
@@ -31,6 +31,7 @@ from jaxdist.wire.gate import (
     read_gate,
     write_gate,
 )
+from jaxdist.wire.offers import Offers
 from jaxdist.wire.rpc import RpcServer
 
 TOKEN = "t" * 32
@@ -42,7 +43,7 @@ class Forks:
 
     code, PID = 0, 2**31 - 1
 
-    def __init__(self, module: str, log: Path) -> None:
+    def __init__(self, module: str, log: Path, environ: Any) -> None:
         self.over = threading.Event()
 
     def await_imports(self) -> None: ...
@@ -78,8 +79,8 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleQueu
 
 def offered(
     run: Path, host: str | None = None, *, stays: bool = False
-) -> tuple[HostedServer, threading.Thread, list[str]]:
-    server = HostedServer(run, ProcessesConfig(), host, module="", stays=stays)
+) -> tuple[HostedProcess, threading.Thread, list[str]]:
+    server = HostedProcess(run, ProcessesConfig(), host, module="", stays=stays)
     errors: list[str] = []
 
     def serve() -> None:
@@ -203,9 +204,9 @@ def test_addresses_that_the_others_cannot_reach(
 def test_a_run_without_a_gate(tmp_path: Path, gate: Any) -> None:
     write_gate(tmp_path, GateAddress("127.0.0.1:1", TOKEN))
     with pytest.raises(RunError, match=r"no process of the run answers at 127\.0\.0\.1:1: "):
-        HostedServer(tmp_path, ProcessesConfig(), None, module="")
+        HostedProcess(tmp_path, ProcessesConfig(), None, module="")
     with pytest.raises(RunError, match=r"127\.0\.0\.1 is reached on one machine only"):
-        HostedServer(tmp_path, ProcessesConfig(), "10.0.0.2", module="")
+        HostedProcess(tmp_path, ProcessesConfig(), "10.0.0.2", module="")
     (tmp_path / "gate.json").write_text("{}")
     with pytest.raises(RunError, match="has no address at which the run takes servers"):
         read_gate(tmp_path)
@@ -216,3 +217,43 @@ def test_a_run_without_a_gate(tmp_path: Path, gate: Any) -> None:
 def test_a_host_sends_texts_only() -> None:
     with pytest.raises(FrameError, match="a host may not send PULL"):
         Gate(lambda remote: None).spec(Envelope(Op.PULL))
+
+
+def test_a_host_that_the_run_does_not_need(tmp_path: Path, gate: Any) -> None:
+    server, thread, errors = offered(tmp_path)
+    gate.get(timeout=SECONDS).release()
+    thread.join(SECONDS)
+    assert (server.spared, errors) == (True, [])
+
+
+class Offered(SimpleNamespace):
+    """A process that a host has offered."""
+
+    def refuse(self, reason: str) -> None:
+        self.reason = reason
+
+    def release(self) -> None:
+        self.released = True
+
+
+def test_a_run_with_parameter_servers_takes_what_hosts_offer() -> None:
+    offers, lines = Offers({"server": 1, "worker": 1}), list[str]()
+    roles = "server", "server", "server", "worker", "worker"
+    given: list[Any] = [Offered(role=role, gone=not at) for at, role in enumerate(roles)]
+    gone, first, more, worker, spare = given
+    for one in gone, first, more, worker, spare:
+        offers.offer(one)
+    assert more.reason == "the run has all of its servers (strategy.servers)"
+    offers.gather(lines.append, SECONDS, lambda: False)
+    assert lines == ["waiting for 1 servers of other hosts", "waiting for 1 workers of other hosts"]
+    assert (offers.take("server"), offers.take("worker")) == (first, worker)
+    assert offers.take("server") is offers.take("aggregator") is None
+    offers.close()
+    assert spare.released
+
+
+def test_a_run_with_parameter_servers_waits_in_vain() -> None:
+    with pytest.raises(RunError, match="only 0 of 2 workers of other hosts have come within 0"):
+        Offers({"server": 0, "worker": 2}).gather(print, 0.0, lambda: False)
+    with pytest.raises(StoppedError, match="was asked to stop while it waited for servers"):
+        Offers({"server": 2, "worker": 0}).gather(print, SECONDS, lambda: True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 from collections import deque
@@ -27,7 +28,13 @@ from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
-from jaxdist.param_server.processes.setup import listening, run_experiment, run_of, wires_to
+from jaxdist.param_server.processes.setup import (
+    listening,
+    place_of,
+    run_experiment,
+    run_of,
+    wires_to,
+)
 from jaxdist.param_server.processes.tables import TableProcess
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
@@ -80,7 +87,7 @@ class ServerProcess:
         self._threads = [threading.Thread(target=one) for one in (self._write, self._tell)]
         for thread in self._threads:
             thread.start()
-        parent.say("listening", ports=[self.rpc.port])
+        parent.say("listening", ports=[place_of(setup, self.rpc)])
 
     def order(self, what: JsonObject) -> None:
         """Carry out an order: a worker leaves or may join, or a clock at which to save is added."""
@@ -227,6 +234,8 @@ def main() -> None:
     role = setup["role"]
     with suppress(OSError):  # This sets the name that `ps` and `top` show on Linux.
         Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
+    if setup.get("stays"):  # A scheduler signals all processes of a job, and the run ends this one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     compilation_cache.enable(cache_directory() / "compiled")
     try:
         ROLES[role](setup, parent)

@@ -13,6 +13,7 @@ from jaxdist.types import JsonObject
 from jaxdist.wire.config import stays_on_machine
 from jaxdist.wire.contract import Service
 from jaxdist.wire.frames import spec_for
+from jaxdist.wire.ports import Place, place_address, place_on
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
@@ -52,9 +53,10 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
     token = read_token(Path(setup["token"]))
     tls = processes.tls and read_tls(processes.tls)
     shares_memory = processes.shared_memory and stays_on_machine(processes.host)
+    host = setup["address"]
     return [
         RpcWire(
-            f"{processes.host}:{port}",
+            place_address(host, port),
             token,
             partial(spec_for, push=push, shard=layout.spec),
             tls,
@@ -62,6 +64,12 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
         )
         for layout, push, port in zip(sharded.layouts, sharded.pushes, setup["ports"], strict=True)
     ]
+
+
+def place_of(setup: JsonObject, rpc: RpcServer) -> Place:
+    """Return the place of a port of this process, as the other processes of the run use it."""
+    host = setup.get("host")
+    return rpc.port if host is None else place_on(host, rpc.port)
 
 
 def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int) -> RpcServer:
@@ -77,7 +85,7 @@ def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int)
     return RpcServer(
         service,
         read_token(Path(setup["token"])),
-        host=processes.host,
+        host=setup.get("host") or setup["address"],
         port=processes.port and processes.port + place,
         tls=processes.tls and read_tls(processes.tls),
         sessions=4 * sharded.cluster.workers + 8,

@@ -53,8 +53,8 @@ class TableProcess:
         self._orderly = threading.Thread(target=self._follow_orders)
         self._orderly.start()
         # The signal may interrupt a report, so the other thread sends the request to leave.
-        leave = [] if setup.get("stays") else [{"leave": True}]
-        signal.signal(signal.SIGTERM, lambda *_: [self._orders.put(one) for one in leave])
+        if not setup.get("stays"):
+            signal.signal(signal.SIGTERM, lambda *_: self._orders.put({"leave": True}))
         for at in setup["leads"]:
             self._orders.put({"lead": at})
 

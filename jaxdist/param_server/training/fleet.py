@@ -9,6 +9,7 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.training.children import Role, RunProcess
 from jaxdist.runtime.children import Event, end_together
 from jaxdist.types import JsonObject
+from jaxdist.wire.ports import Place
 
 
 class Starts(Protocol):
@@ -30,7 +31,7 @@ class EssentialProcesses:
         self.cluster, self._start, self._next = cluster, start, next_event
         self.servers: list[RunProcess] = []
         self.aggregators: list[RunProcess] = []
-        self._ports: dict[RunProcess, list[int]] = {}
+        self._ports: dict[RunProcess, list[Place]] = {}
 
     def begin(self, due: list[int]) -> None:
         """Start all processes, and wait until all of them listen.
@@ -56,7 +57,7 @@ class EssentialProcesses:
             if event.what.get("event") == "listening":
                 self._ports[event.child] = event.what["ports"]
 
-    def _ports_of(self, children: list[RunProcess]) -> list[int]:
+    def _ports_of(self, children: list[RunProcess]) -> list[Place]:
         return [port for child in children for port in self._ports[child]]
 
     def _in_front(self, slot: int) -> list[RunProcess]:
@@ -64,7 +65,7 @@ class EssentialProcesses:
         rack = self.cluster.rack_of(slot)
         return self.servers if rack is None else [self.aggregators[rack]]
 
-    def ports(self, slot: int) -> list[int]:
+    def ports(self, slot: int) -> list[Place]:
         """Return the ports to which a worker pushes, one for each server."""
         return self._ports_of(self._in_front(slot))
 

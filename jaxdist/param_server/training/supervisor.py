@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -29,6 +30,8 @@ from jaxdist.runtime.forks import ForkServer
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
+from jaxdist.wire.config import address_here
+from jaxdist.wire.offers import Offers
 from jaxdist.wire.security import make_token, read_tls, read_token
 
 LOGS = "logs"
@@ -62,6 +65,8 @@ class Supervisor:
         self.forks: dict[bool, ForkServer] = {}
         self.id = given_identity(self.directory).id
         self.events: SimpleQueue[Event] = SimpleQueue()
+        settings = self.cluster.processes
+        self.offers = Offers({"server": settings.remote_servers, "worker": settings.remote_workers})
         self.fleet = EssentialProcesses(self.cluster, self._child, self._next)
         self.team = WorkerTeam()
         first, last = int(prepared.state.step), prepared.stages[-1].last_step
@@ -81,7 +86,9 @@ class Supervisor:
     def run(self) -> TrainState:
         """Run all remaining clocks, and return the last state."""
         state = self.prepared.state
+        self._gather()
         if self.first >= self.last:
+            self.offers.close()
             return state
         due = {self.cluster.clocks(step) for step in self._due_steps()}
         self.forks = self._forks()
@@ -97,6 +104,19 @@ class Supervisor:
             return self._through(state, due)
         finally:
             self._end()
+
+    def _gather(self) -> None:
+        """Wait for the processes that other hosts start."""
+        settings, mesh = self.cluster.processes, self.sharded.program.layout.mesh
+        settings = settings.listening_on(address_here(settings.host))
+        (self.directory / LOGS).mkdir(exist_ok=True)
+        self.offers.open(self.directory, settings, read_token(self.token), mesh.devices.size)
+        stopped = partial(getattr, self.prepared.hooks, "told_to_stop")
+        try:
+            self.offers.gather(self.prepared.note, settings.deadline_seconds, stopped)
+        except BaseException:
+            self.offers.close()
+            raise
 
     def _due_steps(self) -> Iterator[int]:
         for step in range(self.step_of(self.first) + 1, self.total_steps + 1):
@@ -128,6 +148,7 @@ class Supervisor:
             "token": str(self.token),
             "clock": self.first,
             "stop": self.stop,
+            "address": address_here(self.cluster.processes.host),
         }
 
     def _forks(self) -> dict[bool, ForkServer]:
@@ -150,7 +171,7 @@ class Supervisor:
             role,
             number,
             {**self._setup(), "number": number, **more},
-            forks=self.forks[role == "worker"],
+            forks=self.offers.take(role) or self.forks[role == "worker"],
             log=self.directory / LOGS / f"{role}_{number}.log",
             events=self.events,
         )
@@ -328,6 +349,7 @@ class Supervisor:
         """Terminate all processes, so that no process outlives the run."""
         end_together([*self.team.workers.values()])
         self.fleet.end()
+        self.offers.close()
         for forks in self.forks.values():
             forks.close()
 

@@ -11,11 +11,13 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
+from jaxdist.checkpoint.identity import CONFIG
 from jaxdist.errors import RunError, StoppedError
 from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
+from jaxdist.runtime.environment import plan_environment
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json, JsonObject
 from jaxdist.wire.config import OWN_NAME, ProcessesConfig, address_here, stays_on_machine
@@ -99,20 +101,23 @@ def await_gate(run: Path, lock: Path, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-class HostedServer:
-    """A table server that a command on this host starts and ends for a run.
+class HostedProcess:
+    """A server or a worker that a command on this host starts and ends for a run.
 
     Args:
       run: the run directory, as this host sees it.
       settings: the settings of the run's processes.
       host: the address at which the server listens, or None for the address from which this host
         reaches the run, or for the name of this host if the run's address is `auto`.
-      stays: whether SIGTERM leaves the server in the run until the run ends.
-      module: the Python module whose process forks the server (`jaxdist.runtime.forks`).
+      role: "server", for a table server or a parameter server, or "worker".
+      stays: whether SIGTERM leaves the process in the run until the run ends it.
+      module: the Python module whose process forks the new process (`jaxdist.runtime.forks`).
 
     Attributes:
       host: the address at which the server listens.
-      number: the number of the server, or None before the run has accepted it.
+      number: the number of the process, or None before the run has accepted it.
+      name: the name of the process in the run.
+      spared: whether the run has ended without a need for the process.
 
     Raises:
       RunError: the run has no gate, or cannot use a server at this address.
@@ -125,17 +130,20 @@ class HostedServer:
         host: str | None,
         *,
         module: str,
+        role: Literal["server", "worker"] = "server",
         stays: bool = False,
     ) -> None:
         gate = read_gate(run)
         if host is None and settings.host == OWN_NAME:
             host = address_here(OWN_NAME)
         self.run, self.host = run, host or own_address(gate)
-        self.stays = stays
+        self.role, self.stays = role, stays
         problem = host_problem(settings, self.host)
         if problem is not None:
             raise RunError(f"{run}: {problem}")
         self.number: int | None = None
+        self.name = f"this {role}"
+        self.spared = False
         self._gate, self._module = gate, module
         self._tls = settings.tls and read_tls(settings.tls)
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -158,7 +166,12 @@ class HostedServer:
             token = folder / "token"
             token.touch(0o600)
             token.write_text(self._gate.token)
-            forks = ForkServer(self._module, self.run / "logs" / "forks.log")
+            environ = None
+            if self._gate.devices and self.role == "server":
+                # A server computes on the CPU, in a mesh of the workers' shape.
+                planned = plan_environment(dict(os.environ), fake_devices=self._gate.devices)
+                environ = {**os.environ, **planned}
+            forks = ForkServer(self._module, self.run / "logs" / "forks.log", environ)
             stack.callback(forks.close)
             # The imports are complete before the offer, because a server that the run has accepted
             # must answer soon.
@@ -168,18 +181,18 @@ class HostedServer:
             )
             stack.callback(session.close)
             stack.callback(self._kill)
-            session.send(text_of({"host": self.host}))
+            session.send(text_of({"host": self.host, "role": self.role}))
             code: int | None = None
-            while True:
+            while not self.spared:
                 event = self._events.get()
                 if event.child is not None:
                     code = event.code
                     session.send(text_of(event.what if code is None else {"code": code}))
                 elif "lost" in event.what:
-                    break
+                    self._check_end(code, event.what["lost"])
+                    return
                 else:
                     self._follow(event.what, forks, token)
-        self._check_end(code, event.what["lost"])
 
     def _hear(self, envelope: Envelope) -> None:
         """Queue the orders in a text of the run, in which the last line may be incomplete."""
@@ -203,7 +216,9 @@ class HostedServer:
                 os.kill(server.process.pid, signal.SIGTERM)
             return
         told: Json = what["order"]
-        if server is None:
+        if server is None and told is None:
+            self.spared = True
+        elif server is None:
             self._server = self._begun(told, forks, token)
         elif told is None:
             server.close_input()
@@ -213,11 +228,14 @@ class HostedServer:
     def _begun(self, setup: Any, forks: ForkServer, token: Path) -> RunProcess:
         if "refused" in setup:
             raise RunError(f"{self.run}: {setup['refused']}")
-        number = self.number = setup["number"]
-        own = {"run": {**setup["run"], "path": str(self.run.absolute())}, "token": str(token)}
-        log = self.run / "logs" / f"table_{number}.log"
+        role, number, run = setup["role"], setup["number"], self.run.absolute()
+        self.number, self.name = number, f"{role} {number}"
+        own = {"run": {**setup["run"], "path": str(run)}, "token": str(token)}
+        if "config" in setup:
+            own["config"] = str(run / CONFIG)
+        log = self.run / "logs" / f"{role}_{number}.log"
         given = {**setup, **own, "host": self.host, "stays": self.stays}
-        return RunProcess("table", number, given, forks=forks, log=log, events=self._events)
+        return RunProcess(role, number, given, forks=forks, log=log, events=self._events)
 
     def _kill(self) -> None:
         if self._server is not None:
@@ -226,7 +244,7 @@ class HostedServer:
     def _check_end(self, code: int | None, reason: str) -> None:
         if code is None:
             raise RunError(
-                f"{self.run}: the connection to the run was lost ({reason}), and the server of "
+                f"{self.run}: the connection to the run was lost ({reason}), and {self.name} of "
                 "this host has ended: see the log of the run"
             )
         if code:

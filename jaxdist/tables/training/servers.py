@@ -33,7 +33,7 @@ from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
 from jaxdist.wire.config import address_here
-from jaxdist.wire.gate import Gate, GateAddress, RemoteProcess, write_gate
+from jaxdist.wire.gate import RemoteProcess, open_gate
 from jaxdist.wire.kept import Board, read_board, spec_of_board
 from jaxdist.wire.ports import Place, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
@@ -133,22 +133,12 @@ def start_team(
 
     team, token = TableTeam(strategy, begin, note, partial(take_request, run)), read_token(path)
     if not strategy.processes.port:  # Servers at fixed ports cannot join.
-        _open_gate(strategy, run, team, token, stack)
+        open_gate(run, strategy.processes, token, team.offer, stack)
     # The team closes before the gate, because the team ends the servers of other hosts through the
     # gate.
     stack.callback(team.close)
     team.start()
     return team, token
-
-
-def _open_gate(strategy: Hybrid, run: Path, team: TableTeam, token: str, stack: ExitStack) -> None:
-    """Let other hosts offer to start table servers, until the stack closes."""
-    settings = strategy.processes
-    tls = settings.tls and read_tls(settings.tls)
-    rpc = RpcServer(Gate(team.offer), token, host=settings.host, tls=tls)
-    stack.callback(rpc.close)
-    path = write_gate(run, GateAddress(place_address(settings.host, rpc.port), token))
-    stack.callback(partial(path.unlink, missing_ok=True))
 
 
 @dataclass(frozen=True)
