@@ -87,7 +87,7 @@ class Offers:
             return alive[0]
 
     def close(self) -> None:
-        """End the processes that were offered but not taken, and take no further ones."""
+        """End the processes that were offered but not taken, and take no others."""
         with self._changed:
             for remote in [one for role in self._offers for one in self._alive(role)]:
                 remote.release()

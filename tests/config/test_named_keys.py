@@ -21,6 +21,7 @@ from jaxdist.config.describe import (
 )
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
+from jaxdist.launch.build import ENGINES
 from jaxdist.types import Annotation
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,10 @@ def known() -> Known:
     collect(ExperimentConfig, (), settings, free)
     assert ("optim", "schedule", "warmup_steps") in settings
     assert ("sharding", "rules") in free
-    return Known(settings, free, {key for path in settings for key in path})
+    names = {key for path in settings for key in path}
+    for engine in ENGINES.values():  # their settings, such as servers.cpus, may be named too
+        collect(engine, (), settings, free)
+    return Known(settings, free, names)
 
 
 def texts(file: Path) -> Iterator[tuple[int, str]]:
