@@ -306,6 +306,17 @@ def apart(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> d
     return by_kind
 
 
+def from_exact(
+    found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
+) -> dict[str, tuple[float, float]]:
+    """Return the distances of jaxdist and of transformers from transformers in float64."""
+    exact = {n.removeprefix("exact "): x for n, x in right.items() if n.startswith("exact ")}
+    if not exact:
+        return {}
+    own, other = apart(found, exact), apart(right, exact)
+    return {what: (own[what], other[what]) for what in own}
+
+
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 

@@ -19,7 +19,7 @@ from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure, Report
 from benchmarks.models import adopted, muon_plans
 from benchmarks.models import tuned as adapters
-from benchmarks.models.drawn import CONFIGS, apart, given, ours, theirs, write_drawn
+from benchmarks.models.drawn import CONFIGS, apart, from_exact, given, ours, theirs, write_drawn
 from benchmarks.models.generated import ROWS
 from benchmarks.models.tuned import DRAWN, QUIET, small
 from jaxdist.commands.export_model import export_model
@@ -147,9 +147,13 @@ def compared(name: str, path: Path, python: str) -> Iterator[Figure]:
     except RunError as error:
         yield Figure.skipped(f"{name}: logits and gradients", first_line(error)[:200])
         return
-    for what, distance in apart(ours(path, inputs), right).items():
+    found = ours(path, inputs)
+    for what, distance in apart(found, right).items():
         note = "largest difference over the largest number, float32; 512 positions of text"
         yield Figure(f"{name}: {what}", distance, BOUND, goal="<= 1", unit="", note=note)
+    for what, (own, other) in from_exact(found, right).items():
+        note = "float32, distance from transformers in float64; the reference is transformers'"
+        yield Figure(f"{name}: {what} from float64", own, other, unit="", note=note)
 
 
 def as_directory(path: Path, folder: Path) -> Path:

@@ -21,7 +21,7 @@ from jaxdist.errors import DataError
 from jaxdist.interchange.families import LLAMA_ROWS
 from jaxdist.interchange.family import Family, Row
 from jaxdist.interchange.tensors import Tensor
-from jaxdist.models.rotary import Llama3Scaling
+from jaxdist.models.rotary import Llama3Scaling, frequencies
 from jaxdist.types import JsonObject
 
 MAGIC = b"GGUF"
@@ -182,11 +182,11 @@ class Gguf:
           factors: the tensor of the factors.
         """
         half = factors.shape[0]
-        frequency = theta ** (-np.arange(half) / half)
+        frequency = frequencies(theta, 2 * half)
         bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         for factor in (8.0, 32.0, 16.0, 4.0):
             made = Llama3Scaling(type="llama3", factor=factor, original_length=8192, **bands)
-            if np.allclose(frequency / made.scaled(frequency, np), factors.open(), rtol=1e-3):
+            if np.allclose(frequency / made.scaled(frequency), factors.open(), rtol=1e-3):
                 length = {"original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "factor": factor, **bands, **length}
         raise DataError(

@@ -6,7 +6,7 @@ Dims: B batch, L sequence, H heads, d head_dim.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,8 @@ class LinearScaling(Config):
     factor: PositiveFloat
     """The number by which positions are divided."""
 
-    def scaled(self, frequency: Any, xp: Any) -> Any:
+    def scaled(self, frequency: np.ndarray) -> np.ndarray:
         """Return scaled frequencies for given frequencies, in radians per position."""
-        del xp
         return frequency / self.factor
 
 
@@ -49,19 +48,34 @@ class Llama3Scaling(Config):
     original_length: Count
     """The length, in tokens, of the sequences on which the model was first trained."""
 
-    def scaled(self, frequency: Any, xp: Any) -> Any:
-        """Return scaled frequencies for given frequencies, in radians per position.
-
-        Args:
-          xp: the module that computes, numpy or jax.numpy.
-        """
-        turns = self.original_length * frequency / (2 * math.pi)
+    def scaled(self, frequency: np.ndarray) -> np.ndarray:
+        """Return scaled frequencies for given frequencies, in radians per position."""
+        turns = self.original_length / (2 * math.pi / frequency)
         span = self.high_freq_factor - self.low_freq_factor
-        kept = xp.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
-        return (1 - kept) * (frequency / self.factor) + kept * frequency
+        kept = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
 
 
 RopeScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="type")]
+
+
+def frequencies(
+    theta: float, head_dim: int, scaling: LinearScaling | Llama3Scaling | None = None
+) -> np.ndarray:
+    """Return the frequencies of the pairs of a head, float32 `[head_dim / 2]`, in radians.
+
+    Published models were trained with frequencies that were rounded in the order of these
+    operations. Another order changes a frequency's last bit, and the angle at position 500 by
+    3e-5.
+
+    Args:
+      theta: the base wavelength.
+      head_dim: the width of a head.
+      scaling: the change of the frequencies for longer sequences, or None without a change.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequency = 1.0 / theta**exponent
+    return frequency if scaling is None else scaling.scaled(frequency)
 
 
 def rotate(
@@ -89,9 +103,7 @@ def rotate(
     # Angles are constants unless there are too many, because XLA would recompute an expression for
     # each row and head.
     xp = np if length * half <= MOST_ANGLES else jnp
-    frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
-    if scaling is not None:
-        frequency = scaling.scaled(frequency, xp)
+    frequency = frequencies(theta, 2 * half, scaling)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = (jnp.asarray(f(angle)) for f in (xp.cos, xp.sin))
     # All angles come from this table, so the angle of a position has the same bits in any order.

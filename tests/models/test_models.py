@@ -19,7 +19,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.models.images.cnn import CnnConfig, max_pool
 from jaxdist.models.images.mlp import MlpConfig
 from jaxdist.models.layers import RMSNorm
-from jaxdist.models.rotary import rotate
+from jaxdist.models.rotary import Llama3Scaling, frequencies, rotate
 from jaxdist.trees import tree_size
 
 VOCAB = 257
@@ -238,6 +238,30 @@ def test_rotary_scores_depend_on_distance_only():
     for distance in range(-5, 6):
         diagonal = np.diagonal(scores, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling", "right"),
+    [
+        (1e4, None, "1p0 1.b93a6ap-3 1.7c3d2ap-5 1.47ae14p-7 1.1a62d2p-9 1.e6b4b8p-12"),
+        (
+            5e5,
+            Llama3Scaling(
+                type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_length=64,
+            ),
+            "1p0 1.32c2cp-6 1.9cd9d2p-10 1.72ba42p-13 1.4ce6ecp-16 1.2aefa4p-19",
+        ),
+    ],
+)
+def test_frequencies_have_the_bits_of_transformers(theta, scaling, right):
+    """Heads of 12, with `LlamaRotaryEmbedding.inv_freq` of transformers 5 in hexadecimal."""
+    found = frequencies(theta, 12, scaling)
+    assert found.dtype == np.float32
+    assert found.tolist() == [float.fromhex(f"0x{x}") for x in right.split()]
 
 
 def test_rotation_by_a_product_has_the_same_bits():
