@@ -85,8 +85,8 @@ def match_with(
       where: the name of the files in messages.
 
     Raises:
-      ConfigError: a pattern matches nothing, an order has another number of dims than a parameter,
-        or `match` refuses the tensors.
+      ConfigError: a pattern matches nothing, an entry of `transpose` has another number of dims
+        than its parameter, or `match` refuses the tensors.
     """
     shapes: PyTree = {**model.params, **({BUFFERS: model.buffers} if model.buffers else {})}
     names = {name: len(leaf.shape) for name, leaf in flatten_with_names(shapes)}

@@ -55,7 +55,7 @@ def adopt(
       with the seconds of a step, the bytes on a device, and whether its program was compiled.
 
     Raises:
-      JaxdistError: the model is unknown, no plan fits, or the file cannot be written.
+      JaxdistError: the model is unknown, no plan fits in memory, or the file cannot be written.
     """
     source = open_source(path)
     chips = parse_targets([on])[0].chips

@@ -95,7 +95,7 @@ def confirm(
 def lay_out(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
 ) -> Confirmed:
-    """Return the figures of a plan with only the memory from the compiler, which takes seconds.
+    """Return the figures of a plan, of which the compiler gives only the memory, within seconds.
 
     If the compiler refuses the program, the result has only the reason.
 

@@ -22,7 +22,7 @@ from jaxdist.planner.target import Target
 def print_explained(
     number: int, one: Judged, model: Model, target: Target, console: Console
 ) -> None:
-    """Print the parts of a plan's time and memory, and the changes that would make it fit.
+    """Print the parts of a plan's time and memory, and the changes that would make the plan fit.
 
     Args:
       number: the number of the plan.
@@ -58,7 +58,7 @@ def print_explained(
 
 
 def remedies(one: Judged, model: Model) -> list[str]:
-    """Return sentences on the changes that would make a plan fit.
+    """Return sentences on the changes that would make a plan fit in memory.
 
     The list is empty if the plan fits.
     """

@@ -275,7 +275,7 @@ def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
 def _first_json(one: Result, results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
     """Return the cost of a billion tokens with a target's first plan, as JSON values.
 
-    If no plan fits, the key "nothing" has the reason.
+    If no plan fits in memory, the key "nothing" has the reason.
     """
     if not one.top:
         return {"chip_hours": None, "kwh": None, "nothing": one.why_not()}

@@ -54,7 +54,7 @@ class Result:
         return self.target.chips * self.seconds / 3600 / self.model.tokens * 1e9
 
     def why_not(self) -> str:
-        """Return a line that explains why no plan fits."""
+        """Return a line that explains why no plan fits in memory."""
         return str(no_plan(self.model, self.target, self.found))
 
 

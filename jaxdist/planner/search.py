@@ -87,9 +87,9 @@ class SearchResults:
     """The results of a search.
 
     Attributes:
-      valid: the valid plans that fit, the fastest plan first.
-      too_large: the valid plans that do not fit, the smallest plan first.
-      refused: for each reason, the number of plans that are invalid or do not fit.
+      valid: the valid plans that fit in memory, the fastest plan first.
+      too_large: the valid plans that do not fit in memory, the smallest plan first.
+      refused: for each reason, the number of plans that are invalid or do not fit in memory.
     """
 
     valid: tuple[Judged, ...]
@@ -178,9 +178,9 @@ MOST_SLICES = 4096
 def least_chips(model: Model, target: Target) -> int | None:
     """Return the number of chips on which the model fits if the target has more slices.
 
-    The number of slices is doubled until the model fits. The batch grows too, so that the slices
-    divide it. The result is None if the model does not fit even with `MOST_SLICES` times as many
-    slices.
+    The number of slices is doubled until the model fits in memory. The batch grows too, so that the
+    slices divide it. The result is None if the model does not fit even with `MOST_SLICES` times as
+    many slices.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
@@ -194,7 +194,7 @@ def least_chips(model: Model, target: Target) -> int | None:
 
 
 def _smallest(model: Model, places: Places, target: Target) -> bool:
-    """Return whether the plan with the least memory on a mesh is valid and fits.
+    """Return whether the plan with the least memory on a mesh is valid and fits in memory.
 
     For a mesh with axis stage the result is False.
     """
@@ -210,7 +210,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
-    """Return the `top` fastest plans that fit, without dominated plans.
+    """Return the `top` fastest plans that fit in memory, without dominated plans.
 
     A plan is dominated if a faster plan with the same mesh takes no more memory.
     """
@@ -230,7 +230,8 @@ def _beaten(one: Judged, by: Judged) -> bool:
 def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
     """Return the plan with the number `number`, counted from 1.
 
-    Printed plans come first, then other valid plans, then plans that do not fit.
+    Printed plans come first, then all other valid plans that fit in memory, and then valid plans
+    that do not fit in memory.
 
     Raises:
       ConfigError: there is no plan with this number.
@@ -248,7 +249,7 @@ def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Jud
 
 
 def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
-    """Return the error for a search without a plan that fits.
+    """Return the error for a search that found no plan that fits in memory.
 
     The message has the reasons, and the number of chips on which the model would fit.
     """

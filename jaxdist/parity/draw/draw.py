@@ -293,7 +293,7 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
 def _sharded_stages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     """Return the plan, in some draws with ZeRO 3 instead of ZeRO 2.
 
-    Only the ZeRO stage of a pipeline changes.
+    A plan without a pipeline is returned unchanged.
     """
     zero, pipeline = plan.parallel["zero"], plan.parallel.get("pipeline")
     if pipeline is None or zero["stage"] != 2 or random.random() < 0.4:

@@ -177,7 +177,7 @@ def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.nd
       about: the description of the tables, which the files must match.
 
     Raises:
-      CheckpointError: tables of this step are missing, damaged, or do not match `about`.
+      CheckpointError: tables of this step are missing or damaged, or do not match `about`.
     """
     kind = row_dtype("keys" in about.get("form", {}))
     count = 1
