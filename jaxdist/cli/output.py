@@ -58,6 +58,8 @@ class _Lasting(io.FileIO):
         """Write bytes, and return the number of bytes; see `io.RawIOBase.write`.
 
         Bytes that are lost count as written.
+
+        The result is never None.
         """
         try:
             return super().write(data)

@@ -334,8 +334,9 @@ def servers(
     """Let table servers join or leave a run while it trains.
 
     Whole ranges of rows pass to servers that join, and from servers that leave. No push is lost.
-    The host of the run starts the COUNT servers that are missing. With --here, the server runs on
-    the host of this command, until the run ends; SIGTERM and Ctrl-C let it leave.
+    COUNT is the number of table servers that the run shall have. The host of the run starts the
+    missing servers, or lets surplus servers leave. With --here, the server runs on the host of this
+    command, until the run ends; SIGTERM and Ctrl-C let it leave.
     """
     if wait is None:
         shared.prepare_run(run, [], None)

@@ -65,7 +65,7 @@ def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None
 
     Args:
       path: the configuration file.
-      overrides: the settings that override the file.
+      overrides: the settings that override the file, or None for no settings.
       devices: the number of fake devices, or None for the number in the config.
     """
     extra = list(overrides or [])

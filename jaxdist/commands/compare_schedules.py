@@ -32,7 +32,7 @@ AUTO_MEMORY = (1.0, 2.0)
 
 
 class StageCosts(Config):
-    """The times of a microbatch's passes through a stage, for any number of chunks per stage."""
+    """The times of a microbatch's passes through a whole stage, which may have several chunks."""
 
     forward: Time = 1.0
     """The time of a microbatch's forward pass through a stage, in any unit."""

@@ -99,7 +99,7 @@ def import_with_table(
     *,
     console: Console,
 ) -> JsonObject:
-    """Write a run directory for a config, whose parameters are read as a table describes.
+    """Write a run directory for a config, with the parameters of files that a table describes.
 
     Args:
       path: a directory of safetensors files, or a single file.

@@ -142,7 +142,8 @@ def probe_backend(
 ) -> Backend:
     """Start jax in a separate process, and return the devices that it finds.
 
-    If the process crashes or does not end in time, the `problem` of the result describes that.
+    If the process crashes or does not end in time, the `problem` of the result describes the
+    failure.
     """
     command = [sys.executable, "-P", "-c", _PROBE]
     try:

@@ -63,7 +63,7 @@ class Assignment:
 
 
 class Hosts(Protocol):
-    """The hosts of a run, as an agent sees them; an agent calls them from a single thread."""
+    """The hosts of a run, as an agent sees them; all methods are called from a single thread."""
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """Wait for the next generation that includes this machine.

@@ -1,7 +1,7 @@
 """Fault injection: seeded random steps at which processes of an elastic run are killed or stopped.
 
-From the first failure, a drill predicts the share of the run's time that is kept work. The drill
-compares this prediction with the measured share.
+From the first failure, a drill predicts the share of the run's time that is used for steps that no
+failure undoes. The drill compares this prediction with the measured share.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Member:
             with log.open("ab") as errors, held(log.parent) as descriptor:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
-            # The child has inherited a copy of the descriptor. If this copy stayed open, a write to
+            # The child has its own copy of `reader`. If this process kept its copy open, a write to
             # a dead child would never fail.
             os.close(reader)
         send(self._orders, {"args": {**args}, "environ": {**environ}})

@@ -91,7 +91,7 @@ class Host:
 
     Attributes:
       stopped: the newest generation that the host has stopped; the host never resumes it.
-      generation: the generation of the host's last lease.
+      generation: the generation of the host's last lease, or None before the first lease.
       until: the end of the host's last lease, by the host's clock.
       pauses: whether the generation has to save and stop.
       quarantined_until: the time until which the host asks to be left out, by the host's clock.

@@ -56,7 +56,8 @@ class Marks:
       begun: the time when the agent began to watch the processes, just after their start.
       up: the time when all processes had published a status.
       restored: the time when all processes had restored the state.
-      stepped: the time when all processes had finished the first new step.
+      stepped: the time when all processes had finished the first new step. Each of `up`, `restored`
+        and `stepped` is None until its time has come.
     """
 
     begun: float
@@ -204,7 +205,10 @@ class Team:
         return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
-        """Return the exit code of a process, or 0 if the process saved and stopped on request."""
+        """Return the exit code of a process, or None while the process runs.
+
+        A process that saved and stopped on request has the code 0.
+        """
         code = member.poll()
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code

@@ -116,7 +116,8 @@ def build(
     """Build the experiment of a config.
 
     Args:
-      document: the document from which the config was read, for the locations in errors.
+      document: the document from which the config was read, for the locations in errors, or None
+        for a config without a document.
       devices: the devices of the mesh, or None for all devices.
       sizes: the batch sizes of a resumed run, as `jaxdist.train.plan.plan_stages` describes them.
       traced: whether to trace the step, so that its errors are raised before any compilation. A

@@ -20,6 +20,10 @@ def explain_config(config: ExperimentConfig, document: Document | None = None) -
 
     If reading the data takes little time, the function reads the data to learn their size.
 
+    Args:
+      document: the document from which the config was read, for the locations in errors, or None
+        for a config without a document.
+
     Raises:
       ConfigError: values do not fit together.
     """

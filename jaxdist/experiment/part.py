@@ -13,7 +13,9 @@ from jaxdist.trees import flatten_with_names
 
 
 def trained_part(config: PartConfig, model: Functional) -> Functional:
-    """Return the model with the adapters of the config, or with the parameters that it freezes.
+    """Return the model with the adapters that the config sets, or with some parameters frozen.
+
+    The config names the frozen parameters by patterns.
 
     Raises:
       ConfigError: a pattern matches no parameter, or all parameters are frozen.

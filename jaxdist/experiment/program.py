@@ -48,7 +48,8 @@ from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
-"""The type of `own_code` for a config; its context yields whether a named section has user code."""
+"""The type of `own_code` with the sections of a config: its arguments are the names of sections,
+and its context yields whether one of these sections has user code."""
 
 
 def make_program(
@@ -313,7 +314,7 @@ def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
 
 
 def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
-    """Trace parts that may raise errors, so that the errors are reported before any compilation."""
+    """Trace the parts of a program that may raise errors, so that errors precede compilation."""
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     if program.exchange.explicit:
         with at("parallel", "reduce"):

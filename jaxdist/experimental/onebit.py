@@ -212,7 +212,8 @@ class OnebitAdamConfig(OnebitConfig):
     """The decoupled weight decay, which is multiplied by the learning rate. Biases and norm scales
     do not decay."""
     bias_correction: bool = True
-    """Whether to divide the moments by 1 - b^t in step t. The paper's algorithm does not."""
+    """Whether to divide the moments by 1 - b^t in step t. The paper's algorithm does not divide
+    them."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Return the update rule for a schedule of the learning rate.

@@ -312,7 +312,7 @@ class OnebitLambConfig(OnebitConfig):
     layer_dims: tuple[str, ...] = ("layers",)
     """The names of dims of parameters. Each index along such a dim has a separate trust ratio."""
     coefficient_decay: Beta = 0.9
-    """The decay of the running mean of trust ratios in the warm-up, which begins at zero."""
+    """The decay of the running mean of trust ratios in the warm-up; the mean begins at zero."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
     """The bounds of the trust ratios in the warm-up."""
     factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)

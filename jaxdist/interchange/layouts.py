@@ -84,7 +84,7 @@ class WeightLayout:
 
     @cached_property
     def own(self) -> Side:
-        """The dims of the parameter into which the tensor is read."""
+        """The dims of the parameter, each of which is a tuple of names."""
         left, arrow, right = self.text.partition("->")
         return _parsed(right if arrow else left)
 
@@ -102,9 +102,10 @@ class WeightLayout:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.file)
 
     def opened(self, array: np.ndarray, own: tuple[int, ...]) -> np.ndarray:
-        """Return a view of a file's tensor with a dim for each name in the parameter's dims.
+        """Return a view of a file's tensor with one dim for each name on the parameter's side.
 
-        An assignment to the view writes to the tensor.
+        The dims of the view are in the order of these names in the layout. An assignment to the
+        view writes to the tensor.
 
         Args:
           array: the file's tensor.

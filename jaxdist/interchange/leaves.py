@@ -110,10 +110,10 @@ class Leaf:
     def _in_file_order(
         self, tensor: Tensor, at: tuple[int, ...], ranges: Ranges, out: np.ndarray
     ) -> np.ndarray | None:
-        """Return the part of a block that is a whole tensor, with the tensor's bytes in order.
+        """Return the view of `out` into which a whole tensor can be read without conversion.
 
-        The result is None if the block has only a part of the tensor or its elements in another
-        order, or if elements are converted.
+        The result is None if `out` has only a part of the tensor, if the elements of `out` have
+        another order than the file, or if elements must be converted.
 
         Args:
           at: the layer, or the layer and the expert, of the tensor.
@@ -151,7 +151,8 @@ def match(
     Args:
       params: the parameters, a tree of shapes.
       stacked: the names of the parameters whose first dim counts layers.
-      dims: the logical dims of each parameter, by name; the dim "vocab" may be padded.
+      dims: the logical dims of each parameter, by name, or None for a parameter whose dims have no
+        names. The dim "vocab" may be padded.
       rows: the row of each parameter, by name; rows of other parameters are ignored.
       tensors: the tensors of the files, by name.
       ignored: the suffixes of the names of tensors that fill no parameter.

@@ -65,7 +65,7 @@ def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) 
 def tokenizer_metadata(folder: Path | None, config: Mapping[str, Any]) -> JsonObject:
     """Return the tokens and merges of a tokenizer.json as metadata of a GGUF file.
 
-    The metadata is empty if there is no tokenizer.json.
+    The metadata is empty if `folder` is None or has no tokenizer.json.
 
     Raises:
       ConfigError: the tokenizer is not a byte-pair tokenizer, or the pattern by which it splits

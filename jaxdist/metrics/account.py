@@ -60,7 +60,7 @@ class Account:
       kind: the activity of the time outside of all intervals, until `switch` changes it.
       begun: the value of the clock from which the account counts; None counts from now.
       clock: a monotonic clock in nanoseconds.
-      tell: the function that is called at each change with the activity that begins.
+      tell: the function that is called at each change with the activity that begins, or None.
 
     >>> moments = iter([0, 3, 10, 14])
     >>> account = Account(Activity.START, clock=lambda: next(moments))
@@ -137,7 +137,8 @@ class Account:
         """Return `function` in a form whose first call counts as the activity `kind`.
 
         Args:
-          wait: a function that is called with the result of the first call; its time counts too.
+          wait: a function that is called with the result of the first call, or None. The time of
+            this function counts too.
         """
         called = False
 

@@ -57,6 +57,7 @@ def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table
     """Return an empty table; columns of words are aligned to the left, other columns to the right.
 
     Args:
+      title: the title above the table, or None for a table without a title.
       left: the indices of columns of words that `TEXTS` does not name.
     """
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)

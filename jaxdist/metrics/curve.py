@@ -41,7 +41,7 @@ def plot_loss(
       records: the records of `read_metrics`; records without a `loss` are ignored.
       path: the path of the PNG, which is replaced atomically.
       baselines: the losses of baselines by label, each of which is drawn as a dashed horizontal
-        line.
+        line, or None for no baselines.
       title: the text above the axes.
       loss_unit: the unit of the loss, for example "nats per token", or None if it is unknown.
 

@@ -110,7 +110,7 @@ class MetricsWriter(Records):
       admit: the function that is called before each record. The function raises an error if this
         process may not write.
       tell: the function that is called with the step, the split and the values of each record that
-        was written.
+        was written, or None.
 
     Raises:
       RunError: the directory cannot be written, it has the metrics of another run although
@@ -282,7 +282,8 @@ def _complete_lines(
 
     Args:
       lines: the lines of the file, or None to read the file.
-      start, count: the range of the lines to yield, which by default has all lines.
+      start, count: the index of the first line to yield, and the number of lines; None yields all
+        lines from `start`.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]

@@ -1,4 +1,4 @@
-"""The types that servers, workers and the simulator share: arrays by name, and state of a rule."""
+"""The types that servers, workers and the simulator share: named arrays, and optimizer state."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class NetworkConfig(Config):
     overtake each other."""
     unevenness: NonNegativeFloat = 0.1
     """The standard deviation of the logarithm of a random factor on each message's weight. Messages
-    that use a card at the same time share its bandwidth in proportion to their weights."""
+    that use a network card at the same time share its bandwidth in proportion to their weights."""
     loss: Chance = 0.0
     """The share of messages that do not arrive, from 0 to 1."""
     copies: Chance = 0.0

@@ -93,7 +93,7 @@ class Combination:
     Attributes:
       mesh: a key of `MESHES`.
       stage, scope: the ZeRO stage and its scope.
-      reduce: one of `REDUCTIONS`.
+      reduce: one of `REDUCTIONS`; with None, XLA sums gradients.
       microbatches: the number of microbatches.
       remat: a key of `REMATS`.
       sequence: "split" if axis tensor splits the sequence between layers, otherwise "whole".
@@ -174,9 +174,9 @@ def facts(
 
     Args:
       mesh: the section `mesh`.
-      reduce: the section `parallel.reduce`.
+      reduce: the section `parallel.reduce`, or None if it is not set.
       zero: the section `parallel.zero`, validated.
-      compression: the section `parallel.compression`.
+      compression: the section `parallel.compression`, or None if it is not set.
     """
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():

@@ -47,7 +47,8 @@ def combination_line(result: ParityResult, told: dict[str, int] | None = None) -
     Args:
       result: the result of a combination.
       told: the reasons in earlier lines, with their numbers. Only the number is printed for a
-        reason that is in `told`, and a new reason is added to `told`.
+        reason that is in `told`, and a new reason is added to `told`. With None, every reason is
+        printed in full.
 
     >>> from jaxdist.parity.trace import Differences
     >>> cell = Combination("data 8", 2, "all", None, 1, "full")

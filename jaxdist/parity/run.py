@@ -199,7 +199,7 @@ def is_random(model: Functional) -> bool:
 
 
 def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
-    """Return the reason why a model gives other numbers for a batch in parts than at once.
+    """Return why a model gives other numbers for a batch in parts than for the whole batch at once.
 
     The result is empty if the numbers are the same, or if the batch is computed at once.
 

@@ -7,7 +7,7 @@ measured, so that the same limits are suited to any model:
 - the gradient of the first step, as the optimizer receives it: for each parameter, the norm of the
   difference, divided by the gradient's norm on a single device;
 - the update, which is the parameters after the last step minus the initial parameters. The
-  difference of the update is measured like the gradient's.
+  difference of the update is measured like the difference of the gradient.
 
 All plans begin with the state that a single device initialized. Tests check that every mesh
 initializes the same state.
@@ -78,7 +78,7 @@ class Trace:
 
     Attributes:
       values: the loss of each step, by the step's number, and the held-out loss after the last
-        step, or other metrics by name.
+        step. Some runs have other metrics instead of these losses, by name.
       gradients: the gradient of each parameter in the first step, by the parameter's name.
       updates: the changes of parameters and buffers over all steps, by name.
     """

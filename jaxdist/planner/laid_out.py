@@ -103,7 +103,7 @@ def allocated_bytes(text: str) -> int:
 
 
 def main(path: str, *rest: str) -> None:
-    """Compile a config's train step completely, and write its bytes on each device to a file.
+    """Compile a config's train step, and write the bytes of memory that a device needs to a file.
 
     Args:
       path: the configuration file.

@@ -368,7 +368,11 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> fl
 
 
 def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) -> float:
-    """Return the bytes that are kept for the backward pass, with the buffers of a pipeline."""
+    """Return the bytes that are kept for the backward pass, with the buffers of a pipeline.
+
+    Args:
+      ticks: the ticks of the plan's pipeline, or None without a pipeline.
+    """
     rows, layers = rows_of(model, plan), model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     if ticks is None:

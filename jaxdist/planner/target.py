@@ -217,7 +217,7 @@ class Places:
       inner: the size of axis context or axis expert, or 1 if neither axis exists.
       inner_dims: the dims of the torus that axis context or axis expert occupies.
       slices: the size of axis data across the slow network if other axes cross this network too, or
-        None if axis data alone does.
+        None if only axis data crosses it.
     """
 
     sizes: tuple[int, int, int]

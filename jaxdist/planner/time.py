@@ -146,7 +146,8 @@ def across(target: Target, total_bytes: float, count: int | None = None) -> floa
     Args:
       target: the chips.
       total_bytes: the bytes on each device.
-      count: the number of slices or hosts, or None for all slices or hosts of the target.
+      count: the number S of slices, or None for `target.slices`. A host with GPUs counts as a
+        slice.
     """
     count = target.slices if count is None else count
     if count == 1:
@@ -218,8 +219,9 @@ def seconds(
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
         hops = ring_hops(target, places.dims[0]) if plan.chunks > 1 else 1
-        # `tick` and `busy` both contain the products, which cancel. The bubble is the time by which
-        # the ticks take longer than the mean work of a stage.
+        # `tick` and `busy` both contain the time of the layers' products, so these times cancel in
+        # the difference. The bubble is the time by which the ticks take longer than the mean work
+        # of a stage.
         bubble = (
             tick + count * head - busy + _messages(ticks, target, places.dims[0], hops * message)
         )

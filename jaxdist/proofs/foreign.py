@@ -295,7 +295,7 @@ def _host(leaf: Any) -> Any:
 def _placed(tree: PyTree, like: PyTree) -> PyTree:
     """Return copies of a tree's arrays, with the shardings of the arrays in `like`.
 
-    Jit chooses the shardings for arrays that `like` has on a single device.
+    If an array of `like` is on a single device, jit chooses the sharding of its copy.
     """
 
     def placed(leaf: Any, given: Any) -> Any:

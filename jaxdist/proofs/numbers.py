@@ -164,10 +164,10 @@ class Steps(FirstSteps):
 
 
 def apart(state: PyTree) -> dict[str, np.ndarray]:
-    """Return the largest difference between replicas, with its name as a value of a `Trace`.
+    """Return the largest difference between replicas, by the name that the value has in a `Trace`.
 
-    The result is empty if all replicas have equal bits, as on a single device. A plan with the
-    value therefore differs from a single device.
+    The result is empty if all replicas have equal bits, as on a single device. A plan whose results
+    have this value therefore differs from a single device.
     """
     off, leaf = replicas_apart(state)
     return {f"replicas of {leaf}": np.asarray(off)} if off else {}

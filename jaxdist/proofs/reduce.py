@@ -37,7 +37,7 @@ EPS = 1e-3
 def small(size: int, parts: int, least: int) -> int:
     """Return the smallest size that is at least `least` and equals `size` modulo `parts`.
 
-    If `size` is smaller than `least`, it is returned unchanged.
+    If `size` is smaller than `least`, the result is `size`.
 
     >>> small(4096, 8, 16), small(257, 8, 32), small(5, 8, 16)
     (16, 33, 5)
@@ -209,7 +209,7 @@ def _optim(optim: Json, compressed: bool) -> JsonObject:
     Args:
       optim: the section of the config.
       compressed: whether gradients are compressed. Compression skips steps that are not finite, so
-        the result makes the single device skip them too.
+        the single device must skip these steps too.
     """
     changed: JsonObject = {"bf16_moments": False, "schedule": {"type": "constant"}}
     if compressed:

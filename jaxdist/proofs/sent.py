@@ -32,7 +32,7 @@ _PARTS: Mapping[str, CollectiveKind] = {
     **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
 }
-"""The kind of collective for a part of the name of each operation that asks for a collective."""
+"""The kind of each collective, by a part of the name of the operation that asks for it."""
 SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
 """The kinds of collectives that sum over devices."""
 
@@ -108,7 +108,7 @@ def compare(
 
     Returns:
       The bytes, which are undecided if the compiled program cannot be read, or runs on other
-      devices than the mesh's.
+      devices than the devices of the mesh.
     """
     try:
         text = program_text(compiled)
@@ -153,7 +153,7 @@ def compare(
 
 
 def kind_of(operation: str) -> CollectiveKind | None:
-    """Return the collective that an operation in `shard_map` asks for, or None if it is none."""
+    """Return the kind of collective that an operation in `shard_map` requests, or None for none."""
     return next((kind for part, kind in _PARTS.items() if part in operation), None)
 
 

@@ -24,14 +24,14 @@ class Seat:
       number: the number of the server.
       start: the state of the protocol if the server leads from the beginning, or None if the server
         joins later.
-      opens: a function that opens a port for a service, keeps the port open, and returns the place
-        of the port.
-      wire_to: a function from a place, at which another server copies ranges, to a wire to that
+      opens: a function that opens a port for a service, keeps the port open, and returns the
+        address of the port (`jaxdist.wire.ports.Place`).
+      wire_to: a function from the address at which another server copies ranges, to a wire to that
         server.
-      say: a function that sends a report to the arbiter. A report states the place at which this
+      say: a function that sends a report to the arbiter. A report states the address at which this
         server copies the range, that this server leads now, or that another server may now follow.
       kind: the class of the server that leads.
-      more: the other arguments of `kind`.
+      more: the other arguments of `kind`, or None for no other arguments.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Seat:
         """Carry out a decision of the arbiter: begin to lead, or copy the range to other servers.
 
         Args:
-          ports: the place at which each other server of the view copies the range, by server.
+          ports: the address at which each other server of the view copies the range, by server.
         """
         if self.server is not None:
             wires = {server: self._wire_to(port) for server, port in ports.items()}
@@ -112,7 +112,8 @@ class Arbiter:
 
     Attributes:
       view: the current decision, or None if no remaining server has all that was acknowledged.
-      port: the place of the leader, or None while a server takes over.
+      port: the address of the leader (`jaxdist.wire.ports.Place`), or None while a server takes
+        over.
     """
 
     def __init__(self, range: int, leader: int, tell: Callable[[int, JsonObject], None]) -> None:

@@ -35,6 +35,8 @@ def save(
     """Save a state as the checkpoint of the state's step; see `CheckpointStore.save`.
 
     Args:
+      metadata, metric: the arguments of `CheckpointStore.save`; None means no metadata and no
+        metric.
       parts: the patterns of the parts to save (`jaxdist.checkpoint.parts`); None saves all parts.
     """
     saved, shapes = program.home.to_files(state), program.own_shapes
@@ -209,7 +211,8 @@ def _finished(
       remake: the function from the program and the loaded state of the gradient exchange to the
         exchange's new state; None keeps the loaded state.
       begins: whether the strategy's state is initialized from the parameters instead of loaded.
-      skips: the conversion of the optimizer's state to the optimizer state of the program.
+      skips: the conversion that adds or removes the counters of skipped steps in the loaded
+        optimizer state, as the program requires.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:

@@ -72,7 +72,7 @@ class RunDirectory:
 
     @property
     def curve(self) -> Path:
-        """The picture of the loss curve."""
+        """The file with the picture of the loss curve."""
         return self.path / "loss.png"
 
     @property

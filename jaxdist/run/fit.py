@@ -104,7 +104,7 @@ def fit(
         None uses all devices.
       resume: whether to continue the run of this config from its newest checkpoint, as `--resume`
         does. If there is no such run, a new run starts.
-      profile: the steps to trace, in the form of the option `--profile`.
+      profile: the steps to trace, in the form of the option `--profile`, or None to trace none.
       quiet: whether to print nothing.
 
     Raises:

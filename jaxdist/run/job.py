@@ -236,6 +236,7 @@ class RunJob:
         Args:
           metadata: the metadata that was saved with the state, with the batch sizes of earlier
             attempts.
+          devices: the devices of the mesh, or None for all devices.
         """
         train = self.config.train
         sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)

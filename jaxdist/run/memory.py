@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def copied_bytes(program: Program) -> int:
-    """Return the bytes that a step copies of parameters in the host's memory, for each device.
+    """Return the bytes of parameters in the host's memory that a step copies, for each device.
 
     In each microbatch, the forward and the backward pass copy the parameters of scanned layers, and
     the forward pass alone copies all other parameters. The update copies trained parameters to the

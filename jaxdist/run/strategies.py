@@ -93,8 +93,8 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
 
     Raises:
       ConfigError: this process is already one of several processes of a run.
-      RunError: a package for the communication with servers is not installed, or `supervise` raised
-        the error.
+      RunError: a package for the communication with servers is not installed, or the training
+        failed (see `jaxdist.param_server.training.supervisor.supervise`).
     """
     _check_installed(strategy.type)
     # These modules are imported here, since they import gRPC, an optional dependency.
@@ -128,7 +128,7 @@ def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
     Return the last state.
 
     Raises:
-      RunError: a package is not installed, a server ended, or `through_stages` raised the error.
+      RunError: a package is not installed, a server ended, or the training failed.
     """
     _check_installed(strategy.type)
     # These modules are imported here, since they import gRPC, an optional dependency.

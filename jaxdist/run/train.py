@@ -100,7 +100,8 @@ def train(
       resume: whether to continue the run of this config from its newest complete checkpoint.
       identity: the identity of the run to take. None takes a new run or, with `resume`, the run
         that has begun under the config's name.
-      profile: the steps to trace into the run directory, in the form that `parse_profile` parses.
+      profile: the steps to trace into the run directory, in the form that `parse_profile` parses,
+        or None to trace none.
       begun: the value of `time.perf_counter_ns` from which the account of the run's time counts;
         None counts from now. A process that does nothing but train passes
         `jaxdist.runtime.lifetime.begun`.
@@ -154,7 +155,7 @@ def train(
 
 @contextmanager
 def _taken(taking: Callable[[], LockedDirectory]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Lock the run's directory in process 0 for all processes, and yield it.
+    """Lock the run's directory in process 0, for all processes, while the context is open.
 
     If process 0 raises an error, all processes raise this error.
 

@@ -139,7 +139,7 @@ def run_choice(
 
 
 def choice_rows(config: ChoiceConfig) -> Iterator[Choice]:
-    """Yield a row for each sparsity, link and kind of straggler."""
+    """Yield a row for each combination of a sparsity, a link and a kind of straggler."""
     for touched, gbits, speeds in product(config.touched, config.gbits, config.speeds()):
         found = {RING: ring_seconds(config, touched, gbits, speeds)}
         for name, model in MODELS.items():

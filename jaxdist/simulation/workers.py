@@ -47,6 +47,7 @@ class ModelProblem:
           program: the program for whole batches.
           shares: the number of examples of each worker.
           microbatches: the number of microbatches of each worker.
+          heldout: the loader of the held-out split, or None if there is no held-out split.
           evaluation_batches: the number of batches of the held-out split to use; None uses all.
 
         Raises:

@@ -44,7 +44,7 @@ class Comparison:
         return "\n".join([self.caption, "", comparison_table(self.rows), "", *settings])
 
     def as_json(self) -> JsonObject:
-        """Return the results as JSON values: the text, the variants, and the runs."""
+        """Return the results as JSON values: the caption, the table, the variants, and the runs."""
         return {
             "caption": self.caption,
             "table": comparison_table(self.rows).splitlines(),

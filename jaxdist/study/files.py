@@ -51,6 +51,10 @@ def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | Non
 def check_writable(plot: Path | None, json_file: Path | None) -> None:
     """Check that the output can be written, before the first run.
 
+    Args:
+      plot, json_file: the directory for pictures and the file for JSON; None means that this output
+        is not written.
+
     Raises:
       RunError: a directory of the output cannot be written.
     """

@@ -34,7 +34,8 @@ def metric_of(cells: Sequence[StudyCell]) -> str:
 def study_table(cells: Sequence[StudyCell]) -> str:
     """Return a table with a column for each batch size.
 
-    The table has a row for each optimizer and each source of learning rates. A cell has the mean
+    The table has a row for each pair of an optimizer and a source of its learning rates. The rates
+    are either tuned, or follow by a rule from the tuned rate of one batch size. A cell has the mean
     and the sample standard deviation over the seeds.
     """
     rows = by_row(cells)

@@ -146,7 +146,7 @@ class BoundedStore(RowStore):
           taken: for each position in `sets`, whether it has a row. The function sets the positions
             of evicted rows to false.
           inverse: the index in `sets` of each new row's set.
-          versions, rows: the last updates and the keys of the new rows.
+          versions, rows: the numbers of the last updates and the keys of the new rows.
         """
         # Rows are compared only in sets with too many rows, because most sets have free positions.
         crowded = taken.sum(1) + np.bincount(inverse) > WAYS

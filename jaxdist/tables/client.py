@@ -127,7 +127,10 @@ class TableClient:
     def _finish(
         self, rows: np.ndarray, *, begins: bool = False
     ) -> tuple[np.ndarray, list[int | None]]:
-        """Wait for rows; return their values, and the version of each server's rows."""
+        """Wait for rows; return their values, and the version of each server's rows.
+
+        The version of a server's rows is None before the first reply of this server.
+        """
         if begins:
             self._ask(rows)
         owner = servers_of(rows, len(self._links), self._most)

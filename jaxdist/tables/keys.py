@@ -37,7 +37,7 @@ def touched_rows(form: RowForm, ids: np.ndarray) -> np.ndarray:
 
 
 def field_rows(form: RowForm, fields: int | np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the row number of each id, given the index of its field."""
+    """Return the row number of each id, given the index of the id's field."""
     if not form.most:
         return (ids.astype(np.int64) + form.offsets[fields]).astype(np.uint32)
     found = np.empty(ids.shape, KEY)

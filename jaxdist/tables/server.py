@@ -37,7 +37,7 @@ class TableShard:
     Attributes:
       staleness: the number of changes for each staleness.
       square: the squared norm of the last applied change.
-      moved: the last applied change, as the payload of a push.
+      moved: the last applied change, as the payload of a push, or None before the first change.
     """
 
     def __init__(self, store: RowStore, most_rows: int) -> None:

@@ -51,7 +51,7 @@ def assemble(
       exchange: the exchange of gradients, or None if XLA inserts the collectives.
       pipeline: the stages that hold the layers, or None if each device has all layers.
       outer: the exchange of parameters between steps, or None without such an exchange.
-      options: the options for the compiler.
+      options: the options for the compiler, or None for the compiler's defaults.
       skips_empty: whether to skip steps whose batches have no weight. With None such steps are
         skipped if a trace of the loss shows that the weight of a batch depends on its values.
 

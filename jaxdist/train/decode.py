@@ -177,7 +177,13 @@ class CachedAttention:
         v_BLKd: jax.Array,
         segments_BL: jax.Array | None,
     ) -> jax.Array:
-        """Write the positions' keys and values to the cache, and attend to all positions so far."""
+        """Write the positions' keys and values to the cache, and attend to all positions so far.
+
+        Args:
+          q_BLHd, k_BLKd, v_BLKd: the queries, keys and values of the positions.
+          segments_BL: the segments, which only a call with several positions uses, or None without
+            segments.
+        """
         keys, values = self.cache
         if q_BLHd.shape[1] > 1:
             start = self.layer, 0, 0, 0, 0

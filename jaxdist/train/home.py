@@ -204,14 +204,14 @@ class Home:
 
     @cached_property
     def owners(self) -> PyTree:
-        """The parameter that owns each leaf of the optimizer's state, or None if there is none."""
+        """The parameter of each leaf of the optimizer's state, or None if the leaf has none."""
         params, stacked = self.model.params, self.model.stacked
         state = jax.eval_shape(self.transform.init, self.model.trained)
         return owners(state, params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
-        """The parameter that owns each leaf of the outer exchange's state, or None if none does."""
+        """The parameter of each leaf of the outer exchange's state, or None for other leaves."""
         return owners(self.outer, self.model.params, self.model.stacked)
 
     def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:

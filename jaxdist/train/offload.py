@@ -82,6 +82,10 @@ def on_host(zero: ZeroSplit | None, owner: Owner) -> bool:
     """Return whether the optimizer's state of a parameter is in the host's memory.
 
     The state of parameters that are not split is small, and stays on the device.
+
+    Args:
+      zero: the split of the state by ZeRO, or None without ZeRO.
+      owner: the parameter.
     """
     return zero is not None and zero.offload and zero.dims[owner.name] is not None
 

@@ -78,7 +78,8 @@ class TrainConfig(Config):
         """Return the number of examples that a run of `epochs` trains on.
 
         Args:
-          examples: the number of examples in the training split.
+          examples: the number of examples in the training split. It may be None only for a run
+            without `epochs`.
         """
         assert self.epochs is not None
         assert examples is not None, "epochs need the size of the data"
@@ -200,6 +201,10 @@ def plan_learning_rate(
 ) -> Rate:
     """Derive the learning rate of a run with the stages of a plan.
 
+    Args:
+      examples: the number of examples in the training split, or None if the plan does not depend on
+        it (`needs_examples`).
+
     Raises:
       ConfigError: `plan_rate` raises this error; the optimizer's config has a learning rate that
         phases would override; the warm-up is in epochs, but the batch size grows.
@@ -254,7 +259,8 @@ def check_stages(
     """Check that the batch of each stage divides over devices and microbatches.
 
     Args:
-      shards: the argument of `check_batch`.
+      shards: the number of logical shards, which split the batch instead of the devices, or None
+        without logical shards.
 
     Raises:
       ConfigError: a batch does not divide; the message names the stage, and the ramp or phase.

@@ -47,7 +47,11 @@ def replicas_of(program: Program) -> Replicas:
 
 
 def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """Return a line on how much of the state is compared, or () if nothing is compared."""
+    """Return a line on how much of the state is compared, or () if nothing is compared.
+
+    Args:
+      settings: the settings of the comparison, or None if replicas are not compared.
+    """
     if settings is None:
         return ()
     coverage = replicas_of(program).coverage
@@ -58,7 +62,11 @@ def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[st
 
 
 def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
-    """Return a sentence for each kind of difference that comparisons cannot find in this plan."""
+    """Return a sentence for each kind of difference that comparisons cannot find in this plan.
+
+    Args:
+      settings: the settings of the comparison, or None if replicas are not compared.
+    """
     if settings is None:
         return ()
     if not replicas_of(program).coverage.compared_bytes:

@@ -60,7 +60,8 @@ class OptimFacts:
     Attributes:
       type: the value of `optim.type`, or an empty string if it does not matter.
       momentum: the decay of the first moment, or 0 if the optimizer has no first moment.
-      freeze_step: the step after which a onebit optimizer no longer changes its second moment.
+      freeze_step: the step after which a onebit optimizer no longer changes its second moment, or
+        None for any other optimizer.
       averages: whether an evaluation uses averaged parameters instead of the trained parameters.
     """
 

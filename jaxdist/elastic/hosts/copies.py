@@ -156,8 +156,8 @@ def fetch(
 
     Args:
       keeping: the context that is entered when all bytes have arrived, and in which the part gets
-        its name. The value of the context states whether the part is still wanted. Without a
-        context, the part is always wanted.
+        its name. The value of the context states whether the part is still wanted. None means that
+        the part is always wanted.
 
     Raises:
       CopyError: the host cannot be reached, lacks the part or the token, or the content does not

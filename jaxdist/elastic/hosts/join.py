@@ -74,7 +74,7 @@ def join_hosts(
 
 
 def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
-    """Find the leader and check that this host is compatible with it, or become the leader."""
+    """Find the leader and check the compatibility of this host with it, or become the leader."""
     first: str | None = None
     while not wait.over:
         if digest_of(Token.parse(members.rendezvous.token()).name) != compatibility["rendezvous"]:

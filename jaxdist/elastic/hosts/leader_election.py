@@ -183,8 +183,8 @@ class LeaderElection:
         told = encode_registry(term.registry)
         if told != term.saved or not term.begun:
             number = term.token.term
-            # The write comes before the swap. A leader that takes the token later then reads every
-            # decision that was answered.
+            # The registry is written before the swap. If another host becomes the leader later,
+            # that host therefore reads every decision that this host has sent to others.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
             self._drop_terms(number)
             term.saved = told

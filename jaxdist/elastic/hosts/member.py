@@ -25,8 +25,8 @@ from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
-"""The smallest part of a lease that must be left for a host's processes to continue, as a fraction.
-If less is left, the processes are killed."""
+"""The fraction of a lease that must be left so that a host's processes may continue. If less is
+left, the processes are killed."""
 
 
 class Membership:

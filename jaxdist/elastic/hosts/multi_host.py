@@ -107,7 +107,10 @@ class MultiHost:
         self._remote: RemoteProgress | None = None
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
-        """Wait for the next generation that includes this host."""
+        """Wait for the next generation that includes this host.
+
+        The result is None if the run is over, or if `stopped` returned True.
+        """
         run_folder, standby = RunFolder(folder, 0), Standby(self.members, self._messages, self.say)
         if self._server is None:
             if self._has_finished():
@@ -196,7 +199,10 @@ class MultiHost:
         self.members.note(progress=encode_progress(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """Return the progress that other hosts have published, read at most once a second."""
+        """Return the progress that other hosts have published, read at most once a second.
+
+        The result is None while the status of any process is unknown.
+        """
         now = time.monotonic()
         if self._remote is None or self._remote.generation != assignment.generation:
             count = assignment.total - assignment.count

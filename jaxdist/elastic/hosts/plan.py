@@ -81,7 +81,11 @@ class BatchRule:
 
     @classmethod
     def of(cls, values: JsonObject, full: int | None) -> BatchRule:
-        """Read the rule from the values of a config."""
+        """Read the rule from the values of a config.
+
+        Args:
+          full: the number of devices along data on the full mesh, or None if it is not known yet.
+        """
         mesh, train = values.get("mesh") or {}, values.get("train") or {}
         sizes = {axis: size for axis, size in mesh.items() if axis in AXES and size is not None}
         given = train.get("batch_size"), train.get("microbatches", 1)

@@ -40,7 +40,10 @@ class Preparing:
     resume: bool
 
     def tell_plan(self, key: str, generation: Generation) -> RunError | None:
-        """Publish the plan of a generation, on its first host; return the error if no plan exists.
+        """Publish the plan of a generation, on its first host.
+
+        Return the error if no plan exists, or None otherwise. If a member has left, no plan is
+        published and the result is None, since the registry then ends the generation.
 
         Raises:
           RendezvousError: the plan cannot be published.
@@ -99,7 +102,11 @@ class Preparing:
         return BatchRule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Return whether a value was written after the end of the last run at the rendezvous."""
+        """Return whether a value was written after the end of the last run at the rendezvous.
+
+        Args:
+          told: the value, which has the number of a generation, or None if there is no value.
+        """
         return told is not None and told["generation"] > self.members.ended_before
 
     def collect(

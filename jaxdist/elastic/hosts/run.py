@@ -1,8 +1,8 @@
 """The run that the hosts of a rendezvous train, and whether it has ended.
 
     run/id     the id of the run that starts next, drawn by the host that plans its first generation
-    run/path   the id and the directory of the run, once the run has started run/over   the result,
-    id and directory of a run that ended, and a digest of its command
+    run/path   the id and the directory of the run, once the run has started
+    run/over   the result, id and directory of a run that ended, and a digest of its command
 
 The first two values contain the number of a generation, and the directory that the config requests.
 A value belongs to an earlier run, which has ended, if its generation is not newer than the
@@ -46,7 +46,7 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 
     Args:
       ended: the generation in which the last run ended.
-      asked: the result of `requested_directory`.
+      asked: the run directory that the config requests (`requested_directory`), or None.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -62,7 +62,7 @@ def run_to_begin(
     Args:
       ended: the generation in which the last run ended.
       generation: the number of the new generation.
-      asked: the result of `requested_directory`.
+      asked: the run directory that the config requests (`requested_directory`), or None.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -79,7 +79,7 @@ def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str 
 
     Args:
       generation: the number of the generation that started the run.
-      asked: the result of `requested_directory`.
+      asked: the run directory that the config requests (`requested_directory`), or None.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

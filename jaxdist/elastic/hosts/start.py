@@ -59,7 +59,8 @@ def agent_of(
         run fails.
       seconds: the time to wait for enough hosts, in seconds.
       fork_module: see `jaxdist.elastic.agent.Agent`.
-      json_file: the file to which process 0 writes the result of the run, on the host of process 0.
+      json_file: the file to which process 0 writes the result of the run, on the host of process 0,
+        or None to write none.
 
     Raises:
       JaxdistError: the agent cannot be built for a reason that the user can correct.

@@ -73,12 +73,12 @@ def delay_compensated(
       gradient: the gradient g.
       now: the current parameters.
       then: the parameters from which the gradient was computed.
-      mean_square: the running mean of squared gradients, which starts with zeros; required only if
-        `config.decay` is set.
+      mean_square: the running mean of squared gradients, which starts with zeros. It may be None
+        only if `config.decay` is not set.
 
     Returns:
-      The corrected gradient, and the next running mean, or `mean_square` unchanged if
-      `config.decay` is not set.
+      The corrected gradient, and the next running mean, or `mean_square` unchanged (which may be
+      None) if `config.decay` is not set.
     """
     square = gradient * gradient
     correction = square * (now - then) * config.strength

@@ -216,7 +216,7 @@ class Consistency(Config):
 
     @property
     def reuses(self) -> bool:
-        """Whether a worker pulls only if its copy is stale or misses one of its own changes."""
+        """Whether a worker pulls only if its copy is stale or lacks one of the worker's changes."""
         return False
 
     @property

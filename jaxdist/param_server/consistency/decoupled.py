@@ -43,7 +43,7 @@ class Decoupled(Consistency):
     momentum: Beta = 0.9
     """The momentum of the outer optimizer; 0 uses no momentum."""
     nesterov: bool = True
-    """Whether the outer momentum is Nesterov's."""
+    """Whether the outer optimizer uses Nesterov momentum."""
 
     @model_validator(mode="after")
     def _fits(self) -> Decoupled:

@@ -184,10 +184,12 @@ class Aggregator(Reception):
         self._reply(reply, self._copy_for(reply) if isinstance(reply, Answer) else None)
 
     def _copy_for(self, answer: Answer) -> np.ndarray | None:
-        """Return the parameters for an answer, which are the same when an answer is repeated.
+        """Return the parameters for an answer, or None before the rack has a copy.
 
         If a repeated answer had other parameters, a replay could not know from which of two copies
         the worker computed.
+
+        When an answer is repeated, the parameters are the same.
         """
         given = self._given.get(answer.client)
         if given is None or given[:2] < (answer.sequence, answer.clock):

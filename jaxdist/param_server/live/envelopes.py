@@ -24,7 +24,7 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
 
     Args:
       tensor: the number of the shard.
-      payload: the payload of a push, or of a pull of rows.
+      payload: the payload of a push, or of a pull of rows. Other messages have None.
     """
     stamp = message.stamp
     if isinstance(message, Pull):
@@ -51,7 +51,7 @@ def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None =
 
     Args:
       epoch: the epoch of the range.
-      payload: the parameters, for a reply that has them.
+      payload: the parameters, or None for a reply without parameters.
     """
     match reply:
         case Acknowledge(client, sequence, version):

@@ -36,7 +36,7 @@ class ServerLink:
 
     Attributes:
       state: the current state of the protocol.
-      copy: the newest parameters received; set by the owner.
+      copy: the newest parameters received, or None before the first parameters; set by the owner.
       payloads: the payloads of pushes that are not settled, by sequence; set by the owner.
       welcome: whether the server has bound the session to this client.
       late: the clients that the server waits for, as named in its last answer to `ask_late`.

@@ -37,8 +37,8 @@ class ProtocolCall(NamedTuple):
     Attributes:
       now: the time of the server or the aggregator, in seconds.
       client: the client of a join or a leave.
-      message: the received message.
-      reply: the server's reply that an aggregator receives.
+      message: the received message, or None for any other call.
+      reply: the server's reply that an aggregator receives, or None for any other call.
     """
 
     kind: Literal["join", "leave", "tick", "receive", "hear"]

@@ -243,7 +243,11 @@ class Reception(ABC):
             self._waiting[client] -= 1
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
-        """Send a reply if the client has a session; otherwise the client asks again later."""
+        """Send a reply if the client has a session; otherwise the client asks again later.
+
+        Args:
+          payload: the parameters in the reply, or None for a reply without parameters.
+        """
         if isinstance(reply, Refuse):
             self.counters.count(self.counters.refused, reply.reason)
         peer = self._peers.get(reply.client)
@@ -252,7 +256,10 @@ class Reception(ABC):
             peer.say(of_reply(reply, self._spec.tensor, self._range.epoch, payload))
 
     def _dismissed(self, client: int) -> Peer | None:
-        """Forget a client permanently, and return its session, to be closed without the lock."""
+        """Forget a client permanently, and return its session, or None if it has no session.
+
+        The caller closes the session without the lock.
+        """
         self._admitted.discard(client)
         return self._peers.pop(client, None)
 

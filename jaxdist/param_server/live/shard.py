@@ -53,7 +53,7 @@ class ServerShard:
       params: the newest version of the parameters, `[layout.length]`, on the host.
       staleness: the number of applied changes for each staleness, in updates.
       square: the squared norm of the last applied change.
-      moved: the last applied change.
+      moved: the last applied change, or None before the first change.
       merged: the function that computes a merge's change. Its arguments are the merge, and a
         function that returns the payload of an arrival.
     """

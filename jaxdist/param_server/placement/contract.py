@@ -137,7 +137,7 @@ class PlacementRule(Config):
 
 
 def least_bytes(sizes: Sequence[int], servers: int) -> int:
-    """Return a lower bound on the bytes of the fullest of n servers.
+    """Return a lower bound on the bytes of the fullest of `servers` servers, for any placement.
 
     >>> least_bytes([3, 3, 3], 2)
     6

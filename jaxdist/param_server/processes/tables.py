@@ -172,7 +172,7 @@ class TableProcess:
         return RpcWire(address, self._token, spec_of, self._tls)
 
     def close(self) -> None:
-        """Close all ports and end all servers."""
+        """At the beginning of a follower's session, send the entries that the follower lacks."""
         self._orders.put(None)
         self._orderly.join()
         for at in [*self.seats]:

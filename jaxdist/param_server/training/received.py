@@ -74,7 +74,7 @@ def _rack_did(
     """Record the forwarded rounds of a rack, and the version that each worker receives.
 
     Args:
-      copy: the version of the rack's copy.
+      copy: the version of the rack's copy, or None before the first copy.
       answered: the sequence and the clock of the newest answer, by client. A repeated answer has
         the parameters of the first answer.
     """

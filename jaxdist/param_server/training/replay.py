@@ -94,7 +94,7 @@ class Replay:
 
         Raises:
           RunError: a change cannot be computed again, because its worker died before all servers
-            had received the change; or `due` was not reached.
+            had received the change; or the log ends before the clock `due`.
         """
         moved = True
         while moved:
@@ -196,7 +196,7 @@ class _Server:
     Attributes:
       versions: the parameters of versions that are still needed to recompute changes.
       waiting: the effects that are not executed yet.
-      reached: the shard after all changes of clocks before `due`, or None until then.
+      reached: the shard after all changes of clocks before the argument `due`, or None until then.
     """
 
     def __init__(

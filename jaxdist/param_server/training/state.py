@@ -39,7 +39,7 @@ class ShardState:
     Attributes:
       floor: a clock; the state contains all changes of all workers from earlier clocks.
       params: the parameters as a flat array `[layout.length]`.
-      optimizer: the state of the server's transformation.
+      optimizer: the state of the server's optimizer.
     """
 
     floor: int

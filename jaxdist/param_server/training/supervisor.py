@@ -376,7 +376,10 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
 
 @contextmanager
 def _token(given: Path | None) -> Iterator[Path]:
-    """Yield the file of the token. Without a file, write a new token to a private folder."""
+    """Yield the path of a token file: the given file, or a new file in a private folder.
+
+    The private folder is deleted when the context ends.
+    """
     if given is not None:
         yield given.absolute()
         return

@@ -162,8 +162,8 @@ class LocalSteps(_OnDevices):
                 state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
-                # The gradient of EASGD was computed at the worker's parameters before the pull to
-                # the servers' parameters.
+                # EASGD computes the gradient at the worker's parameters before the elastic
+                # difference is subtracted.
                 moved = zip(self.flats_of(state), self._pull, strict=True)
                 state = self.loaded(state, [x - pull for x, pull in moved])
         assert total is not None

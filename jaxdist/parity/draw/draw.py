@@ -252,7 +252,10 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
 
 
 def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections | None, Sections]:
-    """Draw the sections `reduce` and `zero`, which the validity table allows on the mesh."""
+    """Draw the sections `reduce` and `zero`, which the validity table allows on the mesh.
+
+    The section `reduce` is None if XLA sums the gradients.
+    """
     while True:
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}

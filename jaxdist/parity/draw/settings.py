@@ -123,6 +123,8 @@ def _skip_spikes(random: Random, config: Sections) -> Sections | None:
     """Add a setting that skips each step with a larger gradient than the previous step.
 
     About half of all steps are skipped.
+
+    The result is never None, since the setting combines with every config.
     """
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
@@ -133,7 +135,7 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
     """Draw 1-bit Adam or 1-bit LAMB.
 
     The messages are lossless, so that a single device gives the same numbers. There are no messages
-    if the plan does not combine with them.
+    if the plan does not combine with them. The result is never None.
     """
     kind, freeze = random.choice(("onebit_adam", "onebit_lamb")), random.choice((1, 2))
     optim: Sections = {"type": kind, "learning_rate": 1e-2, "eps": 1e-3, "freeze_step": freeze}
@@ -156,7 +158,10 @@ def _window(random: Random, config: Sections) -> Sections | None:
 
 
 def _longer(random: Random, config: Sections) -> Sections | None:
-    """Draw a length of sequences that more sizes of axis context divide."""
+    """Draw a length of sequences that more sizes of axis context divide.
+
+    The result is None for a model without sequences.
+    """
     if config["model"]["type"] not in ("gpt", "bert"):
         return None
     data, window = config["data"], random.choice(LENGTHS)
@@ -194,14 +199,17 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
-    """Add unequal weights of examples; many of the weights are zero."""
+    """Add unequal weights of examples; many of the weights are zero.
+
+    The result is never None, since the setting combines with every config.
+    """
     data = {name: value for name, value in config["data"].items() if name != "type"}
     path = "jaxdist.parity.draw.foreign:weighted_synthetic"
     return {"data": {"type": "import", "path": path, "args": data}}
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
-    """Add dropout to a `Tower` without a pipeline.
+    """Add dropout to a `Tower` without a pipeline, or return None for any other model.
 
     Dropout is the same for all plans only if XLA splits the batch. The result therefore also has a
     section `parallel` that leaves reductions to XLA.
@@ -223,7 +231,10 @@ def _left_to_xla(config: Sections) -> Sections:
 
 
 def _evaluation(random: Random, config: Sections) -> Sections | None:
-    """Add a held-out split; the batch size rarely divides its number of examples."""
+    """Add a held-out split; the batch size rarely divides its number of examples.
+
+    The result is never None, since the setting combines with every config.
+    """
     data, count = config["data"], random.randint(9, 40)
     if data["type"] == "import":
         return with_values(config, "data", args={**data["args"], "heldout_examples": count})
@@ -231,7 +242,10 @@ def _evaluation(random: Random, config: Sections) -> Sections | None:
 
 
 def _ramp(random: Random, config: Sections) -> Sections | None:
-    """Add a ramp of the batch size, in which only the first step has a smaller batch."""
+    """Add a ramp of the batch size, in which only the first step has a smaller batch.
+
+    The result is None if the setting does not combine with the config.
+    """
     train, parts = config["train"], data_size(config)
     size, pieces = 2 * train["batch_size"], train["microbatches"]
     fitting = [
@@ -261,7 +275,10 @@ def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
-    """Add two phases of training; the learning rate of the second phase is half as large."""
+    """Add two phases of training; the learning rate of the second phase is half as large.
+
+    The result is None if the setting does not combine with the config.
+    """
     if "batch_ramp" in config["train"]:
         return None
     size = config["train"]["batch_size"]
@@ -278,6 +295,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     """Add `deterministic: strict`, which replaces the reduction.
 
     With this setting the results have the same bits on any number of devices.
+
+    The result is None if the setting does not combine with the config.
     """
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (

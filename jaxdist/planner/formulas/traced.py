@@ -397,8 +397,8 @@ def _tensor(
 ) -> tuple[PlannedParameter, int]:
     """Return a parameter to plan for and its number of stacked layers.
 
-    The shape has no dim of layers, which ZeRO never splits. Axis expert splits the dim of experts
-    if there is one.
+    The shape of the result has no dim of layers, because ZeRO never splits this dim. Axis expert
+    splits the dim of experts if there is one.
     """
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape

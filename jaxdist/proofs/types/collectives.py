@@ -185,9 +185,9 @@ def marked(op: Op) -> Found:
 def _crossed(op: Op, mark: str, side: str) -> k.Kind:
     """Return the kind of an operand or a result of a contract (see `jaxdist.hlo.source.marks`).
 
-    An operand must be what the contract takes, and is `CONTRACT` until the contract gives a result.
-    The result has the kind that the contract states. Only `CONTRACT` or zeros can become a result,
-    so that the contract does not cover code outside of it.
+    An operand must have the kind that the contract requires. Its kind is `CONTRACT` until the
+    contract gives a result. The result has the kind that the contract states. Only `CONTRACT` or
+    zeros can become a result, so that the contract does not cover code outside of it.
     """
     (value,), (kind,) = op.values, op.kinds
     states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))

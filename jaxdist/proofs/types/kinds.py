@@ -214,8 +214,8 @@ PART, MESSAGE = Part("this device's own entry of a stack"), Part("a message")
 TALLY = Part("a sum of the terms that this device computed")
 CONTRACT = Part("a value inside a contract")
 DOUBTFUL = Owed(sure=False)
-"""The kind of a sum over the sharded dim or over another dim: the program does not show which. Only
-a sum over the sharded dim is a partial sum."""
+"""The kind of a sum if the program does not show whether the sum is over the sharded dim or over
+another dim. Only a sum over the sharded dim is a partial sum."""
 
 
 @dataclass(frozen=True)
@@ -350,9 +350,9 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def passes(kinds: Sequence[Kind]) -> Kind | None:
-    """Return the kind that any operation keeps: wrong, unknown, of a contract or a message.
+    """Return the kind of the results if any kind is wrong, unknown, of a contract or a message.
 
-    The result is None if no kind is one of these.
+    Any operation on such a kind keeps it. The result is None if there is no such kind.
     """
     return spoiled(kinds) or next((kind for kind in (CONTRACT, MESSAGE) if kind in kinds), None)
 

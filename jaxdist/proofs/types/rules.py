@@ -81,9 +81,9 @@ def rule(name: str, *, like: str | None = None, rows: int | None = None) -> None
     Args:
       name: the operation's name, which the reason for an undecided value states.
       like: the primitive of jax whose rule the operation gets, such as "tanh" for an elementwise
-        operation.
+        operation, or None if `rows` is given.
       rows: the index of a dim that all operands and results have, such as the batch of an attention
-        kernel. Rows along the dim must not depend on each other.
+        kernel, or None if `like` is given. Rows along the dim must not depend on each other.
 
     Raises:
       JaxdistError: neither or both of `like` and `rows` are given, or `like` has no rule.

@@ -143,7 +143,10 @@ def reduction(op: Op) -> Found:
 
 
 def additions(op: Op) -> Found:
-    """Return the kinds of `jax.lax.reduce`, if its function adds the elements of each array."""
+    """Return the kinds of a `jax.lax.reduce` that adds the elements of each array to zero.
+
+    The kind is undecided if the function of the reduce does anything else.
+    """
     body, count = getattr(op.params["jaxpr"], "jaxpr", op.params["jaxpr"]), len(op.values) // 2
     added = {(eqn.primitive.name, *eqn.invars, *eqn.outvars) for eqn in body.eqns}
     pairs = zip(body.invars[:count], body.invars[count:], body.outvars, strict=True)

@@ -136,6 +136,10 @@ def load_parameters(
 
     All other leaves are None: nothing is initialized, so that devices hold no optimizer state.
 
+    Args:
+      step: the step of the checkpoint, or None for the newest complete checkpoint.
+      say: the function that is called with a line about each skipped part of the checkpoint.
+
     Raises:
       CheckpointError: there is no such checkpoint, or an array is missing from the checkpoint or
         does not fit.

@@ -62,7 +62,11 @@ class RackNode:
             self.run.end_rack(self)
 
     def from_worker(self, server: int, message: Message, payload: Shard | None) -> None:
-        """Receive a worker's message for a server."""
+        """Receive a worker's message for a server.
+
+        Args:
+          payload: the payload of a push, or None for any other message.
+        """
         stamp = message.stamp
         if not self.states or stamp.client not in self.states[server].inner.members:
             return
@@ -74,7 +78,11 @@ class RackNode:
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Receive a server's reply."""
+        """Receive a server's reply.
+
+        Args:
+          payload: the parameters in the reply, or None for a reply without parameters.
+        """
         if reply.client != self.client or not self.states:
             return
         step = rack.from_root(self.run.model, self.states[server], reply)

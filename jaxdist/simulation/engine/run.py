@@ -183,7 +183,11 @@ class Simulation:
         worker.go_on()
 
     def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
-        """Send a worker's message to a server, or to the aggregator of the worker's rack."""
+        """Send a worker's message to a server, or to the aggregator of the worker's rack.
+
+        Args:
+          payload: the payload of a push, or None for any other message.
+        """
         self._watch_values()
         place = self._rack_of(worker.number)
         if place is None:
@@ -208,6 +212,10 @@ class Simulation:
         """Send a client's message to a server.
 
         If the message is lost, `again` is called after the retry time.
+
+        Args:
+          payload: the payload of a push, or None for any other message.
+          again: the function that is called with the server and the message if the message is lost.
         """
         lost = self._retry(lambda: again(server, message))
 
@@ -234,7 +242,11 @@ class Simulation:
         return lambda: self.after(self.config.link.retry_seconds, again)
 
     def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Send a server's reply to its client: a worker, or the aggregator of a rack."""
+        """Send a server's reply to its client: a worker, or the aggregator of a rack.
+
+        Args:
+          payload: the parameters in the reply, or None for a reply without parameters.
+        """
         if not self.racks:
             self.tell_worker(("server", server), server, reply, payload)
             return
@@ -248,7 +260,11 @@ class Simulation:
         )
 
     def tell_worker(self, source: Node, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Send a reply about a server's parameters to a worker."""
+        """Send a reply about a server's parameters to a worker.
+
+        Args:
+          payload: the parameters in the reply, or None for a reply without parameters.
+        """
         worker = self._clients[reply.client]
         self.network.send(
             source,

@@ -1,4 +1,4 @@
-"""Functions that derive update rule, placement and bound from a simulation's settings."""
+"""Functions that derive the update rule, the placement and the bound on reads from the settings."""
 
 from __future__ import annotations
 

@@ -155,7 +155,11 @@ class WorkerNode:
             self.run.ask(self, server, message, payload)
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """Receive a server's reply."""
+        """Receive a server's reply.
+
+        Args:
+          payload: the parameters in the reply, or None for a reply without parameters.
+        """
         if reply.client != self.client or not self.alive:
             return
         heard = client.hear(self.links[server], reply)

@@ -72,7 +72,7 @@ def _servers(config: ReviewConfig, workers: int) -> float:
 
 
 def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
-    """Return the time of a step, if all pushes and pulls pass the busiest card one after another.
+    """Return the time of a step, if all messages pass the busiest network card one after another.
 
     The card of a server carries the server's share of the parameters once for each worker. The card
     of a worker carries all parameters.

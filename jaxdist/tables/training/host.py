@@ -107,8 +107,8 @@ class HostedProcess:
     Args:
       run: the run directory, as this host sees it.
       settings: the settings of the run's processes.
-      host: the address at which the server listens, or None for the address from which this host
-        reaches the run, or for the name of this host if the run's address is `auto`.
+      host: the address at which the server listens. None means the name of this host if the run's
+        address is `auto`, and otherwise the address from which this host reaches the run.
       role: "server", for a table server or a parameter server, or "worker".
       stays: whether SIGTERM leaves the process in the run until the run ends it.
       module: the Python module whose process forks the new process (`jaxdist.runtime.forks`).

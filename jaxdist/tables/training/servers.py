@@ -155,7 +155,7 @@ class Wires:
 
         Args:
           server: the number of the range.
-          port: the place of the leader (`jaxdist.wire.ports.Place`).
+          port: the address of the leader (`jaxdist.wire.ports.Place`).
         """
         settings = self.strategy.processes
         kind = row_dtype(self.strategy.most_rows or 0)
@@ -165,7 +165,7 @@ class Wires:
         return RpcWire(address, self.token, partial(spec_of_reply, spec=spec), tls)
 
     def client(self, leaders: Sequence[tuple[Place, int]], number: int) -> TableClient:
-        """Return a client of the leaders of all ranges, given their places and epochs."""
+        """Return a client of the leaders of all ranges, given the leaders' addresses and epochs."""
         settings = self.strategy.processes
         wires = [self.to(server, port) for server, (port, _) in enumerate(leaders)]
         patience = Timeouts(settings.deadline_seconds, settings.retry_seconds)
@@ -180,7 +180,11 @@ class Wires:
 def _follow_moves(
     team: TableTeam | None, client: TableClient, wires: Wires, stack: ExitStack
 ) -> None:
-    """Move the sessions of every process to the servers that take over."""
+    """Move the sessions of every process to the servers that take over.
+
+    Args:
+      team: the team of table servers, or None in processes other than process 0.
+    """
 
     def moved(server: int, port: Place, epoch: int) -> None:
         client.move(server, wires.to(server, port), epoch)
@@ -225,7 +229,11 @@ def _save(
     checkpoints: Path,
     step: int,
 ) -> None:
-    """Save the tables of a step, once every process's pushes are applied."""
+    """Save the tables of a step, once every process's pushes are applied.
+
+    Args:
+      team: the team of table servers, or None in processes other than process 0.
+    """
     directory = prepared.directory
     assert directory is not None
     program.client.drain()

@@ -24,7 +24,7 @@ ASK_SECONDS = 0.5
 
 Moved = Callable[[int, Place, int], None]
 """A function that is called when a server begins to lead a range. Its arguments are the number of
-the range, the place of the server (`jaxdist.wire.ports.Place`), and the epoch."""
+the range, the address of the server (`jaxdist.wire.ports.Place`), and the epoch."""
 BeginsServer = Callable[[int, list[int], SimpleQueue[Event], RemoteProcess | None], RunProcess]
 """A function that starts a table server, given its number, the ranges that it leads, the queue of
 its events, and the process on another host that runs the server, or None to run the server on this
@@ -83,7 +83,7 @@ class TableTeam:
 
     @property
     def leaders(self) -> list[tuple[Place, int]]:
-        """The place and the epoch of each range's leader; the place is 0 during a takeover."""
+        """The address (`Place`), or 0 during a takeover, and the epoch of each range's leader."""
         with self._changed:
             found = [(one.port or 0, one.view) for one in self._arbiters]
             return [(port, view.epoch if view else 0) for port, view in found]
@@ -303,7 +303,10 @@ class TableTeam:
         self._resize(count, remote)
 
     def _stand_in(self) -> int | None:
-        """Return a server of this host that was started for a lost server of another host."""
+        """Return a server of this host that was started for a lost server of another host.
+
+        The result is None if no such server runs.
+        """
         here = sorted(self.servers.keys() - self._leaving - self._elsewhere)
         planned = max(0, self._count - self._strategy.processes.remote_servers)
         return here[-1] if len(here) > planned else None
@@ -314,7 +317,7 @@ class TableTeam:
         New servers take over some of the ranges. Surplus servers leave without a replacement.
 
         Args:
-          remote: the process of the single new server, if another host runs it.
+          remote: the process of the single new server if another host runs this server, or None.
         """
         staying = sorted(self.servers.keys() - self._leaving)
         self._note(f"the number of table servers changes from {len(staying)} to {count}")
@@ -384,7 +387,7 @@ class TableTeam:
         return all(arbiter.knows(one) for one in heirs)
 
     def _swap(self) -> None:
-        """Make the new server of a passed range its leader, and the earlier leader its follower."""
+        """Make the new server of a passed range the leader, and the earlier leader its follower."""
         for at in sorted(self._swaps):
             arbiter = self._arbiters[at]
             view = arbiter.view

@@ -26,7 +26,7 @@ def reduce_scatter(blocks: jax.Array) -> jax.Array:
 
 
 def all_gather(block: jax.Array) -> jax.Array:
-    """Return the blocks of all devices, [DEVICES, ...]; they travel around the ring."""
+    """Return the blocks of all devices, [DEVICES, ...]; the blocks travel around the ring."""
     me = jax.lax.axis_index("data")
     blocks = jnp.zeros((DEVICES, *block.shape), block.dtype).at[me].set(block)
     for way, hops in WAYS:
