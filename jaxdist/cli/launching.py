@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -74,15 +75,18 @@ def job(
     from jaxdist.launch.contract import Job
     from jaxdist.launch.servers import with_servers
     from jaxdist.launch.submit import launch
+    from jaxdist.train.strategy.config import ParameterServer
 
     one = engine(on, settings or [])
     extra = tuple(overrides or [])
+    strategy = None
     # With the engines gke and tpu-vm, the config may exist only on the machines of the job, where
     # it cannot be checked now.
     if os.path.exists(config) or on not in ("gke", "tpu-vm"):
-        validate(read(config, extra), ExperimentConfig)
+        strategy = validate(read(config, extra), ExperimentConfig).strategy
     called = name or config.stem.replace("_", "-")
     what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
+    what = replace(what, apart=isinstance(strategy, ParameterServer))
     if servers:
         what = with_servers(what, one, servers)
     if dry_run:

@@ -81,6 +81,8 @@ class Job:
       servers: the number of servers, or 0 if process 0 starts the servers.
       server_nodes: the number of machines for servers, which divides `servers`.
       run: the run directory, in which a server finds the run.
+      apart: whether the processes that train communicate only through servers, as workers of
+        `strategy.type: parameter_server` do. An engine can then restart each of them alone.
     """
 
     config: str
@@ -93,6 +95,7 @@ class Job:
     servers: int = 0
     server_nodes: int = 0
     run: str = ""
+    apart: bool = False
 
     @property
     def count(self) -> int:

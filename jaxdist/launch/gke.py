@@ -3,8 +3,9 @@
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
 processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an
 eviction, the loss of a spot node, a drain) is not counted. Servers on machines of their own are a
-further job of the set, which Kubernetes restarts pod by pod. The rendered API is
-jobset.x-k8s.io/v1alpha2, which JobSet 0.6 and newer versions support.
+further job of the set, which Kubernetes restarts pod by pod, as it restarts the workers of
+`strategy.type: parameter_server`. The rendered API is jobset.x-k8s.io/v1alpha2, which JobSet 0.6
+and newer versions support.
 """
 
 from __future__ import annotations
@@ -252,6 +253,8 @@ class Gke(Engine):
         pod = self._pod(group, self._environment(job, hosts), self._limits(), self._selector())
         # A single pod is not restarted: the JobSet restarts all pods.
         policy: JsonObject = {"backoffLimit": 0, "podFailurePolicy": {"rules": _NOT_COUNTED}}
+        if job.apart:
+            policy = _alone("backoffLimitPerIndex", self.restarts)
         return _replicated(WORKERS, self.slices, hosts, pod, policy)
 
     def _servers(self, job: Job, group: Group) -> JsonObject:
@@ -260,13 +263,8 @@ class Gke(Engine):
         # The pods of servers have no TPUs and GPUs, which jax in the image would look for.
         environ = {"JAX_PLATFORMS": "cpu", **self.environment}
         pod = self._pod(named, environ, self.servers.limits, {**self.servers.node_selector})
-        # The servers that are left hold all rows, or the processes that train fail their own job.
-        ignored: list[Json] = [_if_disrupted("Ignore")]
-        policy: JsonObject = {
-            "backoffLimit": self.restarts,
-            "podFailurePolicy": {"rules": ignored},
-        }
-        return _replicated(SERVERS, 1, group.count, pod, policy)
+        # The servers that are left hold all rows, or the processes that train end.
+        return _replicated(SERVERS, 1, group.count, pod, _alone("backoffLimit", self.restarts))
 
     def _host(self, job: Job, name: str, index: str) -> str:
         """Return the name of a pod of the first job with a name.
@@ -339,6 +337,12 @@ class Gke(Engine):
             "JAX_NUM_PROCESSES": str(hosts),
             **self.environment,
         }
+
+
+def _alone(limit: str, restarts: int) -> JsonObject:
+    """Return a policy by which Kubernetes restarts each pod alone, without a count of evictions."""
+    rules: list[Json] = [_if_disrupted("Ignore")]
+    return {limit: restarts, "podFailurePolicy": {"rules": rules}}
 
 
 def _replicated(

@@ -61,6 +61,7 @@ class Ray(Engine):
             "processes": job.processes,
             "folder": str(job.folder),
             "command": train.command,
+            "apart": job.apart,
             "serve": {**asdict(serve[0]), "cpus": self.servers.cpus} if serve else None,
         }
         text = json.dumps(given, indent=1) + "\n"

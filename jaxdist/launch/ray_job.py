@@ -2,7 +2,8 @@
 
 JAX cannot replace a lost process of a group. After a loss, the driver therefore ends all actors and
 starts new actors, on other nodes if necessary. The processes then resume from the newest
-checkpoint. An actor of a server is restarted by Ray alone, and its server joins the run again.
+checkpoint. Ray alone restarts an actor of a server or of a worker of `strategy.type:
+parameter_server`, whose process joins the run again.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Process:
             self._child.send_signal(signal.SIGTERM)
 
 
-class Server(Process):
-    """The actor that starts a server of the run; Ray restarts the actor, and then calls `run`."""
+class Restarted(Process):
+    """The actor of a process that can be lost alone: Ray restarts it, and calls `run` again."""
 
     def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
         code = super().run(command, folder, environ)
@@ -198,9 +199,18 @@ def _room(settings: JsonObject, count: int) -> Any:
 
 def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
     # With two threads, an actor can execute `stop` while `run` waits.
-    remote = _ray().remote(max_concurrency=2)(Process)
+    first = _ray().remote(max_concurrency=2)(Process)
+    others = _restarted(settings) if settings["apart"] else first
     needs = {"num_cpus": settings["cpus"], "num_gpus": settings["gpus"]}
-    return [remote.options(**needs, **_in_bundle(group, at)).remote() for at in range(count)]
+    return [
+        (others if at else first).options(**needs, **_in_bundle(group, at)).remote()
+        for at in range(count)
+    ]
+
+
+def _restarted(settings: JsonObject) -> Any:
+    again = {"max_restarts": settings["restarts"], "max_task_retries": -1}
+    return _ray().remote(max_concurrency=2, **again)(Restarted)
 
 
 def _servers(settings: JsonObject, count: int, group: Any) -> list[Any]:
@@ -208,11 +218,12 @@ def _servers(settings: JsonObject, count: int, group: Any) -> list[Any]:
     serve = settings["serve"]
     if not serve:
         return []
-    again = {"max_restarts": settings["restarts"], "max_task_retries": -1}
-    remote = _ray().remote(max_concurrency=2, num_cpus=serve["cpus"], **again)(Server)
+    bundles = [
+        count + at // serve["processes"] for at in range(serve["nodes"] * serve["processes"])
+    ]
     return [
-        remote.options(**_in_bundle(group, count + at // serve["processes"])).remote()
-        for at in range(serve["nodes"] * serve["processes"])
+        _restarted(settings).options(num_cpus=serve["cpus"], **_in_bundle(group, at)).remote()
+        for at in bundles
     ]
 
 

@@ -83,10 +83,20 @@ def test_kubernetes_restarts_a_pod_of_a_server_alone_and_the_run_ends_the_set() 
     assert found["spec"]["successPolicy"] == done
 
 
+def test_kubernetes_restarts_a_worker_of_servers_alone() -> None:
+    """Process 0 too: the run then continues from its newest checkpoint, and all others join it."""
+    _, jobs = jobs_of(*GKE, "restarts=3", apart=True)
+    slices, servers = (jobs[name]["template"]["spec"] for name in ("slice", "serve"))
+    assert "backoffLimit" not in slices
+    assert slices["backoffLimitPerIndex"] == 3
+    assert slices["podFailurePolicy"] == servers["podFailurePolicy"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("settings", [GKE, ("image=a", "tpu=v5p:4x4x4", GKE[-1], *POOL)])
-def test_kubernetes_takes_the_job_of_servers(settings: tuple[str, ...]) -> None:
+def test_kubernetes_takes_the_job_of_servers(settings: tuple[str, ...], apart: bool) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
-    found, jobs = jobs_of(*settings, nodes=1)
+    found, jobs = jobs_of(*settings, nodes=1, apart=apart)
     assert found["spec"].keys() == {
         "failurePolicy", "network", "replicatedJobs", "successPolicy",
     }  # fmt: skip
@@ -179,6 +189,27 @@ def test_servers_reserve_room_on_nodes_without_gpus(room: Any) -> None:
 def test_room_that_is_not_free_is_named(room: Any, changes: Any, message: str) -> None:
     with pytest.raises(RunError, match=message):
         room([1, 0], ready=False, **changes)
+
+
+def test_ray_restarts_workers_alone_but_not_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[tuple[str, Any]] = []
+
+    class Remote(SimpleNamespace):
+        def options(self, **given: Any) -> Any:
+            return SimpleNamespace(remote=lambda: kinds.append((self.kind, self.restarts)))
+
+    def remote(**given: Any) -> Any:
+        restarts = given.get("max_restarts")
+        return lambda kind: Remote(kind=kind.__name__, restarts=restarts)
+
+    played = SimpleNamespace(remote=remote, PlacementGroupSchedulingStrategy=dict)
+    monkeypatch.setattr(ray_job, "_ray", lambda module="ray": played)
+    for apart in (False, True):
+        told = json.loads(rendered("ray", "restarts=4", apart=apart).files["ray.json"])
+        ray_job._actors(told, 2, None)
+    ray_job._servers(told, 2, None)
+    alone = ("Restarted", 4)
+    assert kinds == [("Process", None)] * 3 + [alone] * 3
 
 
 def test_a_generation_ends_with_the_processes_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
