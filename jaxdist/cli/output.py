@@ -97,7 +97,8 @@ def _opened(descriptor: int) -> int:
 
 def _text(raw: _Lasting, old: TextIO | None) -> TextIO:
     if old is not None:
-        # The text in the buffer of the old stream must precede the text of the new stream.
+        # The buffer of the old stream is flushed first, because its text must precede the new
+        # stream's text.
         old.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

@@ -112,7 +112,8 @@ class Striker(Recorder):
             self._ready = False
             self.left.pop(0)
             self.struck.append(time.time())
-            # The process may have ended by itself since it published its status.
+            # The process may have ended by itself since it published its status, and needs no
+            # signal then.
             with suppress(ProcessLookupError):
                 number = signal.SIGSTOP if strike.stops else signal.SIGKILL
                 os.kill(of[strike.process].pid, number)

@@ -113,7 +113,7 @@ class Network:
         ways: list[float] = []
         if draws.random() < link.loss:
             self.lost += 1
-            lost()  # The bytes of a lost message still take time on the cards.
+            lost()  # The bytes of a lost message still take time on the network cards.
         else:
             for _ in range(2 if draws.random() < link.copies else 1):
                 ways.append(link.latency_seconds + draws.random() * link.jitter_seconds)

@@ -69,8 +69,8 @@ class LocalTrainer:
             # Without tokens there is no gradient, so the optimizer takes no step.
             moved = self._moved(found.gradient) if found.tokens else dict(self._own)
             if step == 0 and self._pull:
-                # The gradient of elastic averaging was computed at the worker's parameters before
-                # the pull.
+                # Elastic averaging computes the gradient at the worker's parameters before the
+                # elastic difference is subtracted.
                 moved = {name: moved[name] - self._pull[name] for name in moved}
             self._own = moved
         return Computed({name: self._own[name] - start[name] for name in start}, tokens)
