@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from jaxdist.planner.confirm import Confirmed, confirm, lay_out
 from jaxdist.planner.explain import draw_plan, energy_lines, print_explained
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.result import Result, first_numbers, in_order, numbered
-from jaxdist.planner.search import Model, best, model_of, search
+from jaxdist.planner.search import Judged, Model, best, model_of, search
 from jaxdist.planner.target import Target, parse_targets
 from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
@@ -39,6 +40,10 @@ ROUGH = (
     "but for other models they use only what the trace of a step shows. For TPUs, --memory and "
     "--compile ask the compiler."
 )
+
+TOGETHER = 2
+"""The number of programs that are compiled at the same time. XLA uses all cores only while it
+generates code; meanwhile the other program is traced, optimized or read."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ def _confirmed(
 
     The plans that the compiler refuses come last.
     """
-    pairs = []
-    for one in result.top:
+
+    def asked_for(one: Judged) -> tuple[Judged, Confirmed]:
         if asked.compiled:
             known = confirm(path, overrides, one.plan, result.target, one.seconds.slow)
             said = show_seconds(known.seconds)
@@ -139,7 +144,10 @@ def _confirmed(
             said = show_bytes(known.peak_bytes)
         said = "refused" if known.refusal else said
         console.print(f"compiled: {escape(one.plan.words())}: {said}", style="dim", soft_wrap=True)
-        pairs.append((one, known))
+        return one, known
+
+    with ThreadPoolExecutor(TOGETHER if asked.compiled else 1) as pool:
+        pairs = list(pool.map(asked_for, result.top))
     pairs.sort(key=lambda pair: (bool(pair[1].refusal), pair[1].seconds))
     return replace(
         result,

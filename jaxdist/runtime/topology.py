@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ ENVIRONMENT = {
 }
 """The variables that replace the metadata server when libtpu is loaded, and that let several
 processes load libtpu at the same time."""
+_LOADING = threading.Lock()
+"""A lock for threads that compile at the same time, the first of which loads libtpu."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,14 @@ def topology_devices(text: str) -> list[Any]:
     from jax.experimental import topologies
 
     try:
-        described = topologies.get_topology_desc(
-            f"{topology.family}:{'x'.join(map(str, topology.shape))}",
-            "tpu",
-            chip_config_name=FAMILIES[topology.family].chip_config,
-            # libtpu expects three dims, even for families with two.
-            wrap=(*rings(topology.family, topology.shape), False)[:3],
-        )
+        with _LOADING:
+            described = topologies.get_topology_desc(
+                f"{topology.family}:{'x'.join(map(str, topology.shape))}",
+                "tpu",
+                chip_config_name=FAMILIES[topology.family].chip_config,
+                # libtpu expects three dims, even for families with two.
+                wrap=(*rings(topology.family, topology.shape), False)[:3],
+            )
     except jax.errors.JaxRuntimeError as error:
         raise MeshError(f"topology {text!r} is unknown to libtpu: {error}; {_FORMS}") from error
     return list(described.devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 from pathlib import Path
 
 import jax
@@ -71,6 +72,24 @@ def test_a_plan_that_the_compiler_refuses_is_not_written(
         report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
     assert console.export_text().count("refused") >= 2
     assert not best.exists()
+
+
+def test_two_programs_are_compiled_at_the_same_time(
+    jaxdist: Jaxdist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the other, and the faster stands first."""
+    both, seconds = threading.Barrier(2, timeout=60), iter([2.0, 1.0])
+
+    def confirm(*_: object) -> Confirmed:
+        both.wait()
+        return Confirmed(next(seconds), 3_000_000_000)
+
+    monkeypatch.setattr(report, "confirm", confirm)
+    jaxdist.config(CONFIG)
+    asked = report.Asked(["v5e:2x4"], top=2, compiled=True)
+    console = Console(quiet=True)
+    (result,) = report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
+    assert [one.seconds for one in result.confirmed] == [1.0, 2.0]
 
 
 def test_memory_alone_is_asked_for(jaxdist: Jaxdist, monkeypatch: pytest.MonkeyPatch) -> None:
