@@ -2,6 +2,7 @@
 
 import getpass
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from certificates import certified
 from runs import DIGITS, Jaxdist, steps
 
 from jaxdist.runtime.rendezvous import free_port
@@ -38,6 +40,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2
@@ -166,6 +169,66 @@ def test_two_ranks_of_mpirun_are_one_run(jaxdist: Jaxdist):
     assert done.code == 0, done
     assert "mesh   {data: 2} on 2 x cpu" in done.out
     assert steps(jaxdist.run)[-1] == 24
+
+
+CLICKS = {
+    "model": {"type": "dlrm", "width": 4, "bottom": [4], "top": [4]},
+    "data": {"type": "clicks", "fields": 3, "ids": 50, "examples": 256, "heldout_examples": 32},
+    "optim": {"type": "sgd", "momentum": 0.0, "learning_rate": 0.5},
+    "train": {"steps": 20, "batch_size": 16, "log_every": 1},
+    "checkpoint": {"every": 10},
+}
+HYBRID = "strategy={type: hybrid, servers: 2, optimizer: {type: sgd}}"
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+@pytest.mark.slow
+def test_servers_of_mpirun_have_ranks_of_their_own(jaxdist: Jaxdist):
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (openmpi-bin)")
+    jaxdist.config(CLICKS)
+    assert jaxdist.here("train", "config.yaml", "run.directory=alone").code == 0
+    root = ["--set", "as_root=true"] if getpass.getuser() == "root" else []
+    done = jaxdist("launch", "config.yaml", HYBRID, "--on", "mpi", "--servers", "1", *root)
+    assert done.code == 0, done
+    assert "waiting for 2 table servers of other hosts" in done.out
+    assert "table 0 has ended" in done.out
+    assert losses(jaxdist.run) == pytest.approx(losses(jaxdist.folder / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_servers_of_a_slurm_job_have_nodes_of_their_own(slurm, jaxdist: Jaxdist):
+    """Another job takes the nodes of both components, and both go on afterwards."""
+    host = socket.gethostname()
+    if not names_resolve("n1", "n2", host):
+        pytest.skip("the nodes n1 and n2 are no names here: add `127.0.0.1 n1 n2` to /etc/hosts")
+    certified(jaxdist.folder / "tls", f"DNS:{host}")
+    jaxdist.config(CLICKS, train={"steps": 3000}, checkpoint={"every": 1000})
+    tls = "authority: tls/ca.pem, certificate: tls/own.pem, key: tls/own.key"
+    done = jaxdist(
+        "launch", "config.yaml", HYBRID, "strategy.processes.host=auto",
+        f"strategy.processes.tls={{{tls}}}", "--on", "slurm", "--servers", "1",
+        "--set", "partition=main", "--set", "time=30", "--set", "notice_seconds=60",
+    )  # fmt: skip
+    assert done.code == 0, done
+    job = done.out.split("job ")[1].split(":")[0]
+    log = jaxdist.folder / f"runs/launches/config/slurm-{job}.log"
+    until(lambda: log.exists() and "\nstep " in log.read_text(), "steps")
+    urgent = asked("sbatch", "--parsable", "-p", "urgent", "-N2", "-o", "/dev/null",
+                   "--wrap", "sleep 1")  # fmt: skip
+    until(lambda: "to be queued again: another job needs the nodes" in log.read_text(), "the end")
+    assert "takes its place" not in log.read_text(), "a server has left before the run"
+    until(lambda: "COMPLETED" in state_of(urgent.strip()), "the urgent job")
+    until(lambda: "JobState=PENDING" in state_of(job), "the queue")
+    asked("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
+    until(lambda: "resume from step " in log.read_text(), "the job to go on")
+    until(lambda: "JobState=COMPLETED" in state_of(job), "the end of the run")
+    assert "JobState=COMPLETED" in state_of(f"{job}+1")
+    assert len({*steps(jaxdist.run)} & {3000}) == 1
 
 
 def test_an_actor_of_ray_is_killed_and_the_run_goes_on(jaxdist: Jaxdist):

@@ -226,3 +226,34 @@ def test_what_cannot_be_replayed(jaxdist: Jaxdist, tmp_path: Path):
     (tmp_path / "config.yaml").write_bytes((jaxdist.folder / "config.yaml").read_bytes())
     done = jaxdist.here("replay", tmp_path, "--devices", "8")
     assert "not a run with strategy.type parameter_server" in done.message
+
+
+@pytest.mark.full
+def test_a_server_and_a_worker_of_other_hosts_give_the_numbers_of_one_device(jaxdist: Jaxdist):
+    jaxdist.config(train={"steps": 12, "batch_size": 64, "log_every": 1},
+                   optim={"type": "sgd", "momentum": 0.0, "learning_rate": 0.1},
+                   eval={"every": None}, checkpoint={"every": 6}, strategy=BSP)  # fmt: skip
+    server = jaxdist.start("servers", RUN, "--here", "--wait", "100")
+    started = [
+        jaxdist.start(
+            "train", "config.yaml", "strategy.processes.remote_servers=1", "--resume",
+            "--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", process,
+        )
+        for process in (1, 0)
+    ]  # fmt: skip
+    worker, first, hosted = (finish(one) for one in (*started, server))
+    for done in (first, worker, hosted):
+        assert (done.code, done.err) == (0, ""), done
+    assert "waiting for 1 servers of other hosts" in first.out
+    assert "worker 0 has ended" in worker.out
+    assert "server 0 has ended" in hosted.out
+    alone = jaxdist.here(
+        "train", "config.yaml", "strategy={type: synchronous}", "run.directory=alone"
+    )
+    assert alone.code == 0, alone
+    found, wanted = (
+        [one["loss"] for one in metrics(run) if one["split"] == "train"]
+        for run in (jaxdist.run, jaxdist.folder / "alone")
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert steps(jaxdist.run) == [6, 12]
