@@ -267,9 +267,9 @@ def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
 def meshes(target: Target) -> Iterator[Places]:
     """Yield every layout of the axes stage, data and tensor in a slice.
 
-    Each axis occupies dims of the torus from end to end: such dims are rings if the torus has
-    rings, and jax refuses other layouts. Only the first of several layouts with equal sizes is
-    yielded, which is the layout that jax chooses.
+    Each axis occupies dims of the torus from end to end, since jax refuses all other layouts. If
+    the torus has rings, these dims are rings. Of several layouts with equal sizes, only the layout
+    that jax chooses is yielded, which is the first.
     """
     for (stage, data, tensor), dims in _layouts(target, 3):
         yield Places((stage, data, tensor), (dims[0], dims[1], dims[2]))

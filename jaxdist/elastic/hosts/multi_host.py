@@ -286,7 +286,7 @@ class MultiHost:
         return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
-        """Return whether the run has already finished, and then print how to train longer."""
+        """Return whether the run has already finished; if so, print how to train longer."""
         run = finished(self.rendezvous, self._values)
         if run is None:
             return False

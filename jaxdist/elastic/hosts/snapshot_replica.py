@@ -21,7 +21,7 @@ class SnapshotReplica:
     """A thread that copies the snapshots of a source host during a generation.
 
     Args:
-      address: the address at which the source host sends its parts.
+      address: the address at which the source host sends the parts of its snapshots.
       folder: the folder with the parts that this host has written, which also receives the copies.
       processes: the numbers of the source host's processes.
       total: the number of processes on all hosts.

@@ -186,10 +186,8 @@ class Aggregator(Reception):
     def _copy_for(self, answer: Answer) -> np.ndarray | None:
         """Return the parameters for an answer, or None before the rack has a copy.
 
-        If a repeated answer had other parameters, a replay could not know from which of two copies
-        the worker computed.
-
-        When an answer is repeated, the parameters are the same.
+        A repeated answer has the parameters of the first answer. With other parameters, a replay
+        could not know from which of two copies the worker computed.
         """
         given = self._given.get(answer.client)
         if given is None or given[:2] < (answer.sequence, answer.clock):

@@ -115,7 +115,7 @@ class Chooser:
 
 
 class Chosen(Cadence):
-    """A cadence whose interval a `Chooser` in process 0 sets, and which is equal in all processes.
+    """A cadence whose interval is set by a `Chooser` in process 0, and is equal in all processes.
 
     Args:
       start: the step from which this process continues.
