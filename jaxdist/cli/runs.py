@@ -235,7 +235,8 @@ def train_process(
         detect=distributed,
     )
     if processes is not None and (base := run_of_workers(config, extra)) is not None:
-        # The processes of such a run communicate through servers, so jax must not join them.
+        # The processes of a run with parameter servers communicate through the servers, so jax must
+        # not join them.
         if not resume:
             raise ConfigError(
                 f"strategy.type parameter_server in {processes.count} processes needs --resume, so "

@@ -88,7 +88,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     from jaxdist.errors import RunError
 
     config = run / "config.yaml"
-    # `Path.exists` would raise an error for a name that is too long.
+    # `Path.exists` is not used, because it raises an error for a name that is too long.
     if not os.path.exists(config):
         near = run if os.path.isdir(run) else run.parent
         runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))

@@ -54,7 +54,7 @@ def read(
     else:
         file = Path(path)
         own = file / RUN_CONFIG
-        # `Path.is_file` would raise an error for a name that is too long.
+        # `Path.is_file` is not used, because it raises an error for a name that is too long.
         file = own if os.path.isfile(own) else file
         root = loader.load(file, None, ())
     for text in overrides:

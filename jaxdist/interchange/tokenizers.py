@@ -50,7 +50,8 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
     ids = (_first(source.config.get(f"{which}_token_id")) for which in ("bos", "eos"))
     ends = [token for token in ENDS if token in tokens.values()]
     named = ends or [tokens[i] for i in ids if i in tokens]
-    # If a token that ends documents were added, it would exceed the model's vocabulary.
+    # If an added token would exceed the model's vocabulary, the token with the largest number ends
+    # documents.
     if not named and max(tokens, default=0) + 1 >= source.inputs.vocab_size:
         named = [tokens[max(tokens)]]
     end = {"end_of_document": named[0]} if named else {}

@@ -203,7 +203,8 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
     """
     plans = itertools.product(MESHES, STAGES, SCOPES, REDUCTIONS)
     for mesh, stage, scope, reduce in plans:
-        # Without ZeRO the scope has no effect, and another scope would give the same program.
+        # Without ZeRO the scope has no effect. Another scope would give the same program, and is
+        # left out.
         if scope != "all" and not stage:
             continue
         if violations(combination_facts(Combination(mesh, stage, scope, reduce, 1, "none"))):

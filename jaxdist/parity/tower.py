@@ -40,7 +40,7 @@ class Tower(nnx.Module):
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
-        # The fast variance is a difference of two means. The rounding error of such a difference
+        # The fast variance is turned off: it is a difference of two means, whose rounding error
         # would exceed the limits.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm

@@ -287,7 +287,7 @@ def _without_keys(tree: PyTree) -> PyTree:
 def _host(leaf: Any) -> Any:
     if not _is_key(leaf):
         return np.array(leaf)
-    # Keys cannot become numpy arrays.
+    # Random keys cannot become numpy arrays, so their data are copied.
     data = np.array(jax.random.key_data(leaf))
     return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
 

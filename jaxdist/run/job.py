@@ -179,7 +179,8 @@ class RunJob:
           RunError: a later generation has started.
         """
         life, ending = self.lives[-1], self._ending(step)
-        # A process of a generation that has been replaced must not report an end or draw the curve.
+        # `admit` raises an error in a generation that has been replaced: its processes must not
+        # report an end or draw the curve.
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
         tell_end(

@@ -186,7 +186,8 @@ def server_seconds(
     cluster = Cluster(
         workers=config.workers, servers=config.servers, consistency=model, simulation=script
     )
-    # The estimate of a step's time is high, so the simulation contains at least two steps.
+    # The estimate of a step's time is an upper bound, so the simulation contains at least two
+    # steps.
     exchange = 2 * size * (config.workers / config.servers + 1) / rate
     most = max(own) * (1 + 2 * speeds.noise) + exchange
     return step_seconds(cluster, int(scale * size / 4), PLAYED_STEPS * most)

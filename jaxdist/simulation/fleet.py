@@ -195,7 +195,8 @@ def sweep(config: FleetConfig) -> Fleet:
     """Simulate the goodput at each interval, with checkpoints alone and with snapshots too."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
-    # For checkpoints without a cost, Young's interval is zero, and so are its multiples.
+    # A cost of at least one second is assumed, because with a cost of zero Young's interval and its
+    # multiples would be zero.
     middle = intervals.young(max(costs[0], 1.0), config.mttf)
     every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
     alone = [Saves(seconds) for seconds in every]

@@ -184,7 +184,7 @@ class LeaderElection:
         if told != term.saved or not term.begun:
             number = term.token.term
             # The registry is written before the swap. If another host becomes the leader later,
-            # that host therefore reads every decision that this host has sent to others.
+            # that host therefore reads every decision that this host has sent to other hosts.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
             self._drop_terms(number)
             term.saved = told

@@ -184,7 +184,8 @@ class Sessions:
         """Switch a link to a new client; the caller holds the lock."""
         session = link.begin(state)
         if session is not None:
-            # The keeper's thread closes the session, since closing may wait for the lock.
+            # The keeper's thread closes the session, since closing may wait for the lock, which
+            # this thread holds.
             self._left.append(session)
         self._lost.notify_all()
 

@@ -157,7 +157,8 @@ class Server(Reception):
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)
             self._reached(Reached(floor, clocks.version, shard.params, shard.kept()))
-            # A replay up to this clock needs the log, even if the server is killed.
+            # A replay up to this clock needs the log, so the log is flushed before the server may
+            # be killed.
             if self._log is not None:
                 self._log.flush()
 

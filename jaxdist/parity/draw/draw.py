@@ -126,7 +126,8 @@ def draw(seed: int) -> Draw:
         common |= vit(apart, common)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
-        # Compression turns on `skip_nonfinite`, and all plans must have the same optimizer.
+        # Compression turns on `skip_nonfinite`. All plans must have the same optimizer, so it is
+        # turned on for both.
         common["optim"] |= {"skip_nonfinite": True}
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 

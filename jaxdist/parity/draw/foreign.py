@@ -33,8 +33,8 @@ class LinenNet(linen.Module):
         """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
         x = linen.Conv(self.channels, (3, 3), use_bias=not self.batch_norm)(image)
         if self.batch_norm:
-            # The fast variance is a difference of two means. Its rounding error would exceed the
-            # limits on differences.
+            # The fast variance is turned off: it is a difference of two means, whose rounding error
+            # would exceed the limits on differences.
             norm = linen.BatchNorm(use_running_average=not train, use_fast_variance=False)
             x = norm(x * jax.numpy.tanh(x))
         x = linen.Conv(self.channels, (3, 3), strides=2)(jax.numpy.tanh(x))

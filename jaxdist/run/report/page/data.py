@@ -100,7 +100,8 @@ def _configured(directory: RunDirectory) -> JsonObject:
     try:
         return {"config": settings, "schedule": _schedule(directory.config)}
     except JaxdistError as error:
-        # If another version of jaxdist wrote the config, this version may refuse it.
+        # If another version of jaxdist wrote the config, this version may refuse it, and the page
+        # shows the error.
         return {"config": settings, "schedule": {"summary": str(error), "boxes": []}}
 
 
