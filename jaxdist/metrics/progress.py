@@ -90,7 +90,7 @@ class Progress:
             )
 
     def update(self, step: int, *, loss: float, step_seconds: float) -> None:
-        """Record that the step `step` is done, which takes microseconds.
+        """Record that the step `step` is done; a call takes microseconds.
 
         Args:
           step: the number of steps that were taken, including those before this process started.

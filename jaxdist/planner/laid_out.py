@@ -37,8 +37,9 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
     Args:
       path: the configuration file, to which `overrides` are applied.
       topology: the TPU slice to compile for.
-      limit_bytes: the memory of a device. The compilation of a larger program is not stopped early,
-        since the compiler refuses the program with a message at its end.
+      limit_bytes: the memory of a device. The compilation of a program that needs more is not
+        stopped early: at the end of the compilation, the compiler refuses this program with a
+        message.
 
     Raises:
       RunError: the compiler refuses the program.

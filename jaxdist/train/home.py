@@ -115,8 +115,8 @@ class StageOrder:
 class Home:
     """The conversions of a state between its forms.
 
-    `to_step` and `from_step` do not convert the state of the outer exchange; `outer_to_step` and
-    `outer_from_step` do.
+    `to_step` and `from_step` do not convert the state of the outer exchange, which only
+    `outer_to_step` and `outer_from_step` convert.
 
     Attributes:
       views: the views of the plan, in the order in which `stored` applies them.
