@@ -82,7 +82,7 @@ def _options(
 ) -> None:
     """Declare the options that precede a command.
 
-    `--quiet` is only declared here; `main` handles it before the command is parsed.
+    `--quiet` is only declared here; `main` handles this option before the command is parsed.
     """
 
 

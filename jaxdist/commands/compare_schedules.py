@@ -37,9 +37,9 @@ class StageCosts(Config):
     forward: Time = 1.0
     """The time of a microbatch's forward pass through a stage, in any unit."""
     backward_input: Time = 1.0
-    """The time of the input half of a microbatch's backward pass through a stage."""
+    """The time in which a backward pass through a stage computes the gradient of its input."""
     backward_weight: Time = 1.0
-    """The time of the weight half of a microbatch's backward pass through a stage."""
+    """The time in which a backward pass through a stage computes the gradients of weights."""
     transfer: Time = 0.0
     """The time of a message from one stage to another."""
 

@@ -37,8 +37,8 @@ def load_object(path: str) -> Any:
     6
 
     Raises:
-      ConfigError: the path has another form, the module or the name does not exist, or the module
-        fails while it is imported.
+      ConfigError: the path has another form, the module or the name does not exist, or the import
+        of the module fails.
     """
     module_name, colon, attribute = path.partition(":")
     parts = (*module_name.split("."), *attribute.split("."))

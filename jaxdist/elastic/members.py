@@ -58,7 +58,11 @@ class Member:
         return self._code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process."""
+        """Send a signal to the process.
+
+        Args:
+          number: the number of the signal.
+        """
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -175,6 +175,10 @@ class Registry:
 
         If the generation is active, the earlier leader may have granted leases after it wrote the
         registry. Every member is therefore assumed to hold a lease.
+
+        Args:
+          config: the settings of membership.
+          now: the current time, by the clock of the new leader.
         """
         members = self.generation.members if self.granted else tuple(self.holders)
         return replace(
@@ -191,7 +195,7 @@ class Registry:
 
         Args:
           fits: the function that returns whether hosts can work together; hosts that ask to be left
-            out are not passed to it.
+            out are not passed to this function.
         """
         known = self.heard(config, now, message).passed(config, now, fits)
         number = known.generation.number
@@ -204,7 +208,13 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a renewal, with the hosts that are alive and their leases."""
+        """Return the state after a renewal, with the hosts that are alive and their leases.
+
+        Args:
+          config: the settings of membership.
+          now: the current time, by the registry's clock.
+          message: the renewal.
+        """
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -213,8 +223,8 @@ class Registry:
             alive[message.host] = now + config.lease_seconds
         if message.stopped >= self.generation.number:
             holders.pop(message.host, None)
-            # A member that has stopped the generation cannot return to it, and therefore counts as
-            # lost.
+            # A member that has stopped the generation cannot return to the generation, and
+            # therefore counts as lost.
             granted = granted and message.host not in self.generation.members
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks

@@ -247,7 +247,7 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 class Room:
-    """A buffer in the host's memory for blocks that are copied to devices; all leaves use it.
+    """A buffer in the host's memory that all leaves share, for blocks that are copied to devices.
 
     The buffer grows to the size of the largest block. With new memory for each leaf, the operating
     system would fill every page with zeros, which takes as long as the reading.

@@ -107,7 +107,8 @@ def write(
 
     Args:
       tensors: the name, shape and dtype of each tensor.
-      value: a function from a tensor's name to its array; it is called in the order of `tensors`.
+      value: a function from a tensor's name to its array; the function is called in the order of
+        `tensors`.
 
     Raises:
       OSError: the file cannot be written.

@@ -22,7 +22,8 @@ SPLITS: Mapping[str, str | None] = {
     "llama-bpe": rf"{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_LETTERS}|\p{{N}}|{_REST}",
 }
-"""The pattern by which a tokenizer splits text before it joins bytes, by its name in GGUF files."""
+"""The pattern by which a tokenizer splits text before it joins bytes, by the pattern's name in GGUF
+files."""
 _CONTROL = 3
 
 

@@ -150,7 +150,7 @@ class Progress:
         return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
-        """Return texts of loss, rate, step time and remaining time, or [] before they exist."""
+        """Return loss, rate, step time and remaining time as texts, or [] before the first step."""
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds

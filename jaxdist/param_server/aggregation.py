@@ -92,6 +92,10 @@ class Racks(Config):
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
         """Return the bytes that are received when every worker pushes once.
 
+        Args:
+          workers: the number of workers.
+          size_bytes: the size of one worker's push, in bytes.
+
         >>> Racks(size=4).traffic(8, size_bytes=100)
         PushTraffic(root=200, aggregator=400)
         """
@@ -145,6 +149,10 @@ class Secure(Config):
         """Return the bytes that are received when every worker pushes once.
 
         The bytes for the exchange of keys are not counted.
+
+        Args:
+          workers: the number of workers.
+          size_bytes: the size of a push without masks, in bytes. A masked push has twice this size.
         """
         return PushTraffic(2 * workers * size_bytes, 0)
 

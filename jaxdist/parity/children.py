@@ -199,6 +199,9 @@ def _last_words(said: Path) -> str:
     """Return the last line with a failed check of C++ in a file of standard error.
 
     Without such a line the result is the last line of the file, or an empty string.
+
+    Args:
+      said: the file of standard error.
     """
     text = said.read_text(encoding="utf-8", errors="replace")
     fatal = [match.group() for match in _FATAL.finditer(text)]

@@ -398,12 +398,24 @@ only a fiftieth of the change that other nudges cause."""
 
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
-    """Return a host state with each parameter randomly changed by at most the fraction `size`."""
+    """Return a host state with each parameter randomly changed by at most the fraction `size`.
+
+    Args:
+      state: the state.
+      size: the largest relative change of an element.
+      seed: the seed of the random changes.
+    """
     return replace(state, params=nudged_tree(state.params, size, seed))
 
 
 def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
-    """Return a host tree with each float randomly changed by at most the fraction `size`."""
+    """Return a host tree with each float randomly changed by at most the fraction `size`.
+
+    Args:
+      tree: the tree.
+      size: the largest relative change of an element.
+      seed: the seed of the random changes.
+    """
     random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:

@@ -61,7 +61,7 @@ def adopt(
     chips = parse_targets([on])[0].chips
     values = _values(source, path, chips)
     document, _ = load(values, overrides)
-    # The search needs only shapes. With the real data it would read and tokenize the text.
+    # The search needs only shapes. With the real data, the search would read and tokenize the text.
     stand_in: Any = {**document.values, "data": _stand_in(document.values["data"], source)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adopted.yaml"
@@ -104,6 +104,10 @@ def _stand_in(data: Any, source: Any) -> JsonObject:
     """Return a section `data` for synthetic data that has the shapes of the text that it replaces.
 
     A section for other data than text is unchanged.
+
+    Args:
+      data: the section `data`.
+      source: the model whose vocabulary the synthetic data has.
     """
     if data["type"] != "text":
         return data

@@ -77,7 +77,7 @@ WORK: Mapping[str, LiveFactors] = {
 """The factors by kind of plan. "whole" is for ZeRO 0 and 1, "scattered" for ZeRO 2, whose gradients
 are split, and "shards" for ZeRO 3, whose parameters are split too. Each of these three kinds has
 another entry for plans with axis tensor. Pipelines have an entry for undivided backward tasks, and
-an entry for backward tasks in two halves."""
+an entry for backward tasks that are divided in two (I and W)."""
 
 
 def work_of(plan: Plan) -> LiveFactors:
@@ -382,14 +382,22 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
     buffers = (slots.inputs + slots.gradients + 2) * message
     if not work.residuals:
         return buffers + kept * max(1, slots.residuals if plan.stash else 0)
-    # Between its two halves, a backward task keeps the recomputed values and their gradients.
+    # Between its two parts (I and W), a backward task keeps the recomputed values and their
+    # gradients.
     left = work.residuals_full if plan.remat == "full" else work.residuals
     stash = kept * slots.residuals if plan.stash else 0.0
     return buffers + stash + left * slots.kept * layers * block_bytes(model, plan, rows)
 
 
 def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return the temporary bytes of the head or a block, and of the casts of parameters."""
+    """Return the temporary bytes of the head or a block, and of the casts of parameters.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      mine: the numbers of parameter elements on the device.
+      work: the factors for the plan.
+    """
     rows, width = rows_of(model, plan), model.width
     tokens = rows * model.window / plan.context
     head = work.logits * tokens * model.vocab / plan.tensor / model.loss_chunks

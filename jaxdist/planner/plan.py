@@ -151,8 +151,8 @@ class Plan:
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
             if self.zero == 3:
-                # XLA gathers parameters in bfloat16 where it places the reductions itself. An
-                # explicit reduction by default gathers parameters in the dtype of their storage.
+                # XLA gathers parameters in bfloat16 if XLA places the reductions. An explicit
+                # reduction by default gathers parameters in the dtype of their storage.
                 zero["gather_dtype"] = "bfloat16"
         if self.schedule is not None:
             schedule: dict[str, Json] = {"type": self.schedule}

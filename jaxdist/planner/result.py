@@ -35,7 +35,11 @@ class Result:
 
     @property
     def refused(self) -> bool:
-        """Whether the compiler refuses all printed plans."""
+        """Whether the compiler refuses all printed plans.
+
+        Args:
+          workers: the number of workers.
+        """
         return bool(self.confirmed) and bool(self.confirmed[0].refusal)
 
     @property

@@ -213,6 +213,10 @@ def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
     """Return the `top` fastest plans that fit in memory, without dominated plans.
 
     A plan is dominated if a faster plan with the same mesh takes no more memory.
+
+    Args:
+      found: the results of the search.
+      top: the largest number of plans to return.
     """
     chosen: list[Judged] = []
     for one in found.valid:

@@ -50,8 +50,8 @@ def prove(
 ) -> Proof:
     """Prove that a step on a mesh computes what a single device would, and return the results.
 
-    `print` shows the result as a table. The step is run with copies of the arguments, so that it
-    may donate them.
+    `print` shows the result as a table. The step is run with copies of the arguments, so that the
+    step may donate its arguments.
 
     Args:
       step: a function (state, batch) -> (state, outputs), jitted or not.
@@ -126,7 +126,13 @@ def _program(name: str, step: Step, state: PyTree, batch: PyTree) -> tuple[Any, 
 
 
 def _require_alike(told: str, made: PyTree, wanted: PyTree) -> None:
-    """Raise an error with names and shapes if the arrays of two trees differ."""
+    """Raise an error with names and shapes if the arrays of two trees differ.
+
+    Args:
+      told: the beginning of the message, with the reason why the trees must be alike.
+      made: the tree to check.
+      wanted: the tree with the required names and shapes.
+    """
     trees = (flatten_with_names(tree) for tree in (made, wanted))
     ours, theirs = ({f"{name} {np.shape(x)}" for name, x in tree} for tree in trees)
     added, lost = (", ".join(sorted(n)[:3]) or "nothing" for n in (ours - theirs, theirs - ours))

@@ -82,9 +82,9 @@ class Compared:
 def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> Scenes:
     """Return the steps to compare.
 
-    Without weights these are two steps, and a step after the state was saved and loaded. With
-    weights there are also a step in which all weights of a shard are 0, a step in which all weights
-    are 0, and, with `skips`, a step with a gradient of NaN.
+    Without weights, the steps are two steps, and a step after the state was saved and loaded. With
+    weights, there are also a step in which all weights of a shard are 0, a step in which all
+    weights are 0, and, with `skips`, a step with a gradient of NaN.
 
     Args:
       rows: the number of rows of a batch.
@@ -236,7 +236,13 @@ class Reference:
         return Compared(plan, (*worst, *draws), steps=names), steps
 
     def _draws(self, steps: Steps, sections: JsonObject, limit: float) -> tuple[Quantity, ...]:
-        """Return a wrong value for each repetition of random numbers (see `draws.repeated`)."""
+        """Return a wrong `Quantity` for each repeated random number (see `draws.repeated`).
+
+        Args:
+          steps: the compiled step of the plan.
+          sections: the sections of the plan's reduced config.
+          limit: the relative difference that another order of summation explains.
+        """
         program, batch = steps.experiment.program, steps.batches[0]
         alone = sections["strategy"]["type"] == "parameter_server"
         if self.weighted or alone or not is_random(program.model):
@@ -257,6 +263,11 @@ def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) ->
     """Return the reason why a plan's numbers may differ from a single device's.
 
     The result is empty if the numbers must be equal.
+
+    Args:
+      sections: the sections of the plan's reduced config.
+      program: the program of the model on a single device.
+      weighted: whether examples have unequal weights.
     """
     if sections["strategy"]["type"] == "parameter_server":
         return "the workers of strategy parameter_server exchange parameters between processes"

@@ -127,6 +127,11 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
     """Return the section `model` with reduced dims.
 
     Only the dims of gpt, cnn and mlp are known. The section of any other model is unchanged.
+
+    Args:
+      experiment: the experiment at its full size.
+      model: the section `model`.
+      parts: the number of devices, of which the reduced dims keep the remainder.
     """
     found = {**model}
     for name, least in LEAST.get(model["type"], {}).items():
@@ -168,6 +173,12 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
     """Return a section `data` for synthetic data with the fields of the config's data.
 
     A section with `type: import` is unchanged.
+
+    Args:
+      experiment: the experiment at its full size.
+      whole: the complete config of the experiment.
+      parts: the number of devices, of which the reduced dims keep the remainder.
+      model: the reduced section `model`.
     """
     data, loader = whole["data"], experiment.loader.batch_shapes
     if data["type"] == "import":

@@ -110,8 +110,8 @@ class Copied:
     """A follower's reply, which reports the entries that the follower has.
 
     Attributes:
-      epoch: the epoch of the follower. If it is newer than the leader's epoch, the follower refused
-        the entry.
+      epoch: the epoch of the follower. If this epoch is newer than the leader's epoch, the follower
+        refused the entry.
       index: the index of the follower's newest entry. The follower also has all earlier entries.
     """
 
@@ -165,7 +165,7 @@ class Leader:
 
     @property
     def safe(self) -> int:
-        """The index of the newest entry to which replies may refer: all followers have it."""
+        """The index of the newest entry to which replies may refer, since all followers have it."""
         if self.deposed:
             return self.released
         # A server that has no copy yet delays no reply.
@@ -187,7 +187,8 @@ class Leader:
         same = after is before or (not settles and before.members == after.members)
         found = replace(self, range=after)
         if same or not self.has:
-            # The index advances even without followers, since a server that joins later needs it.
+            # The index advances even without followers, since a server that joins later needs the
+            # index.
             return found if same else replace(found, index=self.index + 1)._noted()
         updates = tuple(one for one in step.effects if isinstance(one, Apply))
         entry = LogEntry(self.view.epoch, self.index + 1, portable(after), updates)
@@ -206,7 +207,7 @@ class Leader:
         known = self.has[reply.server]
         has = {**self.has, reply.server: max(reply.index, -1 if known is None else known)}
         found = replace(self, has=has)
-        # A server without a copy counts as 0: it will need all entries after its snapshot.
+        # A server without a copy counts as 0, because it will need all entries after its snapshot.
         least = min(at or 0 for at in has.values())
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 

@@ -70,7 +70,7 @@ class ReplicatedServer(Server):
         super().close()
 
     def _opened(self, server: int, link: CopyLink) -> None:
-        """Send a follower, when its session begins, the entries that it lacks."""
+        """At the beginning of a follower's session, send the entries that the follower lacks."""
         with self._changed:
             at = self.leader.has.get(server)
             tensor = self._spec.tensor
@@ -128,7 +128,7 @@ class ReplicatedServer(Server):
         self._updates.append((effect.merge.rate, change))
 
     def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
-        # Every reply waits, even a reply to a pull: the version that it reports must survive a
+        # Every reply waits, even a reply to a pull, because the version in the reply must survive a
         # takeover.
         self._held.append((self.leader.index, reply, payload))
 

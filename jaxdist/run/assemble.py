@@ -64,6 +64,7 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     The hook that evaluates is None if the run has no held-out split.
 
     Args:
+      parts: the objects that the hooks share.
       best: the best held-out loss of a resumed run so far, or None without such a loss.
     """
     experiment, tiers = parts.experiment, parts.tiers

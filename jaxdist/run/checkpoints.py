@@ -166,6 +166,11 @@ def _as_saved(
     If the number of devices divides the first dim of a leaf, the leaf is split over all devices
     along that dim. Other leaves are replicated. The state is not usable if another exchange saved
     it, or if it cannot be converted to this plan.
+
+    Args:
+      program: the program that loads the state.
+      wanted: the leaves of the program's exchange state, by path.
+      found: the leaves of the saved exchange state, by path.
     """
     if wanted.keys() != found.keys():
         return None

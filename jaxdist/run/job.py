@@ -262,7 +262,12 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time, which begins at `begun` in the first attempt, or now."""
+        """Return an account of time, which begins at `begun` in the first attempt, or now.
+
+        Args:
+          resume: whether the run is resumed. If a saved state may exist, the time until the first
+            step then counts as recovery.
+        """
         agent = self.files.agent
         restores = resume and bool(
             steps_present(self.files.directory.checkpoints)

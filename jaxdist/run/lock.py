@@ -130,6 +130,10 @@ class RunLock:
     def _attempt(self, young_until: float) -> int | None:
         """Return the lock's descriptor if this process now holds the lock, or None to try again.
 
+        Args:
+          young_until: the time of `time.monotonic` until which a lock without a holder may be the
+            lock of a process that has not yet written its name.
+
         Raises:
           HeldError: a live run holds the directory.
         """

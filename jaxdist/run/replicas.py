@@ -56,7 +56,12 @@ class CompareReplicas(LoopHook):
             self._end(moment.step, found)
 
     def _end(self, step: int, found: Sequence[ReplicaDifference]) -> None:
-        """Record the differences as metrics, and raise a `SuspectStateError`."""
+        """Record the differences as metrics, and raise a `SuspectStateError`.
+
+        Args:
+          step: the step after which replicas were compared.
+          found: the differences.
+        """
         hosts = dict(enumerate(gather_json(socket.gethostname())))
         what = told(found, hosts)
         self.store.wait()

@@ -113,7 +113,12 @@ class Termination:
             signal.signal(number, handler)
 
     def _listen(self, reader: int, terminals: list[int]) -> None:
-        """Print received signals at once, because Python's handlers wait for C++ code to end."""
+        """Print received signals at once, because Python's handlers wait for C++ code to end.
+
+        Args:
+          reader: the descriptor from which the numbers of received signals are read.
+          terminals: the descriptors of the outputs that are terminals.
+        """
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] == signal.SIGHUP:

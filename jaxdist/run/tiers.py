@@ -54,7 +54,8 @@ class Tiers:
         """Load the newest complete snapshot, if it is newer than all checkpoints.
 
         Return the snapshot's state, metadata and location, or None if there is no such snapshot. If
-        any process cannot load a snapshot, all processes skip it and try an older snapshot.
+        any process cannot load a snapshot, all processes skip this snapshot and try an older
+        snapshot.
 
         Args:
           say: the function that is called with a line for each snapshot that is skipped.
@@ -94,7 +95,7 @@ class Tiers:
 
 
 def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
-    """Open the checkpoints and the snapshot tiers of a config; they are closed when `stack` closes.
+    """Open the checkpoints and snapshot tiers of a config; both are closed when `stack` closes.
 
     Args:
       say: the function that is called with lines in rich's markup.

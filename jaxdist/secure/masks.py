@@ -68,7 +68,13 @@ def decode(total: np.ndarray) -> np.ndarray:
 
 
 def add_mask(into: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
-    """Add the mask of a key to integers modulo 2^64, in place; the mask is from AES-256-CTR."""
+    """Add the mask of a key to integers modulo 2^64, in place; the mask is from AES-256-CTR.
+
+    Args:
+      into: the integers, uint64 `[n]`.
+      key: the key of the mask.
+      subtract: whether the mask is subtracted instead of added.
+    """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -85,7 +91,13 @@ def add_mask(into: np.ndarray, key: bytes, *, subtract: bool = False) -> None:
 
 
 def agreed_key(own: X25519PrivateKey, public: bytes, use: str) -> bytes:
-    """Return the key that two clients agree on, for one use: X25519, then HKDF with SHA-256."""
+    """Return the key that two clients agree on, for one use: X25519, then HKDF with SHA-256.
+
+    Args:
+      own: the private key of one client.
+      public: the public key of the other client.
+      use: the name of the use; keys for different uses are independent.
+    """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF

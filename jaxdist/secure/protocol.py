@@ -50,8 +50,8 @@ def threshold(clients: int, dropouts: int) -> int:
     """Return the number of clients that must complete a round.
 
     Raises:
-      ConfigError: the number is below 2, so that a sum would reveal a vector; or it is less than
-        a majority, so that a server could ask two groups of clients for the two secrets of a
+      ConfigError: the number is below 2, so that a sum would reveal a vector; or the number is less
+        than a majority, so that a server could ask two groups of clients for the two secrets of a
         client.
 
     >>> threshold(10, 3)

@@ -108,6 +108,10 @@ class ClientRound:
 
         After that answer, the client masks its vector and sends it.
 
+        Args:
+          stage: the stage of the request that was answered.
+          parts: the data of the answer, by client.
+
         Raises:
           SecureError: the answer does not belong to a round that protects this client's vector.
         """

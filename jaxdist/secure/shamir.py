@@ -16,7 +16,7 @@ SECRET_BYTES, SHARE_BYTES = 32, 66
 
 
 def share_secret(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
-    """Split a secret among holders; any `threshold` of their shares recover it.
+    """Split a secret among holders; any `threshold` of the shares recover the secret.
 
     >>> secret = bytes(range(32))
     >>> recover_secret(dict(list(share_secret(secret, range(5), 3).items())[2:])) == secret

@@ -54,7 +54,7 @@ class ChoiceConfig(Config):
     step_seconds: PositiveFloat = 0.1
     """The seconds for the gradient of a worker's part of a batch."""
     gbits: tuple[PositiveFloat, ...] = (1.0, 10.0, 100.0)
-    """The gigabits per second of each host's card, in each direction."""
+    """The gigabits per second of each host's network card, in each direction."""
     latency_seconds: NonNegativeFloat = 1e-4
     """The latency of a message in seconds, in addition to the time for its bytes."""
     workers: Annotated[int, Field(ge=2, le=64)] = 8
@@ -97,7 +97,7 @@ class Choice:
 
     Attributes:
       touched: the share of the parameters that a worker's batch reads and changes.
-      gbits: the gigabits per second of each host's card.
+      gbits: the gigabits per second of each host's network card.
       speeds: the name of the distribution of the workers' step times.
       seconds: the time of a step of all workers in seconds, for each exchange of gradients.
     """
@@ -152,6 +152,12 @@ def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Spe
 
     If workers touch only a part of the parameters, and an all-gather of this part's gradients is
     faster, the all-gather is used instead. No communication overlaps with the backward pass.
+
+    Args:
+      config: the settings of the comparison.
+      touched: the share of the parameters that a worker's batch changes.
+      gbits: the gigabits per second of each host's network card.
+      speeds: the distribution of the workers' step times.
     """
     link = hardware.Link(config.latency_seconds, gbits * 1e9 / 8)
     levels = [Level(config.workers, link)]
@@ -172,6 +178,13 @@ def server_seconds(
     """Return the simulated time of a step of all workers.
 
     Workers pull and push only the parameters that they touch.
+
+    Args:
+      config: the settings of the comparison.
+      touched: the share of the parameters that a worker's batch changes.
+      gbits: the gigabits per second of each host's network card.
+      speeds: the distribution of the workers' step times.
+      model: the consistency model.
     """
     size = touched * config.parameter_bytes
     scale = min(1.0, PLAYED_BYTES / size)

@@ -19,7 +19,7 @@ Settings = dict[str, Any]
 """The values of settings by dotted key, such as `section.key`."""
 Case = Literal["adamw", "sgd", "other"]
 """The kinds of optimizers. For "adamw" and "sgd", compressed messages can contain the optimizer's
-momentum. For "other", they contain only gradients."""
+momentum. For "other", compressed messages contain only gradients."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:

@@ -130,6 +130,10 @@ class TableClient:
         """Wait for rows; return their values, and the version of each server's rows.
 
         The version of a server's rows is None before the first reply of this server.
+
+        Args:
+          rows: the rows, uint32 or keys.
+          begins: whether to request the rows first.
         """
         if begins:
             self._ask(rows)
@@ -205,7 +209,12 @@ class TableClient:
         return not any(link.payloads for link in self._links)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; the caller holds the lock."""
+        """Wait until the condition holds; the caller holds the lock.
+
+        Args:
+          condition: a function that returns whether the condition holds.
+          what: a description of the condition, for the error message.
+        """
         begun = time.monotonic()
         deadline = begun + self.patience.deadline_seconds
         while True:

@@ -67,18 +67,33 @@ def sets_of(rows: np.ndarray, most: int) -> np.ndarray:
     """Return the number (int64) of each key's set.
 
     The set does not depend on the number of servers.
+
+    Args:
+      rows: the keys.
+      most: the largest number of rows that all servers together keep.
     """
     return sets_of_hashes(hashes(rows), most)
 
 
 def sets_of_hashes(hashed: np.ndarray, most: int) -> np.ndarray:
-    """Return the number (int64) of the set of each key, given the hashes of the keys."""
+    """Return the number (int64) of the set of each key, given the hashes of the keys.
+
+    Args:
+      hashed: the hashes.
+      most: the largest number of rows that all servers together keep.
+    """
     count = np.uint64(max(1, most // WAYS))
     return ((hashed >> np.uint64(32)) % count).astype(np.int64)
 
 
 def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
-    """Return the number of the server of each row; neighbouring rows have different servers."""
+    """Return the number of the server of each row; neighbouring rows have different servers.
+
+    Args:
+      rows: the row numbers or keys.
+      servers: the number of servers.
+      most: the largest number of rows that all servers together keep, or 0 if they keep all rows.
+    """
     return sets_of(rows, most) % servers if most else rows % np.uint32(servers)
 
 

@@ -17,7 +17,13 @@ RATE_BYTES = 4
 
 
 def step_bytes(unique: int, width: int, kind: np.dtype = NUMBER) -> int:
-    """Return the bytes of all payloads in a step that touches `unique` rows of a server."""
+    """Return the bytes of all payloads in a step that touches `unique` rows of a server.
+
+    Args:
+      unique: the number of unique rows.
+      width: the number of values in a row.
+      kind: the dtype of row numbers.
+    """
     return unique * (2 * kind.itemsize + 8 * width) + RATE_BYTES
 
 
@@ -25,6 +31,9 @@ def payload_spec(server: int, most_rows: int, width: int, kind: np.dtype = NUMBE
     """Return the specification of payloads of at most `most_rows` rows.
 
     Args:
+      server: the number of the server, which is the tensor number of the payloads.
+      most_rows: the largest number of rows.
+      width: the number of values in a row.
       kind: the dtype of row numbers.
     """
     size = RATE_BYTES + most_rows * (kind.itemsize + 4 * width)

@@ -23,7 +23,11 @@ class RowOptimizer(Config):
 
     @abstractmethod
     def state_width(self, width: int) -> int:
-        """Return the number of values in a row's state, which begin at zero."""
+        """Return the number of values in a row's state, which begin at zero.
+
+        Args:
+          width: the number of values in a row.
+        """
 
     @abstractmethod
     def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:

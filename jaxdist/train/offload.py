@@ -56,7 +56,8 @@ class HostMemory:
 class HostParameters:
     """A view that keeps chosen parameters in the host's memory.
 
-    Steps copy them to the device where they are used (`jaxdist.models.host.resting`).
+    A step copies these parameters to the device where the step uses them
+    (`jaxdist.models.host.resting`).
 
     Attributes:
       names: the names of these parameters.

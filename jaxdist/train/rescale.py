@@ -65,8 +65,8 @@ def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes)
 
     Args:
       base: the learning rate of the run at the full batch size.
-      scale: the rule by which the learning rate depends on the batch size; it may be None only if
-        all batches have the full size.
+      scale: the rule by which the learning rate depends on the batch size; the rule may be None
+        only if all batches have the full size.
       full: the full batch size.
     """
     first, size = sizes[-1]

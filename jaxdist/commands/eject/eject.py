@@ -23,7 +23,7 @@ class Keep(StrEnum):
 
 MOST_LINES = 300
 """The largest number of lines of a file. A longer file is written without the evaluation. If the
-file is then still longer, blank lines not counted, it is refused."""
+file is then still longer, blank lines not counted, the config is refused."""
 
 
 def eject(

@@ -95,6 +95,10 @@ def _listening(host: str, answering: Any) -> _Server:
     In two cases, the server listens on all addresses of this machine instead. In the first case,
     the machine does not have the address, because a network translates it. In the second case, the
     name resolves only to loopback (127.0.1.1 in Debian's /etc/hosts).
+
+    Args:
+      host: the name or address of this machine for the other hosts.
+      answering: the class that answers a connection.
     """
     named = not is_loopback(host) and host != "localhost"
     with suppress(OSError):

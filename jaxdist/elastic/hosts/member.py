@@ -34,8 +34,8 @@ class Membership:
 
     Attributes:
       facts: the facts that this host publishes about itself; see `tell`.
-      over: the result of the run, with the keys `generation`, `code` and `words`. During the run it
-        is None.
+      over: the result of the run, with the keys `generation`, `code` and `words`. The value is None
+        during the run.
       name: the name of the rendezvous, which was drawn at random when the rendezvous was created.
       trouble: the error of a rendezvous that does not answer, or None while the rendezvous answers.
     """

@@ -1,8 +1,8 @@
 """The plan of a generation: the work of each host, computed from plain data.
 
 The axes of the model in the mesh (tensor, stage, context, expert) keep their sizes, and the data
-axis takes the remaining devices. The hosts that joined first train, as many of them as can form a
-mesh. All other hosts wait, and are ready to replace a host that is lost.
+axis takes the remaining devices. Hosts take part in the order in which they joined. As many hosts
+take part as can form a mesh. All other hosts wait, and are ready to replace a host that is lost.
 
 The batch does not change, so every step takes the same examples in the same order and learns at the
 same rate as without failures. If fewer devices share the batch, the batch is computed in more
@@ -151,6 +151,9 @@ class BatchRule:
         """Return the settings that replace the config's batch settings if the batch is rescaled.
 
         Each device then has as many rows as on the full mesh.
+
+        Args:
+          data: the size of axis data.
         """
         size, left = divmod(self.batch_size * data, self._full(data))
         if left:

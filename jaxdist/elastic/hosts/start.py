@@ -116,8 +116,8 @@ def local_of(
 
     Args:
       base: the run directory that the config names.
-      run: the run that the other hosts train, or None if it is unknown. If it is unknown, the only
-        run at `base` is used; if there are several runs, the first process refuses to start.
+      run: the run that the other hosts train, or None if it is unknown. If the run is unknown, the
+        only run at `base` is used; if there are several runs, the first process refuses to start.
       exact: whether `base` itself is the run directory.
 
     >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}

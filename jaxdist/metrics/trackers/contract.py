@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """Begin to track a run, or continue to track it, and return a key.
 
         The key identifies the tracked run. The run directory stores the key, and a resumed run
-        passes it as `Tracked.kept`.
+        passes the key as `Tracked.kept`.
         """
         ...
 

@@ -46,8 +46,8 @@ class OnArrival(Consistency):
     whole, each gradient is a full step."""
     staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
     """The power of the staleness by which the learning rate is divided, if the staleness is above
-    1; with power 0, it is not divided. The staleness is in clocks with gradient_weight share, and
-    in updates with whole."""
+    1; with power 0, the learning rate is not divided. The staleness is in clocks with
+    gradient_weight share, and in updates with whole."""
     delay_compensation: DelayCompensation | None = None
     """The correction of gradients for the movement of the parameters since the worker read them;
     null corrects nothing."""

@@ -20,8 +20,8 @@ class Decoupled(Consistency):
     A worker takes `local_steps` steps alone and pushes the change of its parameters. The outer
     optimizer (SGD) moves the parameters by the mean of the pending changes, weighted by tokens. A
     change that arrives later joins the next merge. The method is Decoupled DiLoCo (arXiv
-    2604.21428). With all workers in every merge it is DiLoCo (arXiv 2311.08105, algorithm 1), and
-    with `learning_rate` 1 and no momentum it averages parameters.
+    2604.21428). With all workers in every merge, the method is DiLoCo (arXiv 2311.08105, algorithm
+    1). With `learning_rate` 1 and no momentum, the method averages parameters.
     """
 
     type: Literal["decoupled"] = "decoupled"

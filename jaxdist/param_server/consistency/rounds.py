@@ -73,6 +73,11 @@ def mean_of(held: Sequence[Arrival], version: int) -> Merge:
     Weights are divided by the largest weight, so that equal weights become 1 and cause no rounding.
     A change with 0 tokens is left out, not multiplied by 0. If no change counts, the merge has no
     parts, and the optimizer takes no step.
+
+    Args:
+      held: the changes of the round.
+      version: the current version of the range, from which the staleness of each change is
+        computed.
     """
     ordered = sorted(held, key=lambda one: (one.client, one.sequence))
     counted = [one for one in ordered if one.nothing is None]

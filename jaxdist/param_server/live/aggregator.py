@@ -149,6 +149,7 @@ class Aggregator(Reception):
         """Execute a call of the protocol and its effects, in order.
 
         Args:
+          taken: the call.
           payload: the parameters of a server's reply, or None without parameters.
         """
         found = rack_step(self.model, self.state, taken)

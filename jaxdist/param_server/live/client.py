@@ -188,8 +188,8 @@ class Client:
 
         Servers check uncompressed changes for values that are not finite. A change with 0 tokens
         may be 0/0. Zeros are sent instead, without the encoder: servers would not apply the change,
-        and the encoder's error feedback would be lost with it. Zeros are also sent if the number of
-        tokens is not finite.
+        and the encoder's error feedback would be lost with the change. Zeros are also sent if the
+        number of tokens is not finite.
 
         Args:
           at: the index of the server.
@@ -253,7 +253,12 @@ class Client:
         return not any(link.payloads for link in self._links)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; the caller holds the lock."""
+        """Wait until the condition holds; the caller holds the lock.
+
+        Args:
+          condition: a function that returns whether the condition holds.
+          what: a description of the condition, for the error message.
+        """
         begun = time.monotonic()
         deadline = begun + self.patience.deadline_seconds
         asked = False

@@ -61,7 +61,9 @@ class Codes:
         """Decode a push to a flat array in the order of the shard.
 
         Args:
-          payload: the bytes of the length in `spec`; any such bytes can be decoded.
+          payload: the encoded push. Any bytes of the length in `spec` can be decoded.
+          client: the client that sent the push.
+          sequence: the number of the push among the client's messages to the server.
         """
         flat = np.empty(self.layout.length, self.layout.dtype)
         round, offset = first_round(self.seed, sequence, client), 0

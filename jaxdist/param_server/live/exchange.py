@@ -98,14 +98,22 @@ class ServerLink:
             self.ask(self.asked)
 
     def opened(self, session: Session, over: threading.Event) -> None:
-        """Start to use a new session, and bind the session to the client."""
+        """Start to use a new session, and bind the session to the client.
+
+        Args:
+          session: the new session.
+          over: the event that is set when the session has ended.
+        """
         self.session, self._over = session, over
         self._greet(session)
 
     def ended(self, over: threading.Event) -> Session | None:
-        """Mark the session with this event as ended.
+        """Mark a session as ended.
 
         Return the session if the link still uses this session, and otherwise None.
+
+        Args:
+          over: the event of the session, which is set here.
         """
         over.set()
         if over is not self._over:

@@ -49,7 +49,11 @@ class ProtocolCall(NamedTuple):
 
 
 def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.Step:
-    """Repeat a recorded call of a server's protocol, and return the resulting step."""
+    """Repeat a recorded call of a server's protocol, and return the resulting step.
+
+    Args:
+      taken: the recorded call.
+    """
     match taken.kind:
         case "join":
             return server.join(model, state, taken.client, taken.now)
@@ -65,7 +69,11 @@ def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.S
 
 
 def rack_step(model: Consistency, state: RackState, taken: ProtocolCall) -> RackStep:
-    """Repeat a recorded call of an aggregator's protocol, and return the resulting step."""
+    """Repeat a recorded call of an aggregator's protocol, and return the resulting step.
+
+    Args:
+      taken: the recorded call.
+    """
     match taken.kind:
         case "join":
             return rack.join_rack(model, state, taken.client)
@@ -85,7 +93,7 @@ def is_recorded(state: RangeState, found: server.Step) -> bool:
     """Return whether a replay needs the call that led from `state` to this step.
 
     A repeated reply, a refusal, and a tick at which nothing is due change nothing. A log that
-    recorded them would grow for as long as a client waits.
+    recorded such calls would grow for as long as a client waits.
     """
     if found.state is state:
         # The call repeated a reply or did nothing, which a replay does not need.

@@ -217,8 +217,8 @@ class MaskingClient(Client):
         if not isinstance(reply, Answer):
             return
         if self._read[0] is None:
-            # The keys of a new client do not wait for the other servers, which may not admit it
-            # before the other clients have pushed to this server.
+            # The keys of a new client do not wait for the other servers, which may not admit the
+            # new client before the other clients have pushed to this server.
             self._begin(link)
         elif all(one.state.admitted == one.state.clock for one in self._links):
             # A server that has the keys of a round admits no other client to this round. The keys

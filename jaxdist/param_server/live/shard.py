@@ -112,6 +112,10 @@ class ServerShard:
 
         With delay compensation, the shard also keeps these parameters until a change that the
         worker computed from a newer version is applied.
+
+        Args:
+          client: the client number of the worker.
+          version: the current version, from which the worker will compute.
         """
         if self.compensation is not None:
             self._read[client, version] = self.params

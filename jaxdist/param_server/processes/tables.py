@@ -101,7 +101,11 @@ class TableProcess:
                 raise AssertionError(what)
 
     def _writer(self, at: int) -> TableWriter:
-        """Return the writer of a range. A new writer begins with all rows."""
+        """Return the writer of a range. A new writer begins with all rows.
+
+        Args:
+          at: the number of the range.
+        """
         if at not in self._writers:
             about = {**self.about, "servers": self.strategy.range_count}
             self._writers[at] = TableWriter(self.run, at, about, self._leader(at).kept)
@@ -113,7 +117,12 @@ class TableProcess:
         return server
 
     def _sit(self, at: int, *, leads: bool) -> None:
-        """Become the leader of a range, or begin to follow its leader."""
+        """Become the leader of a range, or begin to follow its leader.
+
+        Args:
+          at: the number of the range.
+          leads: whether to become the leader.
+        """
         self._give_up(at)
         strategy, setup = self.strategy, self._setup
         given = {"server": at, "servers": strategy.range_count}
@@ -132,7 +141,11 @@ class TableProcess:
         )
 
     def _give_up(self, at: int) -> None:
-        """Give up this server's role in a range, if any, and the rows and ports of the range."""
+        """Give up this server's role in a range, if any, and the rows and ports of the range.
+
+        Args:
+          at: the number of the range.
+        """
         self._writers.pop(at, None)
         for rpc in self._rpcs.pop(at, []):
             rpc.close()
@@ -172,7 +185,7 @@ class TableProcess:
         return RpcWire(address, self._token, spec_of, self._tls)
 
     def close(self) -> None:
-        """At the beginning of a follower's session, send the entries that the follower lacks."""
+        """Close all ports and end all servers."""
         self._orders.put(None)
         self._orderly.join()
         for at in [*self.seats]:

@@ -97,7 +97,8 @@ def ready(model: Consistency, state: ClientState) -> bool:
         # No pull was answered yet, and a published version does not show the clock of a new client.
         return False
     if state.admitted == state.clock:
-        # The answered pull was sent after the last push, so the server has handled that push too.
+        # The answered pull was sent after the last push, so the server has handled the last push
+        # too.
         return True
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)

@@ -167,6 +167,10 @@ class Sharded:
         """Split a training state among servers.
 
         If `keeps_moments` is false, the optimizers of the servers start with new states.
+
+        Args:
+          state: the training state.
+          clock: the clock of the state, which becomes the floor of each shard.
         """
         names = flatten_with_names(with_statistics(state.params, state.buffers))
         arrays = {name: np.asarray(leaf) for name, leaf in names}
@@ -204,7 +208,9 @@ class Sharded:
         """Assemble the program's state on its devices from the states of all servers.
 
         Args:
+          shards: the state of each server.
           state: the state of the program, for the parts that servers do not have.
+          step: the number of steps of the assembled state.
         """
         wanted = self.program.state_shapes
         arrays = joined_shards(self.layouts, [shard.params for shard in shards], self.shapes)

@@ -187,6 +187,9 @@ class Supervisor:
     def _next(self, what: str) -> Event:
         """Return the next message of a process.
 
+        Args:
+          what: a description of the message that the supervisor waits for, for errors.
+
         Raises:
           RunError: a process ended unexpectedly, or no message arrived for too long.
         """
@@ -208,6 +211,9 @@ class Supervisor:
     def _check_stop(self, what: str) -> None:
         """Kill a stopping run that makes no more progress.
 
+        Args:
+          what: a description of the message that the supervisor waits for, for errors.
+
         Raises:
           StoppedError: the run did not reach the clock at which it should stop.
         """
@@ -225,7 +231,11 @@ class Supervisor:
             )
 
     def _silent(self, what: str) -> None:
-        """Kill the workers for which all other workers wait, so that new workers replace them."""
+        """Kill the workers for which all other workers wait, so that new workers replace them.
+
+        Args:
+          what: a description of the message that the supervisor waits for, for errors.
+        """
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()
         if not late:
@@ -338,7 +348,11 @@ class Supervisor:
         return state
 
     def _stop(self, due: set[int]) -> None:
-        """Stop all processes at a common clock that none of them has passed."""
+        """Stop all processes at a common clock that none of them has passed.
+
+        Args:
+          due: the clocks at which servers save their state, to which the common clock is added.
+        """
         ahead = 2 + int(AHEAD_SECONDS / max(self.ledger.clock_seconds, 1e-4))
         self.stop = min(self.last, self.ledger.newest + 1 + ahead)
         due.add(self.stop)

@@ -60,7 +60,12 @@ class PushComputation(Protocol):
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
-        """Return the change, and the sums of the loss's measured values."""
+        """Return the change, and the sums of the loss's measured values.
+
+        Args:
+          batches: the worker's parts of the batches of a clock.
+          clock: the clock of the computation.
+        """
         ...
 
 
@@ -179,7 +184,13 @@ class LocalSteps(_OnDevices):
 
 
 def computation(sharded: Sharded, program: Program, slot: int) -> PushComputation:
-    """Return the computation of a worker, from parameters to the change that is pushed."""
+    """Return the computation of a worker, from parameters to the change that is pushed.
+
+    Args:
+      sharded: the distribution of the run's state over servers.
+      program: the program that computes the worker's part of a batch.
+      slot: the number of the worker's part of each batch.
+    """
     cluster = sharded.cluster
     model = cluster.consistency
     if model.payload == "gradient":

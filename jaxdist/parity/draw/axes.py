@@ -15,7 +15,7 @@ from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 EXPERTS = 8
-"""The number of experts of a layer. All drawn sizes of axis expert divide it."""
+"""The number of experts of a layer. All drawn sizes of axis expert divide this number."""
 
 
 def with_values(config: Sections, section: str, **values: Json) -> Sections:

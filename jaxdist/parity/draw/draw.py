@@ -193,6 +193,10 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 
     An mlp has no pipeline. The pipeline of a cnn does not combine with axis tensor. The models in
     `WHOLE_MODELS` support only axis data, since the dims of their parameters have no names.
+
+    Args:
+      kind: a key of `MODELS`.
+      data, stage, tensor: the sizes of the axes with these names.
     """
     if kind in WHOLE_MODELS:
         return stage == tensor == 1
@@ -231,6 +235,9 @@ def _weight(data: int, stage: int, tensor: int) -> float:
 
     A mesh with several axes has a large weight, since few meshes have several axes. A mesh with
     axis data has twice the weight of other meshes, since most settings need axis data.
+
+    Args:
+      data, stage, tensor: the sizes of the axes with these names.
     """
     axes = sum(size > 1 for size in (data, stage, tensor))
     return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)

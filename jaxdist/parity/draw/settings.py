@@ -50,6 +50,11 @@ def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Section
     """Return both configs of a draw with the settings of a seed added.
 
     Each setting has a separate random stream, so that a new setting does not change other settings.
+
+    Args:
+      seed: the seed of the draw.
+      first: the config that is trained.
+      second: the config that loads the checkpoint.
     """
     for name, setting in SETTINGS.items():
         if Random(f"{name} {seed} chance").random() >= setting.chance:

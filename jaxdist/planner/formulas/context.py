@@ -75,6 +75,12 @@ def piecewise(model: Decoder, plan: Plan, target: Target, rows: int) -> tuple[fl
     that the mask discards. The first time is for the forward pass. The result is None if a kernel
     computes attention instead. There are kernels for whole sequences and, on TPUs, for gathered
     keys.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      target: the chips.
+      rows: the number of sequences that the devices share.
     """
     split = None if plan.context == 1 else split_of(model, plan, target, rows)
     if split is None or split.groups == 1:
@@ -91,6 +97,13 @@ def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, 
 
     The exchanges are assumed not to overlap with computation. A recomputed forward pass has another
     exchange.
+
+    Args:
+      model: the model.
+      plan: the plan.
+      places: the layout of the plan's mesh on the torus.
+      target: the chips.
+      rows: the number of sequences that the devices share.
     """
     split = None if plan.context == 1 else split_of(model, plan, target, rows)
     if split is None:

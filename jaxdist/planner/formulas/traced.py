@@ -143,7 +143,11 @@ class Traced:
         )
 
     def layer_elements(self, expert: int = 1) -> int:
-        """Return the number of parameter elements of a stacked layer, before ZeRO splits them."""
+        """Return the number of parameter elements of a stacked layer, before ZeRO splits them.
+
+        Args:
+          expert: the size of axis expert, which splits the parameters of experts.
+        """
         return sum(elements_of(t, expert, 1, 1)[0] for t, _ in self.tensors if t.stacked)
 
     @property
@@ -357,7 +361,7 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
 
     # XLA keeps the factors and results of products, and recomputes the values between them. The
     # model's remat may keep less (`left`), so that the smaller number counts. XLA recomputes
-    # nothing across the border of a scan: what crosses it is kept unchanged.
+    # nothing across the border of a scan: values that cross the border are kept unchanged.
     ends, scanned = min(added("left"), added("products outside scans")), added("scanned")
     return Traced(
         unit=alone.unit,
@@ -418,6 +422,10 @@ def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
     results of products, and "products outside scans" has the part of these bytes outside scans.
     "narrow" is true if any array that the forward pass leaves has two-byte floats. "flops" has the
     FLOPs of both passes.
+
+    Args:
+      alone: the experiment, built for a single device.
+      rows: the number of examples.
     """
     program = alone.program
     compute = program.compute

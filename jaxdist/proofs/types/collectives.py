@@ -188,6 +188,11 @@ def _crossed(op: Op, mark: str, side: str) -> k.Kind:
     An operand must have the kind that the contract requires. Its kind is `CONTRACT` until the
     contract gives a result. The result has the kind that the contract states. Only `CONTRACT` or
     zeros can become a result, so that the contract does not cover code outside of it.
+
+    Args:
+      op: the mark as an operation, which has a single operand.
+      mark: the name of the mark, which tells an operand of the contract from a result.
+      side: the kind that the contract states: "whole", "sum", or the number of the sharded dim.
     """
     (value,), (kind,) = op.values, op.kinds
     states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))

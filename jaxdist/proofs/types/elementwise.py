@@ -41,7 +41,12 @@ def elementwise(op: Op) -> Found:
 
 
 def _broadcast(op: Op, aval: Any) -> frozenset[int]:
-    """Return the dims of the result along which an elementwise operation repeats an operand."""
+    """Return the dims of the result along which an elementwise operation repeats an operand.
+
+    Args:
+      op: the operation.
+      aval: the shape and dtype of the operand.
+    """
     same = aval.shape if aval.ndim == op.out.ndim else ()
     return op.every - {dim for dim, size in enumerate(same) if size == op.out.shape[dim]}
 

@@ -352,7 +352,8 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 def passes(kinds: Sequence[Kind]) -> Kind | None:
     """Return the kind of the results if any kind is wrong, unknown, of a contract or a message.
 
-    Any operation on such a kind keeps it. The result is None if there is no such kind.
+    Any operation on a value of such a kind gives a value of the same kind. The result is None if
+    there is no such kind.
     """
     return spoiled(kinds) or next((kind for kind in (CONTRACT, MESSAGE) if kind in kinds), None)
 

@@ -64,7 +64,7 @@ def by_default(op: Op) -> Found:
 def label_of(eqn: Any) -> str:
     """Return the name under which `RULES` has the rule for an operation.
 
-    For most operations this is the name of the primitive. A Pallas kernel is named
+    For most operations, the result is the name of the primitive. A Pallas kernel is named
     `pallas_call:NAME`, and foreign code `ffi_call:TARGET`.
     """
     name = eqn.primitive.name

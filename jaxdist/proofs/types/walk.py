@@ -178,6 +178,11 @@ class Pass:
         """Return a result, which is undecided if its kind is impossible for the array.
 
         Joined arrays must add up to the size of the array along the dim that joins them.
+
+        Args:
+          eqn: the equation of the result.
+          value: the result.
+          aval: the shape and dtype of the result.
         """
         kind = value.kind
         at = kind.dim if isinstance(kind, k.Joined) else -1

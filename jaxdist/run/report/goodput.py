@@ -24,7 +24,7 @@ _IDLE = re.compile(r"worker_\d+_idle_share")
 
 
 def report_goodput(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
-    """Print how a run used its time, write the result to `json_file` if given, and return it.
+    """Print how a run used its time, write the use to `json_file` if given, and return it.
 
     The run may still be in progress. All attempts of a resumed run are added up. Steps after the
     checkpoint from which the next attempt continued count as lost work, and the time from the last
@@ -32,7 +32,7 @@ def report_goodput(run: Path, json_file: Path | None = None, *, console: Console
     report covers only process 0.
 
     Raises:
-      RunError: there is no run in the directory, or it has no records of time.
+      RunError: there is no run in the directory, or the run has no records of time.
     """
     directory = RunDirectory(run)
     if not directory.occupied:

@@ -29,6 +29,10 @@ class ProfiledSteps:
     def after(self, start: int, total: int) -> tuple[int, int]:
         """Return the first and last step to trace in a process that continues after step `start`.
 
+        Args:
+          start: the number of steps before this process.
+          total: the number of steps of the run.
+
         Raises:
           ConfigError: the process does not take all steps to trace, or the steps to trace include
             the first step of the process.

@@ -1,1 +1,1 @@
-"""A parameter server in virtual time: real gradients, scripted speeds, links and faults."""
+"""A parameter server in virtual time: real gradients; speeds, links and faults from a config."""

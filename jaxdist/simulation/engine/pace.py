@@ -33,7 +33,7 @@ def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
     """Return the mean virtual seconds from a step of all workers to the next.
 
     Args:
-      cluster: the cluster, with the speeds and links of its script.
+      cluster: the cluster, whose section `simulation` has the speeds and the links.
       floats: the number of float32 parameters.
       seconds: the virtual seconds that are simulated.
 

@@ -44,7 +44,7 @@ def simulate_training(
       measure_every: the number of steps between two measurements of the loss; a step has as many
         gradients as there are workers.
       step_seconds: the seconds that each worker needs for the gradient of its share of the batch;
-        None takes the times of the script.
+        None takes the times of the section `simulation` of the cluster.
       pooled: whether all workers take pushes from a common pool, so that fast workers take more.
       whole: the names of parameters that the cluster's codec does not encode.
 

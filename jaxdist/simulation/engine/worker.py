@@ -87,8 +87,8 @@ class WorkerNode:
     def _pull_where(self, ready: bool) -> int:
         """Pull new parameters from some of the servers, and return the number of these servers.
 
-        If `ready` is true, these are the servers from whose copies the worker may compute. If
-        `ready` is false, these are all other servers.
+        If `ready` is true, the worker pulls from the servers from whose copies it may compute. If
+        `ready` is false, the worker pulls from all other servers.
         """
         found = [
             server

@@ -74,8 +74,8 @@ def _servers(config: ReviewConfig, workers: int) -> float:
 def busiest_card_seconds(config: ReviewConfig, workers: int) -> float:
     """Return the time of a step, if all messages pass the busiest network card one after another.
 
-    The card of a server carries the server's share of the parameters once for each worker. The card
-    of a worker carries all parameters.
+    The network card of a server carries the server's share of the parameters once for each worker.
+    The network card of a worker carries all parameters.
     """
     link = _link(config)
     carried = config.parameter_bytes * max(1.0, workers / config.servers)

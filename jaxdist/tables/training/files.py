@@ -139,7 +139,13 @@ def form_of(about: JsonObject, most: int) -> RowForm:
 
 
 def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None:
-    """Return how the tables in a file differ from the config's tables, or None if they agree."""
+    """Return how the tables in a file differ from the config's tables, or None if they agree.
+
+    Args:
+      path: the file, for the message.
+      found: the description of the tables in the file.
+      about: the description of the config's tables.
+    """
     there, here = (flat(one) for one in (found, about))
     wrong = [
         f"{at} {there.get(at)} there, {here.get(at)} here"

@@ -262,7 +262,12 @@ class TableTeam:
             self._replace(child.number)
 
     def _replace(self, number: int, remote: RemoteProcess | None = None) -> None:
-        """Start another server, on another host if `remote` is given, which takes over the rows."""
+        """Start another server, on another host if `remote` is given, which takes over the rows.
+
+        Args:
+          number: the number of the server to replace.
+          remote: the process on another host that becomes the new server, or None for this host.
+        """
         self._leaving.add(number)
         new = self.servers[self._started(remote=remote)]
         where = "" if remote is None else f" on host {remote.host}"
@@ -376,7 +381,12 @@ class TableTeam:
             self._note(f"the ranges of rows have passed on: {each}")
 
     def _is_replaced(self, number: int, at: int) -> bool:
-        """Return whether a server that gives up a range is no longer needed for the range."""
+        """Return whether a server that gives up a range is no longer needed for the range.
+
+        Args:
+          number: the number of the server.
+          at: the number of the range.
+        """
         arbiter = self._arbiters[at]
         view = arbiter.view
         if view is None:

@@ -99,6 +99,10 @@ class Rendezvous(Protocol):
         The operation is linearizable. If several hosts expect the same token, the swap of one host
         succeeds. A host that reads a value after its swap sees every write that came before the
         swap.
+
+        Args:
+          seen: the token that the caller expects.
+          new: the token that replaces it.
         """
         ...
 

@@ -69,6 +69,10 @@ class EtcdRendezvous:
 
         If no answer arrives, the swap may nevertheless have succeeded. The method then reads the
         token, and returns True if the token is `new`, since no other host writes `new`.
+
+        Args:
+          seen: the token that the caller expects.
+          new: the token that replaces it.
         """
         try:
             return self._swap("value", _coded(seen), new)

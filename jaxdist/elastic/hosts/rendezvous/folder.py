@@ -124,7 +124,12 @@ class FolderRendezvous:
         )
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Swap the token by a rename of its file."""
+        """Swap the token by a rename of its file.
+
+        Args:
+          seen: the token that the caller expects.
+          new: the token that replaces it.
+        """
         with self._told():
             try:
                 os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)

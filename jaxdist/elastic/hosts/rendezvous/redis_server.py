@@ -87,7 +87,12 @@ class RedisRendezvous:
         return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Compare and swap the token in a script, which the server runs atomically."""
+        """Compare and swap the token in a script, which the server runs atomically.
+
+        Args:
+          seen: the token that the caller expects.
+          new: the token that replaces it.
+        """
         with self._told():
             return bool(self._server.eval(_SWAP, 1, f"{self._prefix}:token", seen, new))
 

@@ -27,7 +27,7 @@ from jaxdist.types import Json, JsonObject
 
 INSPECTION = "inspect.json"
 """The name of the file in a run directory that has the output of `jaxdist inspect --json`. A user
-may put it there."""
+may put this file there."""
 MOST_BOXES = 4000
 """The largest number of boxes in the drawing of a schedule. For a larger schedule the page shows
 only the numbers."""
@@ -35,8 +35,8 @@ MOST_LETTERS = 200
 """The largest number of characters that the page shows of a setting's value."""
 
 Compile = Callable[[Path], JsonObject]
-"""A function from the path of a resolved config to the output of `jaxdist inspect --json`; it may
-raise JaxdistError.
+"""A function from the path of a resolved config to the output of `jaxdist inspect --json`; the
+function may raise JaxdistError.
 """
 
 
