@@ -73,7 +73,7 @@ def job(
     from jaxdist.experiment import ExperimentConfig
     from jaxdist.launch.build import engine
     from jaxdist.launch.contract import Job
-    from jaxdist.launch.servers import with_servers
+    from jaxdist.launch.servers import check_workers, with_servers
     from jaxdist.launch.submit import launch
     from jaxdist.train.strategy.config import ParameterServer
 
@@ -86,7 +86,9 @@ def job(
         strategy = validate(read(config, extra), ExperimentConfig).strategy
     called = name or config.stem.replace("_", "-")
     what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
-    what = replace(what, apart=isinstance(strategy, ParameterServer))
+    if isinstance(strategy, ParameterServer):
+        what = replace(what, apart=True)
+        check_workers(what, one, strategy)
     if servers:
         what = with_servers(what, one, servers)
     if dry_run:

@@ -39,14 +39,34 @@ def with_servers(job: Job, engine: Engine, nodes: int) -> Job:
     overrides = *job.overrides, remote
     given = replace(job, overrides=overrides, servers=strategy.servers, server_nodes=nodes)
     engine.check(given)
-    host = strategy.processes.host
-    if stays_on_machine(host) and not engine.on_one_machine(job):
-        raise ConfigError(
-            f"--servers {nodes}: strategy.processes.host {host} is reached on one machine only: "
-            "set strategy.processes.host: auto, and certificates (strategy.processes.tls)"
-        )
+    _check_reach(f"--servers {nodes}", strategy.processes.host, job, engine)
     run = _config(given).run.directory
     return replace(given, run=str(base_of(run, Path(job.config))))
+
+
+def check_workers(job: Job, engine: Engine, strategy: ParameterServer) -> None:
+    """Check that the processes of a job can be the supervisor and the workers of a run.
+
+    Raises:
+      ConfigError: the run has fewer workers than processes besides the supervisor, or processes on
+        other machines cannot reach the servers.
+    """
+    if job.count - 1 > strategy.workers:
+        raise ConfigError(
+            f"--nodes {job.nodes} --processes-per-node {job.processes}: process 0 supervises the "
+            f"run, and the other {job.count - 1} processes are workers, but strategy.workers is "
+            f"{strategy.workers}: change one of these numbers"
+        )
+    if job.nodes > 1:
+        _check_reach(f"--nodes {job.nodes}", strategy.processes.host, job, engine)
+
+
+def _check_reach(asked: str, host: str, job: Job, engine: Engine) -> None:
+    if stays_on_machine(host) and not engine.on_one_machine(job):
+        raise ConfigError(
+            f"{asked}: strategy.processes.host {host} is reached on one machine only: set "
+            "strategy.processes.host: auto, and certificates (strategy.processes.tls)"
+        )
 
 
 def _config(job: Job) -> ExperimentConfig:

@@ -107,6 +107,18 @@ def test_a_dry_run_shows_where_the_servers_are(jaxdist):
     assert "the engine local has no machines for servers: leave out --servers" in done.message
 
 
+def test_workers_that_a_launch_cannot_place(jaxdist):
+    strategy = {"type": "parameter_server", "workers": 2, "consistency": {"type": "bsp"}}
+    jaxdist.config(strategy=strategy)
+    asked = "launch", "config.yaml", "--dry-run", "--on", "slurm", "--nodes"
+    many = jaxdist.here(*asked, "4").message
+    assert "the other 3 processes are workers, but strategy.workers is 2: change one" in many
+    reach = jaxdist.here(*asked, "2").message
+    assert "--nodes 2: strategy.processes.host 127.0.0.1 is reached on one machine only" in reach
+    done = jaxdist.here(*asked, "1", "--processes-per-node", "3")
+    assert "srun --kill-on-bad-exit=1 jaxdist train config.yaml --resume --distributed" in done.out
+
+
 def test_settings_of_servers_on_hosts():
     from jaxdist.train.strategy.config import Hybrid
     from jaxdist.wire.config import ProcessesConfig
