@@ -116,7 +116,7 @@ class AuditedStep:
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """The compiler options, which the StableHLO does not show."""
+        """The compiler options by name; the StableHLO does not show these options."""
         return dict(self.subject.experiment.program.options)
 
     @property

@@ -72,7 +72,7 @@ def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
 
 
 def resolved_yaml(instance: BaseModel) -> str:
-    """Return the whole tree as YAML, including defaults, which loads to an equal instance.
+    """Return the whole tree, with defaults, as YAML that loads to an equal instance.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-5
@@ -85,7 +85,7 @@ def resolved_yaml(instance: BaseModel) -> str:
 
 
 def plain_yaml(values: Json) -> str:
-    """Return plain values as YAML, which loads to equal values.
+    """Return plain values as YAML that loads to equal values.
 
     >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
     mesh:

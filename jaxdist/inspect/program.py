@@ -160,7 +160,7 @@ class InspectedExperiment:
 def open_subject(
     path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
 ) -> InspectedExperiment:
-    """Return the experiment of a config, which is built for the given devices.
+    """Return the experiment of a config, built for the given devices.
 
     Args:
       path: the configuration file, to which `overrides` are applied.

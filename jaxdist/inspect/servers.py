@@ -41,7 +41,7 @@ class WorkerPart:
 
     Attributes:
       program: the worker's program.
-      share: the worker's fraction of the batch, which is the largest of all workers.
+      share: the worker's fraction of the batch; no other worker has a larger fraction.
       compiled: the function of the worker's step.
       state: the shapes of the program's state, without optimizer state that servers keep.
       servers: the state and traffic of each server.

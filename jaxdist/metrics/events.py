@@ -16,7 +16,7 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventFile:
-    """A file of events in `directory`, which is flushed every ten seconds and when it is closed.
+    """A file of events in `directory`; the file is flushed every ten seconds and when it is closed.
 
     Every method may raise an OSError.
 

@@ -40,7 +40,7 @@ class Progress:
       total_steps: the step at which the run ends.
       start_step: the number of steps that were taken before this process started.
       unit: the unit of the rate, "tokens" or "examples".
-      units_per_step: the number of units in a step, over all devices, which may change later.
+      units_per_step: the number of units in a step, over all devices; the number may change later.
       console: the console for the output; None uses standard output.
       enabled: whether anything is shown. The value is False in every process except process 0.
       efficiency: the measure of MFU, or None if the peak of the devices is unknown.

@@ -188,7 +188,7 @@ class FirstSteps:
         return {"evaluation": np.asarray(means["loss"])} if means else {}
 
     def means(self, state: TrainState) -> dict[str, Any]:
-        """Return the results of the evaluation, which are empty without held-out examples."""
+        """Return the results of the evaluation by name, or {} without held-out examples."""
         program, heldout = self.experiment.program, self.experiment.heldout
         if heldout is None:
             return {}
@@ -282,7 +282,10 @@ def trace_distances(
     """
 
     def measured(field: str) -> dict[str, float]:
-        """Return a field's differences, which are infinite if only the reference is 0 or absent."""
+        """Return a field's differences, which are infinite if only the reference is 0 or absent.
+
+        A difference is also infinite if the reference lacks the value.
+        """
         ours, theirs = getattr(found, field), getattr(reference, field)
         leasts = getattr(least, field, {})
         return dict.fromkeys(ours.keys() - theirs.keys(), math.inf) | {

@@ -1,6 +1,6 @@
-"""The memory and time of plans according to their programs, which are compiled for the topology.
+"""The memory and time of plans, as found by a compilation of their programs for the topology.
 
-Compilation needs no TPU.
+The compilation needs no TPU.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def of_one_slice(plan: Plan) -> Plan:
 def confirm(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, slow_seconds: float = 0.0
 ) -> Confirmed:
-    """Compile the program of a plan, which takes minutes on a core, and return its figures.
+    """Compile the program of a plan, and return the figures of the program.
 
-    If the compiler refuses the program, the result has only the reason.
+    The compilation takes minutes on a core. If the compiler refuses the program, the result has
+    only the reason.
 
     Args:
       path: the configuration file, to which `overrides` are applied.

@@ -17,8 +17,8 @@ def block_seconds(
     """Return the seconds of a block's forward matrix products on a single device.
 
     The assumed fraction of the peak is the mean of two fractions: the fraction of the forward
-    product, and the fraction of the backward product for the gradient of the input, which contracts
-    the other dim of the weight.
+    product, and the fraction of the backward product for the gradient of the input. The backward
+    product contracts the other dim of the weight.
 
     Args:
       model: the model.

@@ -158,7 +158,7 @@ def kind_of(operation: str) -> CollectiveKind | None:
 
 
 def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float]:
-    """Return the least number of bytes that a device sends over each axis to sum all gradients.
+    """Return, for each axis, the least number of bytes that a device sends to sum all gradients.
 
     Args:
       params: a pytree of the trained parameters, or their shapes, with the shardings in which

@@ -90,7 +90,7 @@ class ClientRound:
         return self._shares is not None
 
     def begin(self) -> tuple[Stage, Parts]:
-        """Return the client's first request."""
+        """Return the client's first request: its stage and its data."""
         keys = self._client.keys
         return Stage.KEYS, {self._number: keys.encryption + keys.mask}
 

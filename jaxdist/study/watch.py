@@ -12,7 +12,7 @@ from jaxdist.metrics.rates import format_duration
 
 
 class Watch:
-    """A display of the current trial and the remaining time, which is a context manager.
+    """A context manager that displays the current trial and the remaining time.
 
     Args:
       sizes: the sizes of the study's parts, in order. Parts of similar size are assumed to take

@@ -1,1 +1,1 @@
-"""Sparse tables on servers, which create and update only the rows that batches look up."""
+"""Sparse tables on servers: only the rows that batches look up are created and updated."""

@@ -128,7 +128,7 @@ class TableRows:
         places: Mapping[int, np.ndarray],
         values: np.ndarray,
     ) -> dict[str, jax.Array]:
-        """Return a batch with the values of its rows.
+        """Return a batch, by the name of the field, with the values of its rows.
 
         Args:
           touched, places: the two results of `touched` for the batch.

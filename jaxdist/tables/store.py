@@ -14,7 +14,7 @@ from jaxdist.tables.optimizer import RowOptimizer
 
 
 def reserved(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Return an array of zeros, which uses memory only for the pages that are written."""
+    """Return an array of zeros; the array uses memory only for the pages that are written."""
     size = max(1, prod(shape)) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype, prod(shape)).reshape(shape)

@@ -40,7 +40,7 @@ def assemble(
     options: Options | None = None,
     skips_empty: bool | None = None,
 ) -> Program:
-    """Return the program of a plan, which compiles a model, loss and optimizer on a mesh.
+    """Return the program of a plan: model, loss and optimizer as compiled functions on a mesh.
 
     Args:
       dims: the logical dims of each parameter, by name.

@@ -240,7 +240,7 @@ class Generator:
 
     @cached_property
     def _loop(self) -> Any:
-        """A compiled loop over tokens, which donates the state.
+        """A compiled loop over tokens; the loop donates its state.
 
         The loop ends when all tokens are added, when all texts are done, or when a text fills the
         window and the state has a cache.

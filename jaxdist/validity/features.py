@@ -158,7 +158,7 @@ class Facts:
 
     @property
     def others(self) -> dict[str, int]:
-        """The sizes of the axes that do not split the batch, if they are larger than 1."""
+        """The size of each axis that does not split the batch, if it is larger than 1, by name."""
         return {
             name: size
             for name, size in self.mesh.items()

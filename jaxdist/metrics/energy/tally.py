@@ -24,7 +24,7 @@ class Tally:
 
     Attributes:
       unit: the unit of the data, a member of `UNITS`.
-      units_per_step: the number of units in a step, over all devices, which may change later.
+      units_per_step: the number of units in a step, over all devices; the number may change later.
       units: the number of units in the attempt's steps so far.
     """
 

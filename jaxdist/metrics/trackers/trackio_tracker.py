@@ -11,7 +11,10 @@ from jaxdist.metrics.trackers.contract import Status, Tracked, with_split
 
 @dataclass
 class TrackioTracker:
-    """A tracker that sends records to a run of Trackio, which is resumed by its name."""
+    """A tracker that sends records to a run of Trackio.
+
+    A run that resumes continues the run of Trackio with the same name.
+    """
 
     project: str
     name: str | None

@@ -33,8 +33,8 @@ class DelayCompensation(Config):
     strength: PositiveFloat = 0.04
     """The factor of the correction, lambda in the paper."""
     decay: Beta | None = None
-    """The decay of a running mean of squared gradients, whose root divides the correction; with
-    null, the correction is not divided."""
+    """The decay of a running mean of squared gradients. The correction is divided by the root of
+    the mean; with null, the correction is not divided."""
 
 
 class OnArrival(Consistency):

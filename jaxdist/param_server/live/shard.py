@@ -32,7 +32,7 @@ def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:
 
 
 def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of the arrays that `split_ranges` returns."""
+    """Return the shapes of the arrays that `split_ranges` returns, by the key of the range."""
     return {
         piece.range.key: jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in layout.pieces
     }
@@ -44,8 +44,8 @@ class ServerShard:
     Parameters are never modified in place, since readers keep references to older versions.
 
     Args:
-      transform: the optimizer for a tree of `shapes(layout)`, whose update of a tensor must depend
-        on that tensor alone.
+      transform: the optimizer for a tree of `shapes(layout)`. The update of a tensor must depend on
+        this tensor alone.
       flat: the initial parameters.
       state: the state of the optimizer, or None for a fresh state.
 

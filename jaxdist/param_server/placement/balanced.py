@@ -16,8 +16,8 @@ class Balanced(PlacementRule):
 
     The fullest of n servers holds at most 4/3 - 1/(3 n) times the bytes of the best placement
     (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969, theorem 2).
-    That server also holds at most the mean plus (1 - 1/n) of the largest range, which is close to
-    1/n of all bytes if ranges are small.
+    That server also holds at most the mean plus (1 - 1/n) of the largest range. If ranges are
+    small, this bound is close to 1/n of all bytes.
     """
 
     type: Literal["balanced"] = "balanced"

@@ -90,7 +90,7 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
 
 
 def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
-    """Return the range in a new epoch, which refuses messages of older epochs.
+    """Return the range in a new epoch; the range refuses messages of older epochs.
 
     Clients send refused messages again. The range remembers delivered and settled messages, so that
     no message counts twice.

@@ -102,7 +102,7 @@ def expert_axis(random: Random, config: Sections) -> Sections | None:
 
 
 def context_axis(random: Random, config: Sections) -> Sections | None:
-    """Draw axis context, which splits the sequences of a gpt or bert, and its settings.
+    """Draw axis context and its settings; the axis splits the sequences of a gpt or bert.
 
     The axis has devices that the mesh does not use yet, or takes devices from axis data. Axis
     context replaces axis stage. The result is None if the config does not combine with axis

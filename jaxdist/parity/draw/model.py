@@ -167,7 +167,7 @@ def resnet(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def bert(random: Random, common: Sections) -> Sections:
-    """Draw a bert with the sizes and the data of a drawn gpt, in which tokens are masked.
+    """Draw a bert with the sizes and the data of a drawn gpt; tokens of the data are masked.
 
     Args:
       random: the random stream.

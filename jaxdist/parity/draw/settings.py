@@ -367,7 +367,7 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
 
 
 def _unrounded_experts(random: Random, config: Sections) -> Sections | None:
-    """Draw experts of a gpt that computes in float32, in which rounding reorders no scores.
+    """Draw experts of a gpt that computes in float32, so that rounding reorders no scores.
 
     The result is None for a config in half precision.
     """

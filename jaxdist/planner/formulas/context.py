@@ -20,7 +20,7 @@ PRODUCTS = 2, 5
 
 
 def needs_of(model: Decoder, plan: Plan, target: Target, rows: int) -> ContextNeeds:
-    """Return the sizes of attention in a block for `rows` sequences, from which costs are computed.
+    """Return the sizes from which the costs of attention in a block are computed.
 
     Args:
       model: the model.

@@ -20,7 +20,7 @@ MOST_MICROBATCHES = 128
 
 
 class Formulas(Protocol):
-    """The formulas for the memory and time of a model's plans, which need no compilation."""
+    """The formulas for the memory and time of a model's plans; the formulas need no compilation."""
 
     @property
     def has_inner(self) -> bool:

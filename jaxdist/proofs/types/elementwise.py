@@ -93,7 +93,7 @@ def _shares(op: Op) -> int:
 
 
 def _of_joined(op: Op) -> k.Kind:
-    """Return the kind of an elementwise operation on joined arrays, which applies to each part.
+    """Return the kind of an elementwise operation that applies to each part of joined arrays.
 
     The result is undecided if an operand is a shard, or if the operands are joined along different
     dims or with different sizes.

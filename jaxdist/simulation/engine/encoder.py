@@ -1,4 +1,4 @@
-"""The codec of pushes with error feedback, which returns what a server decodes from a push."""
+"""The codec of pushes with error feedback, which returns each push as a server decodes it."""
 
 from __future__ import annotations
 

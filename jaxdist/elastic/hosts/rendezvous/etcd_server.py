@@ -65,10 +65,11 @@ class EtcdRendezvous:
         return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Compare and swap the token in a transaction, which the cluster commits atomically.
+        """Compare and swap the token in a transaction, and return whether the swap succeeded.
 
-        If no answer arrives, the swap may nevertheless have succeeded. The method then reads the
-        token, and returns True if the token is `new`, since no other host writes `new`.
+        The cluster commits the transaction atomically. If no answer arrives, the swap may
+        nevertheless have succeeded. The method then reads the token, and returns True if the token
+        is `new`, since no other host writes `new`.
 
         Args:
           seen: the token that the caller expects.

@@ -126,6 +126,8 @@ class FolderRendezvous:
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Swap the token by a rename of its file.
 
+        Return whether the swap succeeded.
+
         Args:
           seen: the token that the caller expects.
           new: the token that replaces it.

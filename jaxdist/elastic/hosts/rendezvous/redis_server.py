@@ -89,6 +89,8 @@ class RedisRendezvous:
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Compare and swap the token in a script, which the server runs atomically.
 
+        Return whether the swap succeeded.
+
         Args:
           seen: the token that the caller expects.
           new: the token that replaces it.

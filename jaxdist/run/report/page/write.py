@@ -24,7 +24,7 @@ from jaxdist.types import JsonObject
 MOST_BYTES = 1_000_000
 """The size limit of a page, in bytes, so that the page can be mailed and opens quickly."""
 _POINTS = 24_000
-"""The number of points of all curves together, which take about half of the page's size."""
+"""The number of points of all curves together; the points take about half of the page's size."""
 _FEWEST_POINTS = 500
 
 
