@@ -90,6 +90,11 @@ def test_kubernetes_restarts_a_worker_of_servers_alone() -> None:
     assert "backoffLimit" not in slices
     assert slices["backoffLimitPerIndex"] == 3
     assert slices["podFailurePolicy"] == servers["podFailurePolicy"]
+    own = "strategy.processes.host=clicks-slice-0-0.clicks.default.svc"
+    for nodes, reached in ((2, True), (1, False)):
+        _, jobs = jobs_of(*GKE, apart=True, servers=0, nodes=nodes)
+        (container,) = jobs["slice"]["template"]["spec"]["template"]["spec"]["containers"]
+        assert (own in container["command"]) is reached
 
 
 @pytest.mark.parametrize("apart", [False, True])
