@@ -255,7 +255,9 @@ class Gke(Engine):
         # A single pod is not restarted: the JobSet restarts all pods.
         policy: JsonObject = {"backoffLimit": 0, "podFailurePolicy": {"rules": _NOT_COUNTED}}
         if job.apart:
-            policy = _alone("backoffLimitPerIndex", self.restarts)
+            # Process 0 ends the run, which a pod that was restarted late would wait for.
+            done: JsonObject = {"rules": [{"succeededIndexes": "0"}]}
+            policy = {**_alone("backoffLimitPerIndex", self.restarts), "successPolicy": done}
         return _replicated(WORKERS, self.slices, hosts, pod, policy)
 
     def _servers(self, job: Job, group: Group) -> JsonObject:

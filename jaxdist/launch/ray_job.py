@@ -131,11 +131,13 @@ def _generation(settings: JsonObject) -> Lost | None:
         coordinator = ray.get(actors[0].address.remote())
         known = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
         training: dict[Any, str] = {}
+        serving: dict[Any, str] = {}
         for at, actor in enumerate(actors):
             environ = {**known, "JAX_PROCESS_ID": str(at)}
             told = actor.run.remote(settings["command"], settings["folder"], environ)
-            training[told] = f"process {at}"
-        serving: dict[Any, str] = {}
+            # A worker that was restarted late waits for a run that process 0 has ended.
+            kind = serving if at and settings["apart"] else training
+            kind[told] = f"process {at}"
         for at, server in enumerate(servers):
             # A server computes on no device, so jax need not look for any.
             given = settings["serve"]["command"], settings["folder"], {"JAX_PLATFORMS": "cpu"}

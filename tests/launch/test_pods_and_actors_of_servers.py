@@ -88,6 +88,7 @@ def test_kubernetes_restarts_a_worker_of_servers_alone() -> None:
     _, jobs = jobs_of(*GKE, "restarts=3", apart=True)
     slices, servers = (jobs[name]["template"]["spec"] for name in ("slice", "serve"))
     assert "backoffLimit" not in slices
+    assert slices["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     assert slices["backoffLimitPerIndex"] == 3
     assert slices["podFailurePolicy"] == servers["podFailurePolicy"]
     own = "strategy.processes.host=clicks-slice-0-0.clicks.default.svc"
@@ -215,6 +216,28 @@ def test_ray_restarts_workers_alone_but_not_process_0(monkeypatch: pytest.Monkey
     ray_job._servers(told, 2, None)
     alone = ("Restarted", 4)
     assert kinds == [("Process", None)] * 3 + [alone] * 3
+
+
+@pytest.mark.parametrize(
+    ("apart", "ends"), [(False, ["process 0", "process 1"]), (True, ["process 0"])]
+)
+def test_which_processes_a_generation_waits_for(
+    monkeypatch: pytest.MonkeyPatch, apart: bool, ends: list[str]
+) -> None:
+    """A worker that is restarted when the run has ended would wait for the run."""
+    found: list[list[str]] = []
+    address = SimpleNamespace(remote=lambda: "n1:70")
+    run = SimpleNamespace(remote=lambda *given: str(given))
+    actors = [SimpleNamespace(address=address, run=run)] * 2
+    played = SimpleNamespace(get=str, kill=str, remove_placement_group=str)
+    given = {"_ray": lambda module="ray": played, "_room": lambda *given: None}
+    given |= {"_actors": lambda *given: actors, "_servers": lambda *given: actors[:1]}
+    given["_first_lost"] = lambda *both: found.extend([*one.values()] for one in both)
+    for name, one in given.items():
+        monkeypatch.setattr(ray_job, name, one)
+    ray_job._generation(json.loads(rendered("ray", apart=apart).files["ray.json"]))
+    both = ["process 0", "process 1", "server 0"]
+    assert found == [ends, [one for one in both if one not in ends]]
 
 
 def test_a_generation_ends_with_the_processes_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
