@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.core.report import Figure, Listing, Report, Sheet, lacking
 from benchmarks.tpu import kernels, mixtures, shared
 from benchmarks.tpu.cases import CASES, Case
 from benchmarks.tpu.program import Step, measure
-from jaxdist.errors import RunError
+from jaxdist.errors import JaxdistError, RunError, did_you_mean
 from jaxdist.runtime.environment import versions
 
 ESTIMATE_SECONDS = 5.0
@@ -24,11 +24,34 @@ PREDICTED = "predicted s"
 """The unit of predicted times; a figure in "s" would be recorded as one that varies by machine."""
 
 
-def bench() -> Report:
-    """Compile every case, one after another, in minutes each."""
+PARTS: Mapping[str, Callable[[], Sequence[Figure]]] = {
+    "products": lambda: kernels.figures(kernels.measure()),
+    "context": shared.figures,
+    "experts": mixtures.figures,
+}
+"""The parts of the bench by name, without the part `steps`, which also has listings."""
+
+
+def bench(part: Sequence[str] = ()) -> Report:
+    """Compile the cases of the named parts, or of all, one after another, in minutes each.
+
+    Args:
+      part: the names of parts.
+
+    Raises:
+      JaxdistError: no part has this name.
+    """
+    known = (*PARTS, "steps")
+    if unknown := [name for name in part if name not in known]:
+        raise JaxdistError(
+            f"bench tpu has no part {unknown[0]!r}: {did_you_mean(unknown[0], known)}"
+        )
     if reason := lacking("libtpu"):
         return Report("tpu", [Figure.skipped("programs", reason)])
-    figures = [*kernels.figures(kernels.measure()), *shared.figures(), *mixtures.figures()]
+    chosen = part or known
+    figures = [figure for name in PARTS if name in chosen for figure in PARTS[name]()]
+    if "steps" not in chosen:
+        return Report("tpu", figures)
     found: list[tuple[Case, Step]] = []
     for case in CASES:
         try:

@@ -50,7 +50,8 @@ Parts = Annotated[
         help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets, or one "
         "config of the targets, such as targets:mlp/digits. models: families, weights, tuning, "
         "generation, loading, muon, adopt, or a case of a part, such as "
-        "families:gpt2. hybrid: bytes, store, bounded, worker, kills, links, ratings, clicks.",
+        "families:gpt2. hybrid: bytes, store, bounded, worker, kills, links, ratings, clicks. tpu: "
+        "products, context, experts, steps.",
     ),
 ]
 

@@ -21,7 +21,7 @@ from jaxdist.experiment.strategies import check_strategy
 from jaxdist.models.build import choose_loss, make_model, model_notices
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
-from jaxdist.models.loss import Loss, NextTokenConfig, weighted
+from jaxdist.models.loss import Loss, MaskedTokensConfig, NextTokenConfig, weighted
 from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.optim.common import NamedParams
@@ -267,7 +267,7 @@ def loss_of(
       ConfigError: the loss does not fit the model or the data.
     """
     found = choose_loss(config.model, config.loss, _shapes(batch))
-    if isinstance(found, NextTokenConfig) and layout is not None:
+    if isinstance(found, NextTokenConfig | MaskedTokensConfig) and layout is not None:
         return found.build(layout)
     return found.build()
 

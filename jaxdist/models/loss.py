@@ -140,9 +140,14 @@ class MaskedTokensConfig(Config):
     type: Literal["masked_tokens"]
     """The name that selects this loss in a config."""
 
-    def build(self) -> Loss:
-        """Return the loss function, which calls `module.hidden(tokens, segments)` and a head."""
-        return masked_tokens
+    def build(self, hint: Hint = no_hint) -> Loss:
+        """Return the loss function, which calls `module.hidden(tokens, segments)` and a head.
+
+        Args:
+          hint: the layout of activations on the mesh.
+        """
+        whole = hint.parts("seq") == 1
+        return masked_tokens if whole else partial(masked_tokens, hint=hint)
 
 
 class ClassificationConfig(Config):
@@ -374,7 +379,7 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int, hint: Hint
     return _with_auxiliary(nats_of_all, module, more)
 
 
-def masked_tokens(module: Model, batch: Batch) -> Sums:
+def masked_tokens(module: Model, batch: Batch, *, hint: Hint = no_hint) -> Sums:
     """Compute the mean cross-entropy and accuracy of masked tokens, weighted by example.
 
     The head runs only at the positions of masked tokens.
@@ -384,6 +389,7 @@ def masked_tokens(module: Model, batch: Batch) -> Sums:
         logits.
       batch: tokens int32 `[B, L]`, segments int32 `[B, L]`, positions int32 `[B, P]` of the masked
         tokens, targets int32 `[B, P]`, and weight float32 `[B]`.
+      hint: the layout of activations on the mesh.
     """
     x_BLD = module.hidden(batch["tokens"], batch["segments"])
     x_BPD = jnp.take_along_axis(x_BLD, batch["positions"][:, :, None], axis=1)
@@ -391,7 +397,7 @@ def masked_tokens(module: Model, batch: Batch) -> Sums:
     hits_BP = (logits_BPV.argmax(-1) == batch["targets"]).astype(jnp.float32)
     weight_BP = jnp.broadcast_to(batch["weight"][:, None], hits_BP.shape)
     return {
-        "loss": _nats(logits_BPV, batch["targets"], weight_BP),
+        "loss": _nats(logits_BPV, batch["targets"], weight_BP, hint=hint),
         "accuracy": Mean((hits_BP * weight_BP).sum(), weight_BP.sum()),
     }
 

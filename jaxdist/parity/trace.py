@@ -98,7 +98,8 @@ class Noted(NamedTuple):
 def noted(experiment: Experiment) -> Experiment:
     """Return the same experiment with an optimizer whose state also keeps the last gradients.
 
-    The state of the optimizer becomes a `Noted`.
+    The state of the optimizer becomes a `Noted`. All programs, also of the evaluation, are compiled
+    with the options of `COMPILE`.
     """
     inner = experiment.program.optimizer.transform
 
@@ -119,12 +120,17 @@ def noted(experiment: Experiment) -> Experiment:
     own_params = chosen and (lambda state, params: chosen(state.inner, params))
     optimizer = experiment.program.optimizer
     optimizer = replace(optimizer, transform=transform, eval_params=own_params)
+
+    def changed(program: Program) -> Program:
+        options = {**program.options, **compile_options()}
+        return replace(program, optimizer=optimizer, options=options)
+
     # Stages with equal batch sizes share a program, which is then compiled once.
     programs: dict[int, Program] = {}
     for stage in experiment.stages:
-        programs.setdefault(stage.batch_size, replace(stage.program, optimizer=optimizer))
+        programs.setdefault(stage.batch_size, changed(stage.program))
     stages = tuple(replace(s, program=programs[s.batch_size]) for s in experiment.stages)
-    program = replace(experiment.program, optimizer=optimizer)
+    program = changed(experiment.program)
     own = programs.get(experiment.config.train.batch_size, program)
     return replace(experiment, program=own, stages=stages)
 
@@ -173,7 +179,7 @@ class FirstSteps:
             if stage.batch_size not in compiled:
                 program = stage.program
                 lowered = program.train.lower(program.state_shapes, program.batch)
-                compiled[stage.batch_size] = lowered.compile(compile_options())
+                compiled[stage.batch_size] = lowered.compile()
         return [(stage, compiled[stage.batch_size]) for stage in self.experiment.stages]
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
