@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -187,6 +188,9 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
     # Ctrl-C reaches the whole process group. The child ignores it, because the parent kills its
     # children itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Traces live long: at Python's own thresholds, collections take a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     while True:
         try:
             item = pipe.recv()
