@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import run
+from benchmarks.core.report import Figure
+from benchmarks.tpu import report
 from benchmarks.tpu.mixtures import MIXTURES, Layer, figures, mfu, step_flops
-from jaxdist.errors import RunError
+from jaxdist.errors import JaxdistError, RunError
 
 MIXTRAL, DEEPSEEK = MIXTURES
 
@@ -39,3 +42,12 @@ def test_a_layer_that_is_not_compiled_is_skipped_with_the_reason(monkeypatch) ->
     first, second = figures()
     assert first.note == "skipped: no memory"
     assert second.ratio == pytest.approx(mfu(DEEPSEEK, Layer(0.2, 0.05)) / DEEPSEEK.published)
+
+
+def test_a_part_of_the_bench_runs_alone(monkeypatch) -> None:
+    found = Figure("MFU", 0.5, 0.5, ">= 0.95", "")
+    monkeypatch.setattr(report, "lacking", lambda package: "")
+    monkeypatch.setattr(report, "PARTS", {"products": lambda: 1 / 0, "experts": lambda: [found]})
+    assert run("tpu", part=["experts"]).figures == [found]
+    with pytest.raises(JaxdistError, match=r"bench tpu has no part 'expert'.*experts"):
+        run("tpu", part=["expert"])
