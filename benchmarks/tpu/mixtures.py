@@ -4,10 +4,8 @@ A step is composed of two predictions, since libtpu needs many minutes for the w
 
 - The experts of a layer, forward and backward, are compiled for one chip, and timed by libtpu's
   estimates and by the schedules of megablox's kernels (`jaxdist.cost.kernels`).
-- All other parts of the step follow from the formulas of `jaxdist plan`, with ZeRO 3 over all chips:
-  attention, the shared expert, the head, and the gathers and sums of parameters.
-
-The backward pass recomputes experts, and what the model's remat does not keep of attention.
+- All other parts of the step follow from the formulas of `jaxdist plan`, with ZeRO 3 over all chips
+  and full remat: attention, the shared expert, the head, and the gathers and sums of parameters.
 
 Tokens are routed to all experts evenly. Dims: T tokens of a chip, D embed, F hidden width of an
 expert, E experts, k experts of a token.
@@ -56,7 +54,6 @@ class Mixture:
       name: the name of the model.
       topology: the chips, all of which share parameters and the batch.
       dense: the model without its routed experts, with the batch of a step.
-      remat: the remat policy, which keeps no activations of experts.
       count, top_k, width: E, k and F.
       published: the published MFU.
       masked: whether the published MFU counts products that attention's mask discards.
@@ -65,7 +62,6 @@ class Mixture:
     name: str
     topology: str
     dense: Decoder
-    remat: str
     count: int
     top_k: int
     width: int
@@ -76,19 +72,19 @@ class Mixture:
 MIXTURES = (
     # A width of 128 stands for no shared expert, which a decoder cannot express.
     Mixture(
-        "Mixtral-8x7B, 4 x 4,096 a chip", "v5p:4x4x8",
-        Decoder(32, 4096, 32, 8, 128, 128, vocab=32000, window=4096, batch=512, tied=False),
-        "save_dots_except_mlp", 8, 2, 14336, 0.5256, masked=True,
+        "Mixtral-8x7B, 16 x 4,096 a chip", "v5p:4x4x8",
+        Decoder(32, 4096, 32, 8, 128, 128, vocab=32000, window=4096, batch=2048, tied=False),
+        8, 2, 14336, 0.5256, masked=True,
     ),
     Mixture(
         "DeepSeek-V3, 2 x 8,192 a chip", "v5p:8x8x8",
         Decoder(61, 7168, 128, 16, 128, 2048, vocab=32000, window=8192, batch=1024, tied=False),
-        "full", 256, 8, 2048, 152.415 / 459, masked=False,
+        256, 8, 2048, 152.415 / 459, masked=False,
     ),
 )  # fmt: skip
-"""The models of `benchmarks/tpu/mixtral_8x7b.yaml` and `deepseek_v3.yaml`. Published are 36 x 4,096
-tokens a chip for Mixtral (MaxText's table of optimized models), and 6 x 8,192 for DeepSeek-V3
-(AI-Hypercomputer/tpu-recipes), whose attention is latent."""
+"""The models of `benchmarks/tpu/mixtral_8x7b.yaml` (with `train.batch_size=2048`) and
+`deepseek_v3.yaml`. Published are 36 x 4,096 tokens a chip for Mixtral (MaxText's table of optimized
+models), and 6 x 8,192 for DeepSeek-V3 (AI-Hypercomputer/tpu-recipes), whose attention is latent."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +138,11 @@ def mfu(one: Mixture, layer: Layer) -> float:
     dense, target = one.dense, parse_target(one.topology)
     chips = target.chips
     places = next(p for p in meshes(target) if p.sizes == (1, chips, 1))
-    rest = judge_plan(dense, Plan(data=chips, remat=one.remat), places, target).seconds.total
+    rest = judge_plan(dense, Plan(data=chips, remat="full"), places, target).seconds.total
     kernels = 3 * one.count * dense.embed * one.width
     once = gather_seconds(target, places.dims[1], chips, 2.0 * kernels)
     update = UPDATE_BYTES * kernels / chips / target.device.memory_bytes_per_second
-    # The backward pass computes the experts again.
+    # Full remat computes the forward pass twice.
     each = layer.seconds + layer.forward + PASSES * once + update
     peak = target.device.flops_per_second["bfloat16"] * chips
     return step_flops(one) / (peak * (rest + dense.layers * each))
