@@ -86,7 +86,7 @@ class ScheduleEntry:
     def as_json(self) -> JsonObject:
         """Return the schedule's columns of the table as JSON values, without rounding.
 
-        The figures are None if the schedule is refused.
+        The values are None if the schedule is refused.
         """
         names = ("bubble", "flushed_bubble", "makespan", "peak", "messages")
         figures: JsonObject = dict.fromkeys(names)

@@ -1,4 +1,4 @@
-"""`jaxdist pipeline show` and `check`: the figures of a single schedule.
+"""`jaxdist pipeline show` and `check`: the bubble, activations and messages of a single schedule.
 
 Neither a device nor jax is needed.
 """
@@ -204,12 +204,12 @@ def _together(timeline: Timeline) -> str:
 
 
 def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonObject:
-    """Return the figures of a schedule as JSON values.
+    """Return the measures of a schedule as JSON values.
 
     Args:
       schedule: the schedule.
-      timeline: the timeline, to include the figures that `show` prints, or None for only the
-        figures that `check` prints.
+      timeline: the timeline, to include the measures that `show` prints, or None for only the
+        measures that `check` prints.
     """
     report: JsonObject = {
         "schedule": schedule.name,

@@ -29,10 +29,10 @@ def tokenize(
         is used.
       vocab_size: the number of tokens to learn.
       heldout_fraction: the run's `data.heldout_fraction`. The held-out text is not used.
-      console: the console for the figures.
+      console: the console for the numbers.
 
     Returns:
-      The size of the vocabulary and the printed figures, by name.
+      The size of the vocabulary and the printed numbers, by name.
 
     Raises:
       DataError: files cannot be read, there is no text, the size of the vocabulary does not fit, or

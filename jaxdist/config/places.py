@@ -20,7 +20,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
     """Return the problems, in which each unknown key has suggestions from other sections.
 
     Args:
-      schema: the schema of the whole tree `values`.
+      schema: the schema of the complete tree `values`.
     """
     if not any(map(_is_lost, problems)):
         return problems

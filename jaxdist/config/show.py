@@ -72,7 +72,7 @@ def render_rows(rows: Iterable[ResolvedValue], width: int = 80) -> str:
 
 
 def resolved_yaml(instance: BaseModel) -> str:
-    """Return the whole tree, with defaults, as YAML that loads to an equal instance.
+    """Return the complete tree, with defaults, as YAML that loads to an equal instance.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-5

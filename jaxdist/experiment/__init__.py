@@ -1,7 +1,7 @@
 """A complete configuration: how it is read, checked, and built into an experiment.
 
 The packages that this package imports receive only their sections of the config, and never the
-whole config.
+complete config.
 """
 
 from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, Source, load

@@ -55,8 +55,8 @@ class EvalConfig(Config):
     every: Count | None = None
     """The number of steps between two evaluations; null evaluates only after the last step."""
     batches: Count | None = None
-    """The number of batches of the held-out split to use, from its beginning; null uses the whole
-    split."""
+    """The number of batches of the held-out split to use, from its beginning; null uses the
+    complete split."""
 
 
 class HookConfig(Config):

@@ -347,7 +347,7 @@ def ties_rows(
       mesh: the mesh.
       axes: the mesh axes that split the batch.
       inside: the context for the rows of one device, in which `axes` are manual, or None to trace
-        the whole batch as one global array.
+        the batch of all devices as one global array.
 
     Returns:
       A description of the operation, or "" if no operation ties rows.

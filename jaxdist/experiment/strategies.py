@@ -15,7 +15,7 @@ def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, .
     """Return a sentence on each setting that has no effect, or that has an unexpected effect.
 
     Raises:
-      ConfigError: settings do not fit together; the error has their paths in the whole config.
+      ConfigError: settings do not fit together; the error has their paths in the complete config.
     """
     return CHECKS[strategy.type](strategy, given)
 

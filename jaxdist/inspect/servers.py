@@ -55,7 +55,7 @@ class WorkerPart:
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
-    """Return the part of the worker with the largest share of the batch.
+    """Return a worker's part of a step, for the worker with the largest share of the batch.
 
     The result is None if the experiment has no parameter servers.
     """

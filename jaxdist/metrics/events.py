@@ -2,7 +2,7 @@
 
 `tensorboardX.SummaryWriter` passes each number through a queue to a thread, which delays a training
 loop by 150 us per number. This module uses the package's `RecordWriter` instead, which writes a
-whole record in 35 us, and closes its file even if the disk is full.
+complete record in 35 us, and closes its file even if the disk is full.
 """
 
 from __future__ import annotations

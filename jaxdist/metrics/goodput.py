@@ -91,7 +91,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The use of a whole run's time by activity.
+    """The use of a run's time by activity, over all attempts.
 
     Attributes:
       lives: the attempts of the run in order; there is at least one.
@@ -106,7 +106,7 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[Activity, float]:
-        """The seconds of the whole run by activity; the gaps between attempts count as idle."""
+        """The seconds of all attempts by activity; the gaps between attempts count as idle."""
         found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Activity}
         found[Activity.IDLE] += sum(self.gaps_seconds)
         return found

@@ -288,9 +288,9 @@ def trace_distances(
     """
 
     def measured(field: str) -> dict[str, float]:
-        """Return a field's differences, which are infinite if only the reference is 0 or absent.
+        """Return the differences of a field of `Trace` by name.
 
-        A difference is also infinite if the reference lacks the value.
+        A difference is infinite if only the reference is 0, or if the reference lacks the value.
         """
         ours, theirs = getattr(found, field), getattr(reference, field)
         leasts = getattr(least, field, {})

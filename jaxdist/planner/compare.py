@@ -53,7 +53,7 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
 def _figures(one: Result) -> list[str]:
     """Return the step time, MFU, memory and chip-hours of a target's first plan, as text.
 
-    The figures are from the compiled program if there is one, or else from formulas. The first text
+    The values are from the compiled program if there is one, or else from formulas. The first text
     is "refused" if the compiler refuses the plan.
     """
     if one.refused:

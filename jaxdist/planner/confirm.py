@@ -30,7 +30,7 @@ OF_ONE_SLICE = (
 
 @dataclass(frozen=True)
 class Confirmed:
-    """The figures of a compiled program, for a single device.
+    """The numbers of a compiled program, for a single device.
 
     Attributes:
       seconds: the time of a step, predicted from the compiler's estimates. With several slices, the
@@ -40,7 +40,7 @@ class Confirmed:
       sent_bytes: the bytes that the device sends, by mesh axes.
       refusal: the reason why the compiler refuses the program, or an empty string if it accepts the
         program.
-      note: a sentence on the figures that are not from the program, or an empty string.
+      note: a sentence on the numbers that are not from the program, or an empty string.
       compile_seconds: the time of the compilation, in seconds.
       laid_out: whether the compiler was asked only for memory. In that case, `seconds` is from the
         formula, and `mfu`, `sent_bytes` and `compile_seconds` are missing.
@@ -64,7 +64,7 @@ def of_one_slice(plan: Plan) -> Plan:
 def confirm(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, slow_seconds: float = 0.0
 ) -> Confirmed:
-    """Compile the program of a plan, and return the figures of the program.
+    """Compile the program of a plan, and return the numbers of the program.
 
     The compilation takes minutes on a core. If the compiler refuses the program, the result has
     only the reason.
@@ -96,7 +96,7 @@ def confirm(
 def lay_out(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
 ) -> Confirmed:
-    """Return the figures of a plan, of which the compiler gives only the memory, within seconds.
+    """Return the numbers of a plan, of which the compiler gives only the memory, within seconds.
 
     If the compiler refuses the program, the result has only the reason.
 

@@ -78,7 +78,7 @@ def mean_share(
 def peak_of(target: Target, *, narrow: bool) -> float:
     """Return the peak FLOPs per second of matrix products.
 
-    A device without a figure for float32 uses its figure for bfloat16: by default, TPUs round
+    A device whose peak in float32 is unknown has the peak of bfloat16: by default, TPUs round
     float32 factors to bfloat16.
 
     Args:

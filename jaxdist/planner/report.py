@@ -130,7 +130,7 @@ def _searched(model: Model, target: Target, top: int) -> Result:
 def _confirmed(
     path: Path, overrides: Sequence[str], result: Result, asked: Asked, console: Console
 ) -> Result:
-    """Return a target's result with the compiler's figures, sorted by time.
+    """Return a target's result with the compiler's numbers, sorted by time.
 
     The plans that the compiler refuses come last.
     """
@@ -245,7 +245,7 @@ def _plans(result: Result, first: int) -> Table:
 
 
 def _said(known: Confirmed) -> list[str]:
-    """Return the compiler's figures for a plan, which fill the last columns of the table."""
+    """Return the compiler's numbers for a plan, which fill the last columns of the table."""
     said = [] if known.laid_out else ["refused" if known.refusal else show_seconds(known.seconds)]
     if known.refusal:
         return [*said, "" if said else "refused"]

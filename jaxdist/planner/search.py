@@ -22,13 +22,13 @@ from jaxdist.planner.target import Places, Target, inner_meshes, meshes, wide_me
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
-"""A model to plan for: the sizes of a decoder, or the traced figures of any other model."""
+"""A model to plan for: the sizes of a decoder, or the traced numbers of any other model."""
 
 
 def model_of(config: ExperimentConfig, document: Document) -> Model:
     """Return the description of a config's model that the formulas need.
 
-    A gpt without experts is described by the sizes of a decoder, and any other model by the figures
+    A gpt without experts is described by the sizes of a decoder, and any other model by the numbers
     of a traced step.
 
     Raises:

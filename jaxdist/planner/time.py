@@ -52,7 +52,7 @@ class _Rates:
 RATES = _Rates()
 HIDDEN_IN_TICKS = 1 / 8
 """The fraction of the time of matrix products in a pipeline's ticks that overlaps with the messages
-of a collective matmul. The figure is from compiled steps of a model with 70B parameters."""
+of a collective matmul. The fraction is from compiled steps of a model with 70B parameters."""
 
 
 WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}

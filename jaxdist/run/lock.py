@@ -53,7 +53,7 @@ class HeldError(RunError):
 
 
 def this_process() -> dict[str, Any]:
-    """Return the description of this process that is written to a lock."""
+    """Return the fields of a lock's file that describe this process, by name."""
     run_folder = run_folder_of(os.environ)
     fenced = {}
     if run_folder is not None and run_folder.fence is not None:

@@ -83,7 +83,7 @@ class TableRows:
         return self.layout.sharding(("batch", None))
 
     def with_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the shapes of a batch, together with the shape of its pulled rows."""
+        """Return the shapes of a batch's fields by name, with the shape of its pulled rows."""
         examples, fields = batch["ids"].shape[:2]
         shape = (examples * fields, self.form.width)
         pulled = jax.ShapeDtypeStruct(shape, np.float32, sharding=self._sharding)

@@ -71,8 +71,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the weighted mean of each value of a loss over all rows, by name.
 
-    A mean is NaN if all its weights are 0. For a model with routers, `max_vio` of the worst
-    layer and `max_vio_mean` over all layers are computed from the load over the whole split.
+    A mean is NaN if all its weights are 0. For a model with routers, `max_vio` of the worst layer
+    and `max_vio_mean` over all layers are computed from the load over the complete split.
 
     Args:
       params: the parameters to evaluate, in the form in which the program stores them.

@@ -1,6 +1,6 @@
 """State and parameters in the host's memory, which an update streams through the device.
 
-XLA begins all copies from the host as early as it can, so that the whole state would be in the
+XLA begins all copies from the host as early as it can, so that the complete state would be in the
 device's memory at once. The update therefore runs group by group. The copies of a group depend, by
 a barrier, on the previous group's state in the host's memory.
 """
@@ -33,7 +33,7 @@ class HostMemory:
     Attributes:
       zero: the split of the state; only the state of split parameters is moved.
       in_files: whether checkpoints read and write the host's memory directly. If they do not, the
-        whole state is copied to the device first.
+        complete state is copied to the device first.
     """
 
     zero: ZeroSplit
@@ -159,10 +159,10 @@ def streamed(
 ) -> tuple[Any, OptState, OptState]:
     """Update the parameters group by group, so that few groups are on the device at once.
 
-    Each group calls `update` with the whole state, and uses only the results of its parameters. XLA
-    removes all other results, so that the results of a group need only the copies of their group.
-    An optimizer whose results for a parameter depend on the state of other parameters is correct
-    too, but copies that state again for each group.
+    Each group calls `update` with the complete state, and uses only the results of its parameters.
+    XLA removes all other results, so that the results of a group need only the copies of their
+    group. An optimizer whose results for a parameter depend on the state of other parameters is
+    correct too, but copies that state again for each group.
 
     Args:
       update: the function from the parameters and the optimizer's state to the new parameters and

@@ -50,7 +50,7 @@ class TrainConfig(Config):
     uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
     """The parts of the run, each with a batch size and a learning rate; evaluation uses batch_size.
-    null trains the whole run with the same settings."""
+    null trains all steps of the run with the same settings."""
     log_every: Count = 10
     """The number of steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2

@@ -21,7 +21,7 @@ class ValidityRow:
     Attributes:
       groups: the groups of features; a config that has a feature of each group is refused.
       why, instead: the reason and the remedy, which are the two halves of a sentence.
-      setting: the path in the whole config of the setting that causes the refusal.
+      setting: the path, in the complete config, of the setting that causes the refusal.
     """
 
     groups: tuple[tuple[str, ...], ...]

@@ -295,7 +295,7 @@ def check(facts: Facts) -> None:
 
     Raises:
       ConfigError: a row of the table applies. There is an error for each setting that causes a
-        refusal, with the path of the setting in the whole config. The first error is raised, and
+        refusal, with the path of the setting in the complete config. The first error is raised, and
         its attribute `more` has the other errors.
     """
     found: dict[tuple[str, ...], list[str]] = {}

@@ -68,7 +68,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a whole run: the sums over its attempts, including repeated steps.
+    """The energy of a run: the sums over all of its attempts, including repeated steps.
 
     Attributes:
       joules: the energy that the devices have drawn.

@@ -19,7 +19,7 @@ class Tracked:
     Attributes:
       id: the id of the run, which stays the same when the run resumes.
       name: the name of the run directory.
-      config: the whole config, resolved.
+      config: the complete config, resolved.
       versions: the versions of Python and of the packages that determine a run's numbers.
       kept: the key that `start` returned for an earlier attempt of the run, or None without a key.
     """

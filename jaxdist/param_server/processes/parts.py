@@ -24,7 +24,7 @@ def part_of(experiment: Experiment, sharded: Sharded, slot: int) -> tuple[Loader
     """Return a worker's part of each batch, and the program that computes the part's gradients.
 
     Args:
-      experiment: the experiment of the whole run.
+      experiment: the experiment of the run, with all of its workers.
       sharded: the distribution of the experiment's state over servers.
       slot: the number of the worker's part of each batch.
     """

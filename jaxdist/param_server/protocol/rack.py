@@ -125,7 +125,7 @@ def from_worker(model: Consistency, state: RackState, message: Message, now: flo
 
 
 def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
-    """Process a server's reply, and release the replies to workers that waited for it."""
+    """Process a server's reply, and release the replies to workers that depend on this reply."""
     heard = client.hear(state.outer, reply)
     effects: list[RackEffect] = []
     if heard.settled is not None:

@@ -29,7 +29,8 @@ def ineffective_settings(cluster: Cluster, given: RunSettings) -> tuple[str, ...
     """Check the settings of a run; return a sentence about each setting that has no effect.
 
     Raises:
-      ConfigError: values cannot be combined; the error has the setting's path in the whole config.
+      ConfigError: values cannot be combined; the error has the setting's path in the complete
+        config.
     """
     with blamed("strategy"):
         _check_batch(cluster, given)

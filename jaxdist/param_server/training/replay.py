@@ -227,7 +227,7 @@ class _Server:
 
     @property
     def stuck(self) -> bool:
-        """Whether the replay stopped before the state that it was to reach."""
+        """Whether the replay stopped before it reached the required state."""
         return bool(self.waiting) if self._due is None else self.reached is None
 
     @property

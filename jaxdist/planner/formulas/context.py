@@ -13,7 +13,7 @@ LONG = 16_384
 
 PIECEWISE = 0.3
 """The fraction of the peak that attention is assumed to reach if plain jax computes it block by
-block. No compiled program gave this figure. The figure only ranks such plans after plans with
+block. The number was not read from compiled programs. It only ranks such plans after plans with
 kernels for whole sequences."""
 PRODUCTS = 2, 5
 """The numbers of attention's matrix products in the forward and in the backward pass."""

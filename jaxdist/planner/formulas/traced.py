@@ -1,4 +1,4 @@
-"""The formulas for plans of any model, with figures from a trace of the model's step by jax.
+"""The formulas for plans of any model, with numbers from a trace of the model's step by jax.
 
 Formulas that know the model's layers exist only for decoders (`jaxdist.planner.memory` and
 `jaxdist.planner.time`). For other models the trace gives the shapes of parameters, the size of the
@@ -45,7 +45,7 @@ example."""
 
 @dataclass(frozen=True)
 class Traced:
-    """The figures of a model and its training that a trace of the step gives.
+    """The numbers of a model and its training that a trace of the step gives.
 
     Attributes:
       unit: the unit of data, "tokens" or "examples".
@@ -181,7 +181,7 @@ class TracedFormulas:
     A model with experts may also have axis expert.
 
     Attributes:
-      model: the figures from the trace.
+      model: the numbers from the trace.
     """
 
     model: Traced
@@ -340,7 +340,7 @@ class TracedFormulas:
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
-    """Return the figures of a config's step, which is traced for a single device and not run.
+    """Return the numbers of a config's step, which is traced for a single device and not run.
 
     Raises:
       ConfigError: the config cannot be built.
@@ -415,7 +415,7 @@ def _tensor(
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
-    """Return the traced figures of a forward and backward pass over `rows` examples.
+    """Return the traced numbers of a forward and backward pass over `rows` examples.
 
     "scanned" has the bytes that scans leave for the backward pass, and "left" has the other bytes
     that the forward pass leaves for the backward pass. "products" has the bytes of the factors and

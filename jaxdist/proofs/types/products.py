@@ -142,7 +142,7 @@ def _added(op: Op) -> k.Kind:
 
 
 def _windows(op: Op) -> dict[int, int]:
-    """Return the dim of the table to which each window dim of a scatter's updates belongs."""
+    """Return the dim of the table for each window dim of a scatter's updates."""
     numbers = op.params["dimension_numbers"]
     gone = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
     return dict(zip(sorted(numbers.update_window_dims), dropped(gone, op.ins[0].ndim), strict=True))

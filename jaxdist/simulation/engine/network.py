@@ -67,7 +67,7 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The weight of the message on a shared network card, which grows with the sent bytes."""
+        """The weight of the message on a shared network card; it grows with the sent bytes."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
@@ -104,7 +104,7 @@ class Network:
         """Send a message now.
 
         Args:
-          deliver: the function that is called when the whole message has arrived. If the network
+          deliver: the function that is called when the complete message has arrived. If the network
             duplicates the message, the function is called again.
           lost: the function that is called at once if the message is lost.
         """

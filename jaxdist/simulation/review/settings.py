@@ -39,7 +39,7 @@ class MeasuredPoint(Config):
 
 
 class Cell(Config):
-    """An optimizer's result at a batch size, over its seeds."""
+    """The result of an optimizer at a batch size, over all seeds."""
 
     mean: float | None
     """The mean of the metric; null if a run diverged."""
