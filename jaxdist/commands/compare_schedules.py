@@ -1,4 +1,4 @@
-"""`jaxdist pipeline compare`: the figures of all schedules for the same stages.
+"""`jaxdist pipeline compare`: the measures of all schedules for the same stages.
 
 Neither a device nor jax is needed.
 """

@@ -230,7 +230,7 @@ class Gke(Engine):
     def _jobset(self, job: Job) -> JsonObject:
         labels: JsonObject = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
         if job.servers or (job.apart and self.slices * self._hosts(job) > 1):
-            # The name of a pod as the pod knows it is no name for other pods.
+            # Other pods do not know the name that a pod has for itself.
             own = f"strategy.processes.host={self._host(job, WORKERS, '0')}"
             job = replace(job, overrides=(*job.overrides, own))
         train, *serve = job.groups("--distributed")

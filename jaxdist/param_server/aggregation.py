@@ -56,8 +56,8 @@ class Racks(Config):
     The servers see each rack as one client. The workers of a rack always run in lockstep, and the
     consistency model of the servers applies to the racks. The number of bytes that the servers
     receive is divided by the size of a rack. Means are weighted by tokens. With bulk-synchronous
-    rounds (bsp) the result equals the result of direct pushes except for rounding, because the
-    changes are added in another order.
+    rounds (bsp) the result equals the result of direct pushes, except for rounding: the changes are
+    added in another order.
     """
 
     type: Literal["racks"] = "racks"

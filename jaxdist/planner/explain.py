@@ -135,7 +135,7 @@ def draw_plan(one: Judged, directory: Path) -> Path:
     """Draw a plan's time and memory as stacked bars, and return the path of `plan.svg`.
 
     A line marks the chip's memory. A part has the same color in every plan's picture, and the two
-    bars have no color in common. The legends state the figures, since a part may be too small to
+    bars have no color in common. The legends state the numbers, since a part may be too small to
     see.
     """
     # Matplotlib is imported here because the import is slow, as in `new_figure`.

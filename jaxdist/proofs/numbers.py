@@ -82,9 +82,9 @@ class Compared:
 def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) -> Scenes:
     """Return the steps to compare.
 
-    Without weights, the steps are two steps, and a step after the state was saved and loaded. With
-    weights, there are also a step in which all weights of a shard are 0, a step in which all
-    weights are 0, and, with `skips`, a step with a gradient of NaN.
+    Without weights, there are two steps, and a third step, before which the state is saved and
+    loaded. With weights, there are also a step in which all weights of a shard are 0, a step in
+    which all weights are 0, and, with `skips`, a step with a gradient of NaN.
 
     Args:
       rows: the number of rows of a batch.

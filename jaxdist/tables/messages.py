@@ -1,7 +1,8 @@
 """The payloads of table messages, as bytes: row numbers and float32 values.
 
 A pull has n rows, and the answer to a pull has n D values. A push has a learning rate, n rows and n
-D gradients. Together these are n (8 + 8 D) + 4 bytes, or n (24 + 8 D) + 4 bytes with keys.
+D gradients. Together, a pull, its answer and a push take n (8 + 8 D) + 4 bytes, or n (24 + 8 D) + 4
+bytes with keys.
 """
 
 from __future__ import annotations

@@ -226,7 +226,8 @@ class LeaderElection:
 def encode_registry(registry: Registry) -> JsonObject:
     """Return the registry as JSON.
 
-    The times are left out, since only the clock of this leader gives them a meaning.
+    The times are left out, since only the clock of the leader that writes the registry gives them a
+    meaning.
 
     >>> decode_registry(encode_registry(Registry())) == Registry()
     True

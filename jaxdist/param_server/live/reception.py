@@ -125,8 +125,8 @@ class Reception(ABC):
         """Return the required form of a message's payload, or None if the message has no payload.
 
         Raises:
-          FrameError: no worker may send the message, its tensor or epoch is not this server's, or
-            too many pushes of the client wait already.
+          FrameError: no worker may send the message, the message names another tensor or epoch than
+            this server has, or too many pushes of the client wait already.
         """
         if envelope.op not in OF_WORKERS:
             raise FrameError(f"a worker may not send {envelope.op.name}", envelope)
