@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from jaxdist.errors import RunError, StoppedError
-from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.tables.training import host as hosts
 from jaxdist.tables.training.host import HostedProcess, await_gate, host_problem
+from jaxdist.wire.children import RunProcess
 from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op
 from jaxdist.wire.frames import FrameError

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.training.children import Role, RunProcess
 from jaxdist.runtime.children import Event, end_together
 from jaxdist.types import JsonObject
+from jaxdist.wire.children import Role, RunProcess
 from jaxdist.wire.ports import Place
 
 

@@ -19,7 +19,6 @@ from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError, StoppedError
 from jaxdist.metrics.account import Activity
-from jaxdist.param_server.training.children import Role, RunProcess, WorkerTeam
 from jaxdist.param_server.training.files import clear, prune, read_shard, write_shard
 from jaxdist.param_server.training.fleet import EssentialProcesses
 from jaxdist.param_server.training.ledger import ClockReports
@@ -30,6 +29,7 @@ from jaxdist.runtime.forks import ForkServer
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
+from jaxdist.wire.children import Role, RunProcess, WorkerTeam
 from jaxdist.wire.config import address_here
 from jaxdist.wire.offers import Offers
 from jaxdist.wire.security import make_token, read_tls, read_token

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from jaxdist.checkpoint.identity import CONFIG
 from jaxdist.errors import RunError, StoppedError
-from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json, JsonObject
+from jaxdist.wire.children import RunProcess
 from jaxdist.wire.config import OWN_NAME, ProcessesConfig, address_here, stays_on_machine
 from jaxdist.wire.contract import Envelope
 from jaxdist.wire.gate import GateAddress, read_gate, text_of

@@ -19,7 +19,6 @@ from jaxdist.checkpoint.agree import broadcast_json, gather_json
 from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.param_server.live.client import Timeouts
-from jaxdist.param_server.training.children import RunProcess
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
@@ -32,6 +31,7 @@ from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
+from jaxdist.wire.children import RunProcess
 from jaxdist.wire.config import address_here
 from jaxdist.wire.gate import RemoteProcess, open_gate
 from jaxdist.wire.kept import Board, read_board, spec_of_board

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
 from jaxdist.errors import RunError
-from jaxdist.param_server.training.children import RunProcess
 from jaxdist.replication.balance import passed
 from jaxdist.replication.seat import Arbiter
 from jaxdist.runtime.children import Event, end_together, how_ended
 from jaxdist.tables.training.request import servers_problem
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
+from jaxdist.wire.children import RunProcess
 from jaxdist.wire.gate import RemoteProcess, too_few
 from jaxdist.wire.ports import Place
 
