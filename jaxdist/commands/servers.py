@@ -115,14 +115,14 @@ def run_of_workers(config: str, overrides: Sequence[str]) -> Path | None:
 def _strategy(
     run: Path, setting: str, *kinds: type[Hybrid] | type[ParameterServer]
 ) -> Hybrid | ParameterServer:
-    """Return the strategy of a run with servers whose training has not ended.
+    """Return the strategy of a run that has servers and has not ended.
 
     Args:
       kinds: the strategies that the command is for.
       setting: the setting with which an error about a run that has ended says to resume the run.
 
     Raises:
-      RunError: the run has no table servers, or has ended.
+      RunError: the run has another strategy, or has ended.
     """
     directory = RunDirectory(run)
     strategy = load(directory.config)[1].strategy

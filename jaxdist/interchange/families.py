@@ -282,7 +282,8 @@ FAMILIES: Mapping[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             LLAMA_ROWS,
-            # The head size of a qwen2 is embed / heads, since its config.json has no head_dim.
+            # The head size of a qwen2 model is embed / heads, since its config.json has no
+            # head_dim.
             {key: own for key, own in KEYS.items() if key != "head_dim"},
             {"norm": "rms", "biases": "qkv"},
             _SILU,

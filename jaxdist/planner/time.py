@@ -199,7 +199,8 @@ def seconds(
         again += forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
-    # Only a third of the bytes is added, since `element` is later multiplied by 3 passes.
+    # Only a third of the bytes is added, since `element` is later multiplied by the number of
+    # passes, 3.
     element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
     logits = [(model.embed, model.vocab // plan.tensor)]
     head_share = mean_share(target, logits, rates.product, scoped=model.scoped)

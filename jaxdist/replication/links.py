@@ -19,7 +19,7 @@ MOST_BYTES = 2**40
 
 
 class CopyLink(KeptSession):
-    """A session with a follower; if the session ends, a thread opens another.
+    """A session with a follower; if the session ends, a thread opens another session.
 
     Args:
       opened: the function that is called with the link when a session begins. The function must

@@ -54,8 +54,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
     chosen = optimizer.eval_params
-    # `chosen` needs the state of the given optimizer, which is the first element of the chain's
-    # state.
+    # `chosen` needs the state of the given optimizer: the first element of the chain's state.
     return replace(
         optimizer,
         transform=optax.with_extra_args_support(chained),

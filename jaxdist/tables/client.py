@@ -185,7 +185,7 @@ class TableClient:
                 self._exchange.move(self._links[server], wire, epoch)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until a condition holds, which is checked again after each reply.
+        """Wait until a condition holds; the condition is checked again after each reply.
 
         Args:
           condition: a function that returns whether the condition holds.

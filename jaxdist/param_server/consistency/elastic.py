@@ -37,7 +37,7 @@ class Elastic(Consistency):
     beta: PositiveFloat | None = None
     """The product of alpha and the number of workers. If alpha and beta are null, beta is 0.9."""
     order: Literal["arrival", "rounds"] = "arrival"
-    """The order of exchanges. arrival applies each exchange separately. rounds moves the center
+    """The order of exchanges. arrival applies each exchange separately. rounds moves the centre
     once for all workers."""
     curvature: Annotated[float, Field(gt=0)] = 1.0
     """The largest curvature of the loss, by which the stability check multiplies the learning

@@ -229,7 +229,7 @@ class Client:
         return [codes.decode(payload, self.number, at) for at, payload in sent.items()]
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until a condition holds, which is checked again after each reply.
+        """Wait until a condition holds; the condition is checked again after each reply.
 
         Args:
           what: a description of the condition, for the error message.

@@ -163,7 +163,7 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
         raise RunError(
             f"order log {path} cannot be read: {error.strerror}; restore the file from a copy"
         ) from error
-    # The text after the last line break is empty, or a line that a crash cut off.
+    # The text after the last line break is empty, or is a line that a crash cut off.
     for number, line in enumerate(lines[:-1], 1):
         try:
             yield _taken(parse_json(line))

@@ -234,7 +234,8 @@ def main() -> None:
     role = setup["role"]
     with suppress(OSError):  # This sets the name that `ps` and `top` show on Linux.
         Path("/proc/self/comm").write_text(f"{role} {setup['number']}")
-    if setup.get("stays"):  # A scheduler signals all processes of a job, and the run ends this one.
+    if setup.get("stays"):
+        # A scheduler signals all processes of a job, and the run ends this process itself.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     compilation_cache.enable(cache_directory() / "compiled")
     try:

@@ -177,7 +177,7 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
 
 
 def _again(model: Consistency, state: RangeState, message: Message, now: float) -> Step:
-    """Repeat the reply to a retry, unless the reply is still pending.
+    """Answer a retry with the earlier reply, unless that reply is still pending.
 
     A repeated pull is answered with the parameters that the client may read now. If the client has
     pushed since the first answer, the pull may wait again.

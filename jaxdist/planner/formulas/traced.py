@@ -360,8 +360,8 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         return max(0.0, high[name] - low[name]) / (ROWS[1] - ROWS[0])
 
     # XLA keeps the factors and results of products, and recomputes the values between them. The
-    # model's remat may keep less (`left`), so that the smaller number counts. XLA recomputes
-    # nothing across the border of a scan: values that cross the border are kept unchanged.
+    # model's remat may keep less (`left`), so the smaller number counts. XLA recomputes nothing
+    # across the border of a scan: values that cross the border are kept unchanged.
     ends, scanned = min(added("left"), added("products outside scans")), added("scanned")
     return Traced(
         unit=alone.unit,

@@ -38,7 +38,7 @@ class Review:
         return "\n".join(line for part in parts for line in (*part, "")).rstrip()
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the page's lines, and every figure."""
+        """Return plain data: the lines of the page, and every number."""
         return {
             "text": self.text().splitlines(),
             "efficiency": [asdict(point) for point in self.points],
@@ -191,7 +191,7 @@ def run_review(
 
     Args:
       settings: the settings that `jaxdist.simulation.review.settings.read_review` reads.
-      json_file, plot: the file for the figures and the directory for the picture; None writes
+      json_file, plot: the file for the numbers and the directory for the picture; None writes
         nothing.
 
     Raises:

@@ -155,10 +155,10 @@ class HostedProcess:
         self._events.put(Event(None, {"leave": True}))
 
     def serve(self) -> None:
-        """Start the server, and return when the run has ended it.
+        """Start the process, and return when the run has ended the process.
 
         Raises:
-          RunError: the run refuses the server, or the server or the connection to the run failed.
+          RunError: the run refuses the process, or the process or the connection to the run failed.
         """
         wire = RpcWire(self._gate.address, self._gate.token, spec_of_board, self._tls)
         with ExitStack() as stack:
@@ -203,7 +203,7 @@ class HostedProcess:
             self._events.put(Event(None, {"order": json.loads(line)}))
 
     def _follow(self, what: JsonObject, forks: ForkServer, token: Path) -> None:
-        """Pass an order of the run on to the server, or start the server with the first order."""
+        """Pass an order of the run on to the process, or start the process with the first order."""
         server = self._server
         if "leave" in what:
             if server is None:

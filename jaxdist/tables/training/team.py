@@ -451,8 +451,8 @@ class TableTeam:
             view, at = arbiter.view, arbiter.range
             staying = [one for one in self._seats if self._keeps(one, at)]
             seated = [one for one in staying if at in self._seats[one]]
-            # Among servers with equally few ranges, the next server after the number of the range
-            # comes first, so that the ranges of one leader have different followers.
+            # Among servers with equally few ranges, the first is chosen in cyclic order from the
+            # number of the range, so that the ranges of one leader have different followers.
             free = sorted(
                 {*staying} - {*seated},
                 key=lambda one: (len(self._seats[one]), (one - at) % len(self._arbiters)),
