@@ -82,8 +82,7 @@ def make_program(
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
-    # The facts about the model are known only now, so the table of valid combinations is checked
-    # again.
+    # The model's facts are known only now, so the table of valid combinations is checked again.
     facts = model_facts(config, layout, dims, model)
     with at():
         check(facts)
