@@ -14,7 +14,7 @@ from test_layers import MODULES, ROOT
 
 from jaxdist.cli import shared
 
-REPLAY = "jaxdist.commands.replay"
+REPLAY = "jaxdist.commands.replay.replay"
 SERVERS = tuple(
     f"jaxdist.{room}" for room in ("param_server", "wire", "replication", "secure", "tables")
 )

@@ -299,7 +299,7 @@ def replay(
     is 1 if the state differs.
     """
     shared.prepare_run(run, [], devices)
-    from jaxdist.commands.replay import replay as again
+    from jaxdist.commands.replay.replay import replay as again
 
     if not again(run, shared.console(), json_file):
         raise typer.Exit(1)

@@ -122,8 +122,7 @@ def make_program(
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
-    # With parameter servers, no step is skipped, because a push without weight has no effect on a
-    # server.
+    # Parameter servers skip no step, because a push without weight has no effect on them.
     skips = (masks or WEIGHT in batch) and not isinstance(config.strategy, ParameterServer)
     with at("loss"):
         program = assemble(
@@ -135,8 +134,7 @@ def make_program(
         with own("loss", "model"):
             # This traces the loss, so that its errors are reported at its setting.
             _ = program.metrics
-    # The step is traced before the notices are made. Both call the user's code, but only the trace
-    # explains errors of that code.
+    # The trace comes first, because it explains errors of the user's code. Notices call it, too.
     if traced:
         _trace(config, program, at)
     of_model = model_notices(config.model, _shapes(batch))

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from runs import Jaxdist, assert_same_run, finish, steps, wait_for_step
 
+from jaxdist.commands.replay.lives import life_of
 from jaxdist.errors import RunError
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.writer import read_metrics
-from jaxdist.param_server.processes.lives import life_of
 
 
 def files_of(run: Path, step: int) -> list[Path]:

@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.commands.evaluate import open_run
-from jaxdist.config import read
-from jaxdist.config.importing import foreign_code
-from jaxdist.errors import CheckpointError, RunError
-from jaxdist.experiment import Experiment
-from jaxdist.metrics.report import write_json
-from jaxdist.param_server.processes.lives import (
+from jaxdist.commands.replay.lives import (
     RecordedLife,
     computed_again,
     life_of,
     shard_differences,
 )
+from jaxdist.config import read
+from jaxdist.config.importing import foreign_code
+from jaxdist.errors import CheckpointError, RunError
+from jaxdist.experiment import Experiment
+from jaxdist.metrics.report import write_json
 from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.training.files import read_shard
 from jaxdist.param_server.training.state import Sharded, ShardState

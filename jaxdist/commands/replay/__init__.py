@@ -1,0 +1,1 @@
+"""The check of a recorded run of parameter servers: its steps are computed again."""
