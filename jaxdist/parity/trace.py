@@ -98,8 +98,7 @@ class Noted(NamedTuple):
 def noted(experiment: Experiment) -> Experiment:
     """Return the same experiment with an optimizer whose state also keeps the last gradients.
 
-    The state of the optimizer becomes a `Noted`. All programs, also of the evaluation, are compiled
-    with the options of `COMPILE`.
+    The state of the optimizer becomes a `Noted`.
     """
     inner = experiment.program.optimizer.transform
 
@@ -120,17 +119,12 @@ def noted(experiment: Experiment) -> Experiment:
     own_params = chosen and (lambda state, params: chosen(state.inner, params))
     optimizer = experiment.program.optimizer
     optimizer = replace(optimizer, transform=transform, eval_params=own_params)
-
-    def changed(program: Program) -> Program:
-        options = {**program.options, **compile_options()}
-        return replace(program, optimizer=optimizer, options=options)
-
     # Stages with equal batch sizes share a program, which is then compiled once.
     programs: dict[int, Program] = {}
     for stage in experiment.stages:
-        programs.setdefault(stage.batch_size, changed(stage.program))
+        programs.setdefault(stage.batch_size, replace(stage.program, optimizer=optimizer))
     stages = tuple(replace(s, program=programs[s.batch_size]) for s in experiment.stages)
-    program = changed(experiment.program)
+    program = replace(experiment.program, optimizer=optimizer)
     own = programs.get(experiment.config.train.batch_size, program)
     return replace(experiment, program=own, stages=stages)
 
@@ -179,7 +173,7 @@ class FirstSteps:
             if stage.batch_size not in compiled:
                 program = stage.program
                 lowered = program.train.lower(program.state_shapes, program.batch)
-                compiled[stage.batch_size] = lowered.compile()
+                compiled[stage.batch_size] = lowered.compile(compile_options())
         return [(stage, compiled[stage.batch_size]) for stage in self.experiment.stages]
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
@@ -189,13 +183,19 @@ class FirstSteps:
                 for batch in itertools.islice(batches, stage.last_step - stage.first_step):
                     yield step, batch
 
+    @cached_property
+    def _evaluating(self) -> Program:
+        """The program whose evaluation is compiled with the options of `COMPILE`."""
+        program = self.experiment.program
+        return replace(program, options={**program.options, **compile_options()})
+
     def _evaluation(self, state: TrainState) -> dict[str, np.ndarray]:
         means = self.means(state)
         return {"evaluation": np.asarray(means["loss"])} if means else {}
 
     def means(self, state: TrainState) -> dict[str, Any]:
         """Return the results of the evaluation by name, or {} without held-out examples."""
-        program, heldout = self.experiment.program, self.experiment.heldout
+        program, heldout = self._evaluating, self.experiment.heldout
         if heldout is None:
             return {}
         with heldout.evaluation_batches() as batches:
