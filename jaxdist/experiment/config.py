@@ -125,7 +125,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig
 
 
 def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
-    """Read and validate a configuration.
+    """Read and validate a configuration, and return its document and the config.
 
     Plain values may contain a class or a function instead of its import path, as in `{"type":
     "import", "path": MyModel}`. Such an object must be importable by its name, which is written to

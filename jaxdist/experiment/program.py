@@ -207,8 +207,8 @@ def _what_is_trained(
     with at("loss"):
         loss = loss_of(config, batch, layout)
     with at("loss"), own("loss", "model") as imported:
-        # Built-in models mark their stacks of layers, which are found in user models by a trace; a
-        # model of dissimilar parts is traced part by part later.
+        # Built-in models mark their stacks of layers, and a trace finds the stacks of user models.
+        # A model of dissimilar parts is traced part by part later.
         if imported and not model.in_parts:
             rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)

@@ -175,6 +175,9 @@ class RunJob:
     def finish(self, step: int) -> Ending:
         """Print that the run ended after `step` and how its time was used, and draw the loss curve.
 
+        Returns:
+          The step and the cause of the end.
+
         Raises:
           RunError: a later generation has started.
         """

@@ -37,10 +37,11 @@ def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:
 
 
 def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
-    """Take every step of a run; if the state is suspect, restart from the newest checkpoint.
+    """Take every step of a run, and return the last state.
 
-    A restart suffices, since a transient fault of a device rarely repeats (arXiv 2604.00726), and
-    the same steps from the same state give the same bits.
+    If the state is suspect, the run restarts from the newest checkpoint. A restart suffices, since
+    a transient fault of a device rarely repeats (arXiv 2604.00726), and the same steps from the
+    same state give the same bits.
 
     Raises:
       SuspectStateError: the state is suspect, and the run may not restart or has restarted too

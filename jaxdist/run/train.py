@@ -107,6 +107,9 @@ def train(
         `jaxdist.runtime.lifetime.begun`.
       console: the console of process 0; other processes print nothing.
 
+    Returns:
+      The run that has ended: its directory, its last state, and the cause of its end.
+
     Raises:
       JaxdistError: the run failed for a reason that the user can correct.
     """

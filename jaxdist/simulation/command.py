@@ -73,7 +73,7 @@ def run_simulation(
     plot: Path | None,
     console: Console,
 ) -> SimulationResult:
-    """Simulate training in virtual time, and print and write the results.
+    """Simulate training in virtual time; print, write and return the results.
 
     The same command gives the same bits.
 

@@ -168,7 +168,7 @@ def run_fleet(
     plot: Path | None = None,
     console: Console,
 ) -> Fleet:
-    """Simulate a fleet, and print and write the results.
+    """Simulate a fleet; print, write and return the results.
 
     The same settings give the same numbers.
 
@@ -192,7 +192,7 @@ def run_fleet(
 
 
 def sweep(config: FleetConfig) -> Fleet:
-    """Simulate the goodput at each interval, with checkpoints alone and with snapshots too."""
+    """Return the simulated goodput at each interval, for checkpoints alone and with snapshots."""
     costs = config.checkpoint_seconds, config.snapshot_seconds
     bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
     # A cost of at least one second is assumed, because with a cost of zero Young's interval and its

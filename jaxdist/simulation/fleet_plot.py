@@ -22,7 +22,10 @@ _STYLES = {"Young": "--", "Daly": ":"}
 
 
 def plot_fleet(fleet: Fleet, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a simulated fleet, and write it with `jaxdist.metrics.figure.save_figure`."""
+    """Draw a simulated fleet, and return the paths of the files.
+
+    `jaxdist.metrics.figure.save_figure` writes the files.
+    """
     return save_figure(fleet_figure(fleet), directory, NAME, what="the fleet")
 
 

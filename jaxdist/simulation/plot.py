@@ -28,7 +28,9 @@ def plot_simulation(
     title: str,
     target: float,
 ) -> list[Path]:
-    """Draw the variants' runs, and write them with `jaxdist.metrics.figure.save_figure`.
+    """Draw the variants' runs, and return the paths of the files.
+
+    `jaxdist.metrics.figure.save_figure` writes the files.
 
     Args:
       rows: the variants; the curves show the first seed, and the histograms all seeds.

@@ -42,7 +42,7 @@ class Simulator:
         self._problems: dict[str, ModelProblem] = {}
 
     def __call__(self, experiment: Experiment) -> Report:
-        """Simulate the run of an experiment, from its first to its last step, in virtual time.
+        """Simulate all steps of an experiment in virtual time, and return the report.
 
         Raises:
           JaxdistError: any error that the user can correct.

@@ -150,10 +150,14 @@ class BatchRule:
     def _rescaled(self, data: int) -> tuple[str, ...]:
         """Return the settings that replace the config's batch settings if the batch is rescaled.
 
-        Each device then has as many rows as on the full mesh.
+        Each device then has as many rows as on the full mesh. The result is () if the batch size
+        does not change.
 
         Args:
           data: the size of axis data.
+
+        Raises:
+          RunError: the batch of the config does not divide over the devices of the full mesh.
         """
         size, left = divmod(self.batch_size * data, self._full(data))
         if left:

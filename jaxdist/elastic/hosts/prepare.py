@@ -119,7 +119,7 @@ class Preparing:
 
         Returns:
           The replica of the snapshots of the host before this host, or None if there is no other
-          host.
+          host, or if the message of that host is missing.
 
         Raises:
           RendezvousError: the messages of the other hosts cannot be read.

@@ -31,7 +31,7 @@ class Inbox:
         return sequence < self.expected + WINDOW
 
     def put(self, message: Message) -> tuple[Inbox, tuple[Message, ...]]:
-        """Add a message, and return the messages that are now ready, in order.
+        """Return the inbox with a message added, and the messages that are now ready, in order.
 
         A duplicate is ignored.
 
@@ -48,7 +48,7 @@ class Inbox:
         return replace(self, early=early)._ready(self.expected)
 
     def settled_before(self, sequence: int) -> tuple[Inbox, tuple[Message, ...]]:
-        """Stop waiting for messages before a sequence, and return the messages that are now ready.
+        """Return the inbox without a wait for messages before a sequence, and the ready messages.
 
         At the start of each session, a client names its oldest message without a final reply. A
         server that has taken over cannot know of earlier pulls, because pulls are not replicated.
@@ -66,7 +66,10 @@ class Inbox:
         return replace(self, expected=expected, early=early), tuple(ready)
 
     def settled(self, outcome: Acknowledge | Refuse) -> Inbox:
-        """Record the reply to a push, and forget replies that the client can no longer ask for."""
+        """Return the inbox with the reply to a push, without replies that are no longer needed.
+
+        The client can no longer ask for a reply that is more than `WINDOW` messages old.
+        """
         outcomes = {**self.outcomes, outcome.sequence: outcome}
         kept = {number: one for number, one in outcomes.items() if number >= self.expected - WINDOW}
         return replace(self, outcomes=kept)

@@ -4,6 +4,9 @@ The workers of a rack run in rounds (bsp). For each round the aggregator sends o
 weighted by tokens. The aggregator acknowledges the workers' pushes when its own push is
 acknowledged, so that no worker assumes too early that a change is applied. The aggregator answers
 the workers' pulls when the consistency model allows computation from the aggregator's copy.
+
+Every function that changes the state returns a `RackStep`: the next state, and the effects in
+order.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     state, effects = receive(model, state, message, now)
 
+Every function that changes the state returns a `Step`: the next state, and the effects in order.
 The same calls in the same order have the same effects, so a log of the arguments of `receive`,
 `join`, `leave` and `tick` replays to the same bits. Lost, repeated and reordered messages change
 only the order in which the changes of different clients are applied.

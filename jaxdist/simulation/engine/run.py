@@ -34,7 +34,7 @@ def simulate_training(
     pooled: bool = False,
     whole: frozenset[str] = frozenset(),
 ) -> Report:
-    """Train with a parameter server in virtual time.
+    """Train with a parameter server in virtual time, and return a report.
 
     Args:
       rule: the update rule. If workers push gradients, the servers use the rule. If workers push
@@ -113,7 +113,7 @@ class Simulation:
         self.timeline.after(seconds, action)
 
     def run(self) -> Report:
-        """Run until all workers have taken their steps, or until the time limit."""
+        """Run until all workers have taken their steps or the time is over; return a report."""
         for worker in self.workers:
             self._join(worker)
         for crash in self.config.crashes:

@@ -187,7 +187,7 @@ def run_review(
     plot: Path | None = None,
     console: Console,
 ) -> Review:
-    """Compute, print and write the page; the same settings give the same page.
+    """Compute, print, write and return the page; the same settings give the same page.
 
     Args:
       settings: the settings that `jaxdist.simulation.review.settings.read_review` reads.
