@@ -155,6 +155,9 @@ class RowInterpreter:
           apart: for each result, whether the condition does not tie its rows, for one of two
             reasons: a mask keeps the values of rows that are done while the loop runs for other
             rows, or nothing reads the result.
+
+        Returns:
+          The flows of the results, and the descriptions of the operations that tie rows.
         """
         if not by.several:
             return found, places

@@ -214,13 +214,21 @@ class _Asked:
         self._stack.close()
 
     def read(self) -> bytes:
-        """Read the content of the requested file, which must be short."""
+        """Read the content of the requested file, which must be short.
+
+        Raises:
+          CopyError: the connection was lost, or the content does not match its digest.
+        """
         raw = self._read(min(int(self._told["bytes"]), _LINE_BYTES))
         self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
         return raw
 
     def copy(self, file: BinaryIO) -> None:
-        """Copy the content of the requested file into an open file."""
+        """Copy the content of the requested file into an open file.
+
+        Raises:
+          CopyError: the connection was lost, or the content does not match its digest.
+        """
         digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
         while left:
             block = self._read(min(left, _BLOCK_BYTES))

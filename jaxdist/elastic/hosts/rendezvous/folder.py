@@ -95,7 +95,10 @@ class FolderRendezvous:
         """Return the content of a file that only its owner can read, even in a shared folder.
 
         The token cannot be the secret, since the token is a file name, which every user who may
-        list the folder can see.
+        list the folder can see. The file is created if it does not exist.
+
+        Raises:
+          RendezvousError: other users can read the file, or its content is incomplete.
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
