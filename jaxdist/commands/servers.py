@@ -118,8 +118,8 @@ def _strategy(
     """Return the strategy of a run that has servers and has not ended.
 
     Args:
-      kinds: the strategies that the command is for.
       setting: the setting with which an error about a run that has ended says to resume the run.
+      kinds: the strategies that the command is for.
 
     Raises:
       RunError: the run has another strategy, or has ended.

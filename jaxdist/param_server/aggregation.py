@@ -45,6 +45,7 @@ class Direct(Config):
         """Return the bytes that are received when every worker pushes once.
 
         Args:
+          workers: the number of workers.
           size_bytes: the size of one worker's push, in bytes.
         """
         return PushTraffic(workers * size_bytes, 0)

@@ -35,11 +35,7 @@ class Result:
 
     @property
     def refused(self) -> bool:
-        """Whether the compiler refuses all printed plans.
-
-        Args:
-          workers: the number of workers.
-        """
+        """Whether the compiler refuses all printed plans."""
         return bool(self.confirmed) and bool(self.confirmed[0].refusal)
 
     @property

@@ -70,9 +70,9 @@ def write_page(
     """Write a page of at most `MOST_BYTES` atomically, and return its size in bytes.
 
     Args:
+      compiled: the result of `program_data` for each run.
       reload_seconds: the interval, in seconds, at which the page reloads itself, or None for a page
         that does not reload.
-      compiled: the result of `program_data` for each run.
 
     Raises:
       RunError: a run cannot be read, the page would be too large, or the file cannot be written.
