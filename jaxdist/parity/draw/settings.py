@@ -398,7 +398,10 @@ def _offload(random: Random, config: Sections) -> Sections | None:
 
 
 def _offload_parameters(random: Random, config: Sections) -> Sections | None:
-    """Add parameters in the host's memory, and leave the reductions to XLA."""
+    """Add parameters in the host's memory, and leave the reductions to XLA.
+
+    The result is None if the setting does not combine with the config.
+    """
     model, zero = config["model"], config["parallel"]["zero"]
     # Stage 3 pads a dim that the devices do not divide, and padded parameters are refused.
     split_evenly = model["type"] in ("cnn", "resnet") and data_size(config) <= 2
