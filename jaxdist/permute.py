@@ -16,6 +16,11 @@ def _rows(x_ND: jax.Array, index: jax.Array) -> jax.Array:
     return x_ND.at[index].get(mode="fill", fill_value=0)
 
 
+def _sums(x_RD: jax.Array, places_NJ: jax.Array) -> jax.Array:
+    # A TPU pads the last two dims to whole tiles, so the short dim J comes first.
+    return _rows(x_RD, places_NJ.T).sum(0)
+
+
 @jax.custom_vjp
 def spread(x_ND: jax.Array, index_R: jax.Array, places_NJ: jax.Array) -> jax.Array:
     """Return the rows `x_ND[index_R]`, `[R, D]`.
@@ -40,7 +45,7 @@ def _spread_forward(x: jax.Array, index: jax.Array, places: jax.Array) -> Any:
 
 
 def _spread_backward(places: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, None]:
-    return _rows(grad, places).sum(1), None, None
+    return _sums(grad, places), None, None
 
 
 spread.defvjp(_spread_forward, _spread_backward)
@@ -57,11 +62,11 @@ def collected(y_RD: jax.Array, places_NJ: jax.Array, index_R: jax.Array) -> jax.
       index_R: the row of the result to which each row of `y_RD` is added. Only the backward pass
         reads this array.
     """
-    return _rows(y_RD, places_NJ).sum(1)
+    return _sums(y_RD, places_NJ)
 
 
 def _collected_forward(y: jax.Array, places: jax.Array, index: jax.Array) -> Any:
-    return _rows(y, places).sum(1), index
+    return _sums(y, places), index
 
 
 def _collected_backward(index: jax.Array, grad: jax.Array) -> tuple[jax.Array, None, None]:

@@ -56,7 +56,8 @@ class Experts:
         """
         *into, down_EFD = kernels
         index_R, places_Tk, counts_E, block = self._sorted(ids_Tk, len(down_EFD))
-        rows_RD = spread(x_TD, index_R // ids_Tk.shape[1], places_Tk)
+        T, k = ids_Tk.shape
+        rows_RD = spread(x_TD, index_R // k, places_Tk)
         names = ("mlp_gate", "mlp_up")[-len(into) :]
         first_RF, *more = (
             named(self.product(rows_RD, w, counts_E, block), name)
@@ -66,8 +67,12 @@ class Experts:
         if more:
             hidden_RF = hidden_RF * more[0]
         y_RD = self.product(hidden_RF, down_EFD, counts_E, block)
-        y_TkD = spread(y_RD, places_Tk.reshape(-1), index_R[:, None]).reshape(*ids_Tk.shape, -1)
-        return jnp.einsum("TkD,Tk->TD", y_TkD, weights_Tk.astype(y_TkD.dtype))
+        # A TPU pads the last two dims to whole tiles, so the short dim k comes first.
+        place_R = jnp.where(index_R < T * k, index_R % k * T + index_R // k, T * k)
+        y_kTD = spread(y_RD, places_Tk.T.reshape(-1), place_R[:, None]).reshape(k, T, -1)
+        weights_kT = weights_Tk.astype(y_RD.dtype).T
+        wide = jnp.promote_types(y_RD.dtype, jnp.float32)
+        return (y_kTD.astype(wide) * weights_kT[:, :, None]).sum(0).astype(y_RD.dtype)
 
     def _sorted(
         self, ids_Tk: jax.Array, experts: int
