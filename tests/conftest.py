@@ -25,6 +25,8 @@ IN_ONE_PIECE = "--xla_cpu_parallel_codegen_split_count=1"
 OLD_LOOPS = "--xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 environment.prepare(fake_devices=8)
+# Programs lack the lines of code of their operations, but in `tests/proofs`: a tenth of the time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # For the workers of `-n`: glibc reads it when a process starts. A twentieth of the time.
 if tunables := environment.plan_tunables(os.environ, platform.libc_ver()[0]):
     os.environ["GLIBC_TUNABLES"] = tunables
@@ -37,6 +39,7 @@ from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402
 )
 from lowering import share_contexts  # noqa: E402  (the same)
 from run_fixtures import compiled, finished, jaxdist, trained  # noqa: E402, F401  (fixtures)
+from sharing import share_programs  # noqa: E402  (the same)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
 from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)
@@ -47,6 +50,7 @@ collect_ignore_glob = ["*/conftest.py"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 share_contexts()
+share_programs()
 
 # What jax traces lives long: collected as often as Python does by itself, a tenth of the time goes.
 gc.freeze()
