@@ -19,10 +19,9 @@ from jaxdist.runtime import compilation_cache, environment
 
 # Tests compile much and compute little: the first and the last of these halve the time. In one
 # piece a program compiles with a tenth less work; the other core has tests of its own to run.
-# Processes that tests start do without.
+# Processes that tests start do without; most of `helpers/runs.py` have the first and the last.
 QUICK = "--xla_backend_optimization_level=0"
 IN_ONE_PIECE = "--xla_cpu_parallel_codegen_split_count=1"
-OLD_LOOPS = "--xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 environment.prepare(fake_devices=8)
 # Programs lack the lines of code of their operations, but in `tests/proofs`: a tenth of the time.
@@ -39,6 +38,7 @@ from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402
 )
 from lowering import share_contexts  # noqa: E402  (the same)
 from run_fixtures import compiled, finished, jaxdist, trained  # noqa: E402, F401  (fixtures)
+from runs import OLD_LOOPS  # noqa: E402  (the same)
 from sharing import share_programs  # noqa: E402  (the same)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
