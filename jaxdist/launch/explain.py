@@ -1,4 +1,4 @@
-"""The explanation of what this process finds: schedulers, GPUs and engines."""
+"""The explanation of what this process finds: schedulers, GPUs, and engines such as mpirun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.types import JsonObject
 
 
 def explain_launch(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines about the schedulers, the GPUs and the engines that this process finds."""
+    """Yield lines about the schedulers, the GPUs and the launch engines that this process finds."""
     seen = sightings(environ)
     used = next((one for one in seen if one.whole), None)
     if not seen:

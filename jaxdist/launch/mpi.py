@@ -11,7 +11,10 @@ from jaxdist.launch.contract import Engine, Job, Rendered
 
 
 class Mpi(Engine):
-    """The engine of mpirun, which numbers processes by node, so that mesh neighbors are close."""
+    """The engine that starts processes with mpirun.
+
+    The processes of a node have consecutive numbers, so that mesh neighbors are close.
+    """
 
     program: ClassVar[str] = "mpirun"
     install: ClassVar[str] = "install Open MPI (openmpi-bin)"

@@ -138,7 +138,7 @@ class LocalSteps(_OnDevices):
     alpha: float | None = None
     _state: TrainState | None = None
     _begun: Flats | None = None
-    _pull: Flats | None = None
+    _difference: Flats | None = None
 
     def begin(self, flats: Flats) -> Flats | None:
         known = self._state
@@ -151,8 +151,8 @@ class LocalSteps(_OnDevices):
             return None
         own = self.flats_of(state)
         pairs = zip(own, flats, strict=True)
-        self._pull = [elastic_difference(x, c, self.alpha) for x, c in pairs]
-        return self._pull
+        self._difference = [elastic_difference(x, c, self.alpha) for x, c in pairs]
+        return self._difference
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
         state = self._state
@@ -166,11 +166,11 @@ class LocalSteps(_OnDevices):
             if float(sums["loss"].weight):
                 state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-            if number == 0 and self._pull is not None:
+            if number == 0 and self._difference is not None:
                 # EASGD computes the gradient at the worker's parameters before the elastic
                 # difference is subtracted.
-                moved = zip(self.flats_of(state), self._pull, strict=True)
-                state = self.loaded(state, [x - pull for x, pull in moved])
+                moved = zip(self.flats_of(state), self._difference, strict=True)
+                state = self.loaded(state, [x - own for x, own in moved])
         assert total is not None
         self._state = state
         if self._begun is None:

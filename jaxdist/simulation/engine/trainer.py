@@ -35,7 +35,7 @@ class LocalTrainer:
         self.pushes_first = isinstance(model, Elastic)
         self._own: dict[str, np.ndarray] | None = None
         self._rules: dict[str, RuleState] = {}
-        self._pull: dict[str, np.ndarray] = {}
+        self._difference: dict[str, np.ndarray] = {}
 
     @property
     def local_steps(self) -> int:
@@ -51,11 +51,11 @@ class LocalTrainer:
             return None
         if self._own is None:  # A new worker begins with the parameters of the centre.
             self._own = dict(copy)
-        self._pull = {
+        self._difference = {
             name: elastic_difference(self._own[name], centre, self.alpha)
             for name, centre in copy.items()
         }
-        return Computed(self._pull)
+        return Computed(self._difference)
 
     def compute(self, clock: int) -> Computed:
         """Compute the gradient, or the sum of the changes by all local steps."""
@@ -68,10 +68,10 @@ class LocalTrainer:
             tokens += found.tokens
             # Without tokens there is no gradient, so the optimizer takes no step.
             moved = self._moved(found.gradient) if found.tokens else dict(self._own)
-            if step == 0 and self._pull:
+            if step == 0 and self._difference:
                 # Elastic averaging computes the gradient at the worker's parameters before the
                 # elastic difference is subtracted.
-                moved = {name: moved[name] - self._pull[name] for name in moved}
+                moved = {name: moved[name] - self._difference[name] for name in moved}
             self._own = moved
         return Computed({name: self._own[name] - start[name] for name in start}, tokens)
 
