@@ -141,7 +141,7 @@ def open_source(path: Path) -> Source:
         ggufs = sorted(path.glob("*.gguf"))
         more = f"; {ggufs[0]} is a GGUF file: give that file" if ggufs else ""
         if (path / ADAPTERS).is_file():
-            more = f" but {ADAPTERS}; adapters need --base, the run of their base model"
+            more = f", only {ADAPTERS}; adapters need --base, the run of their base model"
         raise DataError(
             f"{path} is not a model: it has no {CONFIG}{more or '; give the directory of a model'}"
         )

@@ -119,7 +119,8 @@ def _row(table: Table, name: str, ndim: int) -> Row:
     if len(how) != ndim:
         raise ConfigError(
             f"import.transpose: {pattern!r} orders {len(how)} dims, but a tensor of {name} has "
-            f"{ndim}: name the parameters with {len(how)} dims, or put a pattern for {name} first"
+            f"{ndim}: use a pattern that matches only parameters with {len(how)} dims, or put a "
+            f"pattern for {name} first"
         )
     dims = [f"d{i}" for i in range(ndim)]
     return Row(tensor, f"{' '.join(dims)} -> {' '.join(dims[i] for i in how)}")

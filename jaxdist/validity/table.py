@@ -90,8 +90,8 @@ ROWS: tuple[ValidityRow, ...] = (
     ),
     ValidityRow(
         (("stage (a pipeline)",), ("a sharding rule over data",)),
-        "in a pipeline an explicit reduction (xla by default) sums gradients, but it cannot sum "
-        "parameters that the batch's axis splits",
+        "in a pipeline an explicit reduction (of type xla by default) sums the gradients, but it "
+        "cannot sum gradients of parameters that the batch's axis splits",
         "set that rule to null, or leave out mesh.stage",
     ),
     ValidityRow(

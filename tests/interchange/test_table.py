@@ -97,7 +97,7 @@ BAD = [
     ({**TABLE, "transpose": {"params/head/kernel": "(o i"}}, r"lacks a parenthesis"),
     (
         {**TABLE, "transpose": {**TABLE["transpose"], "params/*/bias": [1, 0]}},
-        r"'params/\*/bias' orders 2 dims, but a tensor of params/.*/bias has 1: name the",
+        r"'params/\*/bias' orders 2 dims, but a tensor of params/.*/bias has 1: use a pattern",
     ),
 ]
 

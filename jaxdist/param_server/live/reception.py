@@ -151,7 +151,11 @@ class Reception(ABC):
             raise FrameError(f"client {envelope.client} is not a member: join first", envelope)
         size = self._spec.size_bytes
         if waiting * size > max(WAITING_BYTES, 4 * size):
-            raise FrameError(f"client {envelope.client} has {waiting} waiting pushes", envelope)
+            raise FrameError(
+                f"client {envelope.client} already has {waiting} waiting pushes of {size} bytes, "
+                "more than this server keeps for a client: wait for the answers",
+                envelope,
+            )
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         # Decoding and the check take long, and do not need the lock.
