@@ -293,6 +293,7 @@ def test_for_tpus(folder: Path) -> None:
 XLA = {"options": {"xla_disable_hlo_passes": "fusion", "xla_dump_hlo_as_text": True}}
 
 
+@pytest.mark.full
 def test_options_for_the_compiler_are_judged_by_the_compiled_program(folder: Path) -> None:
     findings = audited(folder, {"parallel": {"xla": {"preset": "default", **XLA}}})
     judged = {knob.rpartition(".")[2]: found.verdict for knob, found in findings.items()}
@@ -301,6 +302,7 @@ def test_options_for_the_compiler_are_judged_by_the_compiled_program(folder: Pat
     assert judged["preset"] == "default"
 
 
+@pytest.mark.full
 def test_the_table_of_options_says_what_each_changes(jaxdist: Jaxdist) -> None:
     jaxdist.config(parallel={"xla": XLA})
     done = jaxdist.here(

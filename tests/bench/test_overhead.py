@@ -40,6 +40,7 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     np.testing.assert_allclose([mine["loss"], mine["grad_norm"]], reference, rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "loss"),
     [

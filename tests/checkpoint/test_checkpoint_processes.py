@@ -149,6 +149,7 @@ def test_both_fall_back_together_and_only_process_0_says_so(said: list[Any]) -> 
     assert [one["events"] for one in said] == [1, 0]
 
 
+@pytest.mark.full
 def test_both_refuse_alike(said: list[Any]) -> None:
     for one in said:
         # Step 3 is damaged, step 2 holds an array more than the target.

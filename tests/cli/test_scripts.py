@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from runs import DIGITS, Jaxdist, metrics
 
 from jaxdist.errors import STOPPED
@@ -27,6 +28,7 @@ def read(path: Path) -> Any:
     return found
 
 
+@pytest.mark.full
 def test_a_run_its_evaluation_and_its_config_as_json(jaxdist: Jaxdist):
     jaxdist.config(SHORT)
     assert jaxdist.here("train", "config.yaml", "--json", "a.json").code == 0
@@ -72,6 +74,7 @@ def test_a_file_that_cannot_be_written_is_told(jaxdist: Jaxdist):
     assert "cannot write the configuration to no/such/file.json" in done.message
 
 
+@pytest.mark.full
 def test_quiet_is_silent_but_for_errors(jaxdist: Jaxdist):
     jaxdist.config(SHORT)
     done = jaxdist("--quiet", "train", "config.yaml", "--json", "a.json")

@@ -103,6 +103,7 @@ def test_each_collective_of_the_step_has_a_channel(parallel, mesh, devices):
     assert set(channels(compiled).values()) == {1}
 
 
+@pytest.mark.full
 def test_what_xla_places_and_other_platforms_stay_as_they_are(devices, tpu_devices):
     assert not isinstance(program({}).train, SeparateChannels)
     assert not isinstance(program(DOUBLE_TREE, devices=tpu_devices).train, SeparateChannels)

@@ -87,6 +87,7 @@ def messages(function, algorithm, given, kind="collective-permute"):
     return sum(c.times_high for c in found.collectives if c.kind == kind)
 
 
+@pytest.mark.full
 def test_a_bucket_is_one_message_a_step():
     """Three dtypes are three buckets; alone each of six tensors takes as many steps."""
     steps = DEVICES - 1
@@ -100,6 +101,7 @@ def test_a_bucket_is_one_message_a_step():
         assert messages(function, Ring(bucket_bytes=None), given) == 6 * steps
 
 
+@pytest.mark.full
 def test_the_compiler_merges_its_own_but_for_gloo(monkeypatch):
     def lowered(algorithm):
         function = mapped(lambda xs: scattered(xs, algorithm), {"data": DEVICES})

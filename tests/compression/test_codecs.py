@@ -108,6 +108,7 @@ def test_scaled_randomk_is_unbiased_and_the_plain_one_is_not():
     assert (np.abs(mean[False] - x / c) < bound / c).all()
 
 
+@pytest.mark.full
 def test_randomk_sends_one_of_c_neighbours_and_no_position():
     x = normal(103)
     codec = RandomK(fraction=0.1)
@@ -133,6 +134,7 @@ def test_topk_keeps_the_largest(method, size, fraction):
     np.testing.assert_array_equal(found, paper)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "fraction"),
     [
@@ -159,6 +161,7 @@ def test_a_sampled_threshold_takes_nearly_the_largest(size, fraction):
         assert np.quantile(outside, 1 - fraction) <= np.abs(x[kept]).min()
 
 
+@pytest.mark.full
 def test_of_too_many_above_the_threshold_others_are_taken_in_other_rounds():
     x = np.ones(40_000, np.float32)
     codec = TopK(fraction=0.1)
@@ -167,6 +170,7 @@ def test_of_too_many_above_the_threshold_others_are_taken_in_other_rounds():
     assert (first != second).any()
 
 
+@pytest.mark.full
 def test_feedback_sends_everything_in_time():
     codec = TopK(fraction=0.05)
     sender, x = Sender(codec), jnp.asarray(normal(20_000))
@@ -242,6 +246,7 @@ def test_the_budget_decides_without_another_program():
     assert encode._cache_size() == 1
 
 
+@pytest.mark.full
 def test_lowrank_finds_a_matrix_of_its_rank():
     """In two rounds, as the power iteration of algorithm 1 converges at once on such a matrix."""
     x = normal(20, 3) @ normal(3, 30, seed=1)

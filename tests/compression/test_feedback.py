@@ -97,6 +97,7 @@ def test_fewer_devices_go_on_with_the_same_momentum(devices):
     np.testing.assert_allclose(momenta[1] + kept(new), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("codec", [Sign(block=BLOCK), TopK()], ids=lambda codec: codec.type)
 def test_while_all_is_sent_gradients_are_exact(devices, codec):
     given = [drawn(seed) for seed in range(4)]
@@ -106,6 +107,7 @@ def test_while_all_is_sent_gradients_are_exact(devices, codec):
     assert np.abs(found[3][0] - given[3].sum(0)).max() > 0.1
 
 
+@pytest.mark.full
 def test_each_device_clips_its_own_gradient(devices):
     limit, given = 6.0, [drawn(seed) for seed in range(2)]
     given[0][1] *= 5

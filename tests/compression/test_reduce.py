@@ -175,6 +175,7 @@ def test_without_feedback_it_is_lost(devices):
     assert error(fed) < 0.5 * error(results)
 
 
+@pytest.mark.full
 def test_the_view_of_ef21_is_the_running_sum_on_every_device(devices):
     codec, feedback = Sign(block=8), Ef21()
     results, state, _ = run(codec, feedback, rounds=5, bucket_bytes=2**20)
@@ -208,6 +209,7 @@ def test_a_bad_gradient_on_one_device_is_skipped_on_all(devices, codec, value):
     assert reduce(grads, after)[2].all()
 
 
+@pytest.mark.full
 def test_stages_begin_at_their_steps(devices):
     results, _, _ = run(warm_up(Sign(block=8), 2), rounds=3)
     exact = np.asarray(gradients()["embed"]).sum(0)
@@ -273,6 +275,7 @@ def test_wire_bytes_of_the_compiled_program(devices, codec, limit):
     assert 0.9 * limit < sent_over_ring(codec) <= limit * (1 + 2e-4)
 
 
+@pytest.mark.full
 def test_topk_receives_what_the_formula_says(devices):
     fraction, size = 0.01, 512 * 514
     received = sent_over_ring(TopK(fraction=fraction)) * RING  # a gather receives what it sends
@@ -402,6 +405,7 @@ def gram_schmidt(p):
     return q
 
 
+@pytest.mark.full
 def test_powersgd_step_by_step(devices):
     """Algorithms 1 and 2 of arXiv 1905.13727, in float64."""
     rows, columns, rounds, codec = 20, 12, 4, LowRank(rank=3)
@@ -433,6 +437,7 @@ def test_dependent_columns_become_zero_and_the_others_orthonormal():
     np.testing.assert_allclose(found[:, [0, 2]].T @ found[:, [0, 2]], np.eye(2), atol=1e-6)
 
 
+@pytest.mark.full
 def test_lowrank_comes_back_to_life_after_gradients_of_zero():
     codec, zero = LowRank(rank=2), jnp.zeros((6, 5))
     _, state = codec.encode(zero, codec.init(zero), first_round())

@@ -117,6 +117,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "x.yaml"
 
 
+@pytest.mark.full
 @FUZZ
 @given(MUTATIONS)
 def test_mutated_trees(file: Path, mutations: list[tuple[int, str, Any]]):
@@ -132,6 +133,7 @@ def test_mutated_trees(file: Path, mutations: list[tuple[int, str, Any]]):
     check(file, stream.getvalue())
 
 
+@pytest.mark.full
 @FUZZ
 @given(
     st.integers(0, len(BASE)),
@@ -157,6 +159,7 @@ def test_binary_garbage(file: Path, data: bytes):
     assert check(file, data), "garbage is never a run"
 
 
+@pytest.mark.full
 @FUZZ
 @given(
     st.lists(

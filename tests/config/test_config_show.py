@@ -173,6 +173,7 @@ RUN = st.builds(
 )
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60, database=None)
 @given(RUN)
 def test_resolved_yaml_loads_back_to_the_same_tree(tmp_path_factory: Any, run: Run):

@@ -112,6 +112,7 @@ def unknown(text: str, known: Known) -> list[str]:
     return [word for word in found if word not in OTHERS and not word.endswith(FILES)]
 
 
+@pytest.mark.full
 def test_what_messages_name_can_be_set(known: Known):
     wrong = []
     for file in sorted((ROOT / "jaxdist").rglob("*.py")):

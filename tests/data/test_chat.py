@@ -110,6 +110,7 @@ def test_the_loss_is_the_mean_over_answers(folder):
     assert pieces.weight == found.weight
 
 
+@pytest.mark.full
 def test_a_model_trains_on_conversations(folder):
     model = {"type": "gpt", "layers": 1, "embed": 32, "heads": 2, "isolate_documents": True}
     values = {

@@ -103,6 +103,7 @@ def test_a_side_does_not_depend_on_the_other_files(tmp_path: Path) -> None:
     assert before == {document for document in after if int(document) < 100}
 
 
+@pytest.mark.full
 def test_the_split_is_the_same_in_every_process(tmp_path: Path) -> None:
     files = _write(tmp_path, **{f"n{i}": f"{i}" for i in range(20)})
     code = (

@@ -190,6 +190,7 @@ def test_digits_are_always_there() -> None:
     assert heldout["label"][:6].tolist() == [9, 4, 7, 0, 2, 6]
 
 
+@pytest.mark.full
 def test_digits_are_scikit_learn_s() -> None:
     from sklearn.datasets import load_digits
 
@@ -218,6 +219,7 @@ def test_digits_of_a_damaged_scikit_learn(
         ImagesConfig(source="digits").build()
 
 
+@pytest.mark.full
 def test_fashion_mnist_in_full() -> None:
     if find_folder(candidate_folders(os.environ)) is None:
         pytest.skip("Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)")

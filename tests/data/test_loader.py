@@ -269,6 +269,7 @@ def test_the_structs_lie_as_the_batches_do() -> None:
         assert struct.sharding == batch[name].sharding
 
 
+@pytest.mark.full
 def test_batches_larger_than_the_machine_are_refused_before_one_is_read() -> None:
     examples = 2**20
     source = ArraySource(x=np.broadcast_to(np.uint8(0), (examples, 10**7)))

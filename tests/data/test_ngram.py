@@ -88,6 +88,7 @@ def test_unseen_tokens_are_never_impossible() -> None:
     assert np.isfinite(model.loss(np.full(10, 256)))
 
 
+@pytest.mark.full
 def test_fitted_weights_beat_fixed_ones() -> None:
     files = [file for file in python_stdlib() if "/" not in file.name][:120]
     texts = [np.frombuffer(file.path.read_bytes(), np.uint8) for file in files]

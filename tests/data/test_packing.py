@@ -49,6 +49,7 @@ def test_windows_give_the_documents_back(documents: list[list[int]]) -> None:
         assert source.padding == pytest.approx(padding / (7 * len(source)))
 
 
+@pytest.mark.full
 def test_two_percent_of_real_documents_is_padding_at_most() -> None:
     found = TextConfig(masking={}, packing="documents", window=128).build()
     assert found.train.source.padding < 0.02

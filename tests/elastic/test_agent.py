@@ -118,6 +118,7 @@ assert args["resume"] == (place.generation > 1)
         assert (dead["step"], dead["phases"][-1]["phase"]) == (10 * generation - 1, "step")
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_is_named_and_ended(run, tmp_path: Path):
     then = """
 if place.generation == 1:
@@ -134,6 +135,7 @@ if place.generation == 1:
     assert [one["step"] for one in stuck["processes"]] == [9, 9, 9]
 
 
+@pytest.mark.full
 def test_who_has_ended_while_the_agent_was_away_is_not_stuck(run, monkeypatch: pytest.MonkeyPatch):
     """It may get no core for a while, between its look at who lives and at what they say."""
     looked, away = Team._statuses, iter([1.5])
@@ -161,6 +163,7 @@ def test_what_only_a_person_can_mend_is_not_tried_again(run):
     assert not said  # that another generation begins, least of all
 
 
+@pytest.mark.full
 def test_a_signal_is_passed_on_and_ends_it(run, tmp_path: Path):
     def stop() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -209,6 +212,7 @@ class Uncopied(SingleHost):
         return {"host": "a"}
 
 
+@pytest.mark.full
 def test_a_host_that_makes_no_copies_is_in_the_report(run, tmp_path: Path):
     then = 'while not Path(args["at"], "copied").exists(): time.sleep(0.01)'
     assert run(then, hosts=Uncopied(1, tmp_path), processes=1) == (0, [])

@@ -101,6 +101,7 @@ def test_a_stopped_agent_that_goes_on_ends_what_it_had(play: Play):
     assert [code for code, _ in told] == [0, 0], told
 
 
+@pytest.mark.full
 def test_a_lost_process_is_told_everywhere_and_all_begin_anew(play: Play):
     hosts = [play.start(name, least=2) for name in "ab"]
     both = play.wait(count_of(2))

@@ -141,6 +141,7 @@ class World:
 EVENTS = ("say", "say", "hear", "hear", "keep", "keep", "keep", "keep", "time", "jump", "long")
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

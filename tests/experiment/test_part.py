@@ -53,6 +53,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state():
     assert tree_bytes(state.opt_state) == 8 * trained + tree_bytes(counts)
 
 
+@pytest.mark.full
 def test_a_frozen_parameter_keeps_its_bits_in_shards():
     zero = {"stage": 3, "whole_below": 0}
     experiment = built(

@@ -180,6 +180,7 @@ def test_onebit_adam_step_by_step(devices, bias_correction):
         np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.full
 def test_a_step_that_is_left_out_of_the_warm_up_makes_it_no_shorter(devices):
     """The second moment would see a gradient that a message stands for."""
 

@@ -155,6 +155,7 @@ def test_who_is_slow_at_two_looks_is_told_once(
     assert line.startswith("slow   generation 2, step 39: process 2 is 9.53 times as slow")
 
 
+@pytest.mark.full
 def test_a_record_and_its_picture(tmp_path: Path, write):
     run_folder = RunFolder(tmp_path, 4)
     run_folder.tell_run(Identity("a1", tmp_path))

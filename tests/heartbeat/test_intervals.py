@@ -16,6 +16,7 @@ def test_the_example_of_metas_clusters():
     assert round(young(60, mttf)) == 883
 
 
+@pytest.mark.full
 @given(st.floats(1e-4, 0.3))
 def test_daly_is_the_best_of_the_exact_form(share):
     """To a percent of the interval and less of goodput, whatever the cost is of the mttf."""

@@ -218,6 +218,7 @@ def test_both_are_checked_before_either_is_compiled(
         inspect(digits, changes=["mesh.data=3"], console=Console(quiet=True))
 
 
+@pytest.mark.full
 def test_the_command(jaxdist: Jaxdist) -> None:
     jaxdist.config()
     done = jaxdist(

@@ -102,6 +102,7 @@ def test_neither_remat_nor_kernels_nor_microbatches_nor_mesh_change_the_ideal() 
     assert model_flops(longer, device) == 2 * model_flops(plain, device)
 
 
+@pytest.mark.full
 def test_newton_schulz_is_no_work_of_the_model() -> None:
     """An MFU that counted it would grow with the optimizer."""
     plain, device = experiment(GPT), jax.devices()[0]

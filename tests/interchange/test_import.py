@@ -132,6 +132,7 @@ def test_images_are_scaled_as_the_model_was_trained(tmp_path):
         import_model(tmp_path / "given", tmp_path / "other", console=QUIET)
 
 
+@pytest.mark.full
 def test_an_imported_run_has_the_models_parameters_on_any_mesh(model, tmp_path, devices):
     """Padded vocabulary, ZeRO 3 over eight devices."""
     import_model(model, tmp_path / "run", SMALL, console=QUIET)
@@ -154,6 +155,7 @@ def test_an_imported_run_has_the_models_parameters_on_any_mesh(model, tmp_path, 
     )
 
 
+@pytest.mark.full
 def test_the_use_of_an_imported_run_loads_parameters_only(model, tmp_path, monkeypatch, devices):
     """`eval`, `export` and `generate` initialize no state, so that moments of AdamW never exist."""
     run, opened = tmp_path / "run", []

@@ -86,6 +86,7 @@ def trained(make, mesh, **plan):
     return found, found.home.used(state).params, losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick("linen", of=MAKES, slow=True))
 def test_on_a_mesh_as_on_one_device(name):
     _, alone, expected = trained(MAKES[name], {"data": 1})

@@ -81,6 +81,7 @@ def test_blockwise_trains_like_plain_on_every_mesh(mesh, settings, plain_losses,
     np.testing.assert_allclose(losses(found), plain_losses, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_the_window_reaches_the_model(devices):
     """The last logits change with the first token if windows reach it: layers times the window."""
     tokens = jnp.arange(8)[None]
@@ -213,6 +214,7 @@ def test_auto_is_splash_on_tpu_and_falls_back(tpu_devices):
         assert ("tpu_custom_call" in lowered.as_text()) is there
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_splash_is_not_run_again_where_its_name_is_saved(tpu_devices):
     def kernels(name):

@@ -158,6 +158,7 @@ def test_packed_documents_have_the_losses_that_they_have_alone():
     np.testing.assert_allclose(packed, alone, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_dropout_drops_in_training_alone():
     model = bert(dropout=0.5)
     given = jnp.asarray(tokens())
@@ -169,6 +170,7 @@ def test_dropout_drops_in_training_alone():
     assert np.abs(module(given) - trained).max() > 0.1
 
 
+@pytest.mark.full
 def test_a_classifier_reads_the_first_state_alone():
     model = functional(lambda rngs: config(head="classes").build(rngs, vocab_size=VOCAB, classes=3))
     names = {"transform", "transform_bias", "norm", "output_bias"}

@@ -76,6 +76,7 @@ def routed(logits, weight=None, bias=None, positions=None, **settings):
     return route(logits, bias, weight, config, positions)
 
 
+@pytest.mark.full
 def test_softmax_weights_are_those_of_the_selected_logits():
     logits = jax.random.normal(jax.random.key(1), (2, 6, 4))
     choice, _, load = routed(logits)
@@ -87,6 +88,7 @@ def test_softmax_weights_are_those_of_the_selected_logits():
     np.testing.assert_allclose(raw[..., 0], jax.nn.softmax(logits, -1).max(-1), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_bias_selects_but_does_not_weigh():
     logits = jnp.array([[[2.0, 1.0, 0.0]]])
     bias = jnp.array([0.0, -5.0, 0.0])
@@ -96,6 +98,7 @@ def test_a_bias_selects_but_does_not_weigh():
     np.testing.assert_allclose(choice.weights[0, 0], 2.5 * scores, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_no_gradient_reaches_a_bias():
     logits = jax.random.normal(jax.random.key(2), (1, 6, 4))
 
@@ -127,6 +130,7 @@ def test_capacity_drops_the_same_tokens_in_another_order_of_positions():
     np.testing.assert_allclose(moved[1], alone[1], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_an_even_load_has_the_balance_loss_1_and_a_collapsed_one_that_of_its_experts():
     even = 20 * jax.nn.one_hot(jnp.arange(8).reshape(1, 8) % 4, 4)
     one = 20 * jax.nn.one_hot(jnp.zeros((1, 8), int), 4)
@@ -135,6 +139,7 @@ def test_an_even_load_has_the_balance_loss_1_and_a_collapsed_one_that_of_its_exp
     np.testing.assert_allclose(losses, [1.0, 4.0], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_tokens_without_weight_do_not_count_in_statistics():
     logits = jax.random.normal(jax.random.key(3), (2, 6, 4))
     weight = jnp.ones((2, 6)).at[1].set(0).at[0, 3:].set(0)
@@ -196,6 +201,7 @@ def test_chunks_of_the_loss_leave_it_as_it_is():
     np.testing.assert_allclose(ours["loss"].total, right["loss"].total, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_experts_are_in_every_nth_block():
     assert model(every=2).blocks.mlp.up.shape == (1, 4, 8, 8)
     assert model(every=2).blocks.before[0].mlp.up.shape == (1, 8, 8)
@@ -242,6 +248,7 @@ def test_the_product_is_chosen_by_the_platform_and_the_widths():
         choose_product("megablox", "tpu", 64)
 
 
+@pytest.mark.full
 def test_without_a_mesh_all_experts_are_here():
     x, ids, weights, kernels = given()
     found = no_hint.over_experts(

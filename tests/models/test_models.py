@@ -91,6 +91,7 @@ def test_no_position_sees_the_future():
     assert (reach[position + 1 :] == 0).all()
 
 
+@pytest.mark.full
 def test_isolated_documents_do_not_see_each_other():
     model = gpt(isolate_documents=True)
     segments = jnp.repeat(jnp.arange(2), 8)[None]
@@ -142,6 +143,7 @@ def plain_gradient(layers):
     return gradient(gpt(layers=layers))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unroll", [1, slow(2), slow(4)])
 def test_remat_recomputes(unroll):
     """The rematerialised backward pass computes more; in a loop it keeps less, too."""

@@ -121,6 +121,7 @@ def test_a_padded_run_is_that_of_a_table_without_padding(mesh, own_loss):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-4), found[1], params)
 
 
+@pytest.mark.full
 def test_text_has_no_padding_in_it():
     """At a temperature at which all tokens are alike."""
     made = of({"data": 1}, own_loss=False)

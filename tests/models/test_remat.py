@@ -112,6 +112,7 @@ def test_presets_stand_between_none_and_full_in_memory_and_in_flops() -> None:
     assert more == [2 * scores, 4 * tokens * D * F, 2 * tokens * D * D, 2 * tokens * D * 2 * D]
 
 
+@pytest.mark.full
 def test_attention_alone_saves_its_second_product() -> None:
     head = D // H
     assert compiled("full")[1] - compiled("save_attention")[1] == 2 * LAYERS * B * L * L * H * head

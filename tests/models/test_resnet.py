@@ -57,6 +57,7 @@ def test_a_block_starts_as_the_identity_of_its_positive_part():
     np.testing.assert_array_equal(module.blocks[0](x), jax.nn.relu(x))
 
 
+@pytest.mark.full
 def test_running_statistics_move_in_training_and_serve_evaluation():
     model = resnet((8, 8, 1), 3, blocks=[1], width=4, stem="cifar")
     params, buffers = model.init(jax.random.key(0))

@@ -68,6 +68,7 @@ def test_sizes_are_the_published_ones():
     assert all(base.dims.values())
 
 
+@pytest.mark.full
 def test_bfloat16_computes_near_float32_and_returns_float32_logits():
     image, found = jax.random.uniform(jax.random.key(1), (3, 6, 4, 3)), []
     for dtype in ("float32", "bfloat16"):

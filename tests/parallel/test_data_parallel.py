@@ -69,6 +69,7 @@ def test_the_gradients_of_tensor_shards_are_not_gathered():
     assert of["ours"].sent_bytes("data") <= 1.01 * of["auto"].sent_bytes("data") + 64
 
 
+@pytest.mark.full
 def test_the_second_step_does_not_compile_again():
     found = experiment({"data": 4, "tensor": 2}, {"type": "ring"})
     state = found.program.init()

@@ -115,6 +115,7 @@ def test_a_split_sequence_turns_all_reduces_into_their_halves():
     assert split.sent_bytes("tensor") <= 1.01 * whole.sent_bytes("tensor")
 
 
+@pytest.mark.full
 def test_a_split_sequence_holds_less(devices):
     whole, split = (compiled(cell)[0].memory for cell in ("cpu", "cpu split"))
     assert split.temp_bytes < 0.95 * whole.temp_bytes

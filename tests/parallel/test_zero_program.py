@@ -105,6 +105,7 @@ def test_a_whole_gradient_exists_in_stage_1_only(devices):
     assert saved > 0.8 * (DEVICES - 1) / DEVICES * model_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [slow(0), 1])
 def test_a_gradient_is_reduced_in_place(stage, devices):
     """Beside it there are a layer (a fourth of this model) twice, and tensors that are no stack."""
@@ -120,6 +121,7 @@ def test_microbatches_wait_for_the_last_one_to_be_reduced_in_stage_1_alone(devic
     assert each.sent_bytes("data") / once.sent_bytes("data") == pytest.approx(4 / 2, rel=0.01)
 
 
+@pytest.mark.full
 def test_layers_are_gathered_one_at_a_time(devices):
     found, model_bytes = compiled(3, {"type": "xla"})
     largest = max(c.payload_bytes for c in found.collectives if c.kind == "all-gather")
@@ -235,6 +237,7 @@ def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce
     )
 
 
+@pytest.mark.full
 def test_no_device_ever_holds_the_whole_model(devices):
     """Not even while it is initialised: three arrays a parameter, and of one in the making."""
     program = program_of(3, None)

@@ -34,6 +34,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_recommender_is_exported_with_a_tensor_for_each_table(jaxdist: Jaxdist) -> None:
     jaxdist.config(MF)
     assert jaxdist.here("train", "config.yaml").code == 0

@@ -175,6 +175,7 @@ def test_a_nan_of_one_worker_leaves_the_rest_of_its_rack():
         assert [one.stats()["dropped"] for (one,) in racked.aggregators] == [1, 2]
 
 
+@pytest.mark.full
 def test_who_is_late_is_named():
     with Racked(BSP(), 4, 2, count=1) as racked:
         given = {"deadline": 1.0}

@@ -134,6 +134,7 @@ def test_who_is_late_is_named():
                 client.read()
 
 
+@pytest.mark.full
 def test_a_server_that_is_not_there_is_named():
     with Servers(BSP(), 1, count=1, rpc=True) as servers:
         servers.rpcs[0].close()
@@ -145,6 +146,7 @@ def test_a_server_that_is_not_there_is_named():
             client.read()
 
 
+@pytest.mark.full
 def test_a_session_that_breaks_is_opened_again_and_nothing_is_lost():
     with Servers(WHOLE, 2, rpc=True) as servers:
         stop = threading.Event()

@@ -252,6 +252,7 @@ def test_shards_are_saved_and_read_back_and_damage_is_found(tmp_path):
         read_shard(tmp_path, run.sharded, layout, 7)
 
 
+@pytest.mark.full
 def test_a_state_goes_to_any_number_of_servers_and_back():
     small = {"type": "balanced", "range_bytes": 512}
     run = Training(servers=1, placement=small)

@@ -29,6 +29,7 @@ SGD = {"optim": {"type": "sgd", "momentum": 0.0, "learning_rate": 1.0,
                  "schedule": {"type": "constant"}}}  # fmt: skip
 
 
+@pytest.mark.full
 def test_rounds_apply_the_plain_fixed_point_sum_to_the_bit(tmp_path):
     """The replay adds the encoded changes themselves; the run has them only under masks."""
     run = Training(**SECURE, servers=2, workers=3, batch_shares=[8, 8, 16], log=tmp_path)

@@ -424,6 +424,7 @@ def _heldout(experiment: Experiment, state: Any) -> dict[str, float]:
         return evaluate(program, program.evaluated(state), state.buffers, batches)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
@@ -487,6 +488,7 @@ class _AtOnce:
         self.store.update(rows, grads, rate)
 
 
+@pytest.mark.full
 def test_rows_of_the_next_batch_are_pulled_before_the_push_of_this_one() -> None:
     """Each step but the first lacks the push before it; an evaluation in between has all pushes."""
     hybrid = _experiment(1, strategy=_HYBRID, mesh={"data": 1})

@@ -203,6 +203,7 @@ def test_the_quick_tests_have_every_setting():
     assert len(QUICK) < 20
 
 
+@pytest.mark.full
 def test_the_combinations_are_those_that_the_table_allows():
     assert not any(violations(combination_facts(cell)) for cell in POSSIBLE)
     assert set(ELSEWHERE) <= set(POSSIBLE)

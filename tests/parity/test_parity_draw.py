@@ -64,6 +64,7 @@ def test_a_draw_is_a_function_of_its_seed_among_however_many():
     assert len({json.dumps(drawn.sections) for drawn in all_drawn()}) == len(all_drawn())
 
 
+@pytest.mark.full
 def test_every_draw_is_plain_data_that_the_schema_takes():
     for config in (*configs(), *(single_device(drawn.sections) for drawn in all_drawn())):
         assert json.loads(json.dumps(config)) == config
@@ -309,6 +310,7 @@ def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
     assert judge_draw(seed).verdict == "failed"
 
 
+@pytest.mark.full
 def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
     def broken(drawn):
         raise ZeroDivisionError("division by zero\nmore")
@@ -328,6 +330,7 @@ def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
         assert ended.reason.endswith("x.cc:497] Check failed: 1 == 2")
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_answer_is_ended():
     found = [*parity_children.answers(answer, [14, 15], jobs=2, limit_seconds=1.0)]
     assert [ended.reason for ended in found] == [
@@ -336,6 +339,7 @@ def test_a_process_that_does_not_answer_is_ended():
     ]
 
 
+@pytest.mark.full
 def test_a_process_that_a_busy_machine_starves_still_answers():
     """It takes 2 s, of which it has a CPU for 0.2."""
     assert [*parity_children.answers(answer, [16], jobs=1, limit_seconds=1.0)] == [256]

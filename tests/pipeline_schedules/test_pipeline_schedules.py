@@ -37,6 +37,7 @@ stages = st.integers(1, 9)
 CONFIG = TypeAdapter(PipelineScheduleConfig)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(ANY)), stages, st.integers(1, 24))
 def test_any_number_of_microbatches(name, p, m):

@@ -263,6 +263,7 @@ def test_a_window_that_splash_attention_refuses_has_a_plan(topology: str, window
     assert all(plan.seconds.attention > 0 for plan in found.valid)
 
 
+@pytest.mark.full
 def test_long_sequences_are_shared_and_short_ones_are_not() -> None:
     """A sequence of 131,072 tokens in Llama-3.1-8B's widths has too many activations for a chip."""
     long = Decoder(8, 4096, 32, 8, 128, 14336, vocab=128256, window=131072, batch=2, tied=False)

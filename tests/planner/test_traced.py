@@ -133,6 +133,7 @@ def check_state(values: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
     assert abs(ours.optimizer - bytes_per_device(state.opt_state)) <= 64  # its counters
 
 
+@pytest.mark.full
 def test_a_pass_keeps_factors_and_results_of_products(tmp_path: Path) -> None:
     mlp = traced(MLP, tmp_path)
     # Images, two hidden layers before and after their ReLU, and the logits: 64, 64, 48, 10.

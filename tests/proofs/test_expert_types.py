@@ -175,6 +175,7 @@ def shown(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [shown(name) for name in PLANNED])
 def test_a_plan_with_experts_is_proved(name):
     found = planned(name)

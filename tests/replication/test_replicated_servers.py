@@ -202,6 +202,7 @@ def test_a_server_that_joins_gets_the_optimizers_state():
         assert leader.params.tobytes() == follower.params.tobytes()
 
 
+@pytest.mark.full
 def test_a_follower_that_cannot_be_reached_is_named_and_nothing_is_lost():
     threads = Threads(WHOLE, 1)
     with threads.client(0) as client:

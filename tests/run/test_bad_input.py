@@ -47,6 +47,7 @@ def assert_refused(refused: Finished, code: int, parts: list[str]) -> None:
         assert part in refused.message
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "code", "parts"),
     [
@@ -94,6 +95,7 @@ def test_no_such_config(jaxdist: Jaxdist) -> None:
     assert "confg.yaml" in refused.message
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_ends_the_run(jaxdist: Jaxdist) -> None:
     jaxdist.config(
         optim={"type": "sgd", "learning_rate": 1e30, "schedule": {"warmup_steps": 16}},

@@ -59,6 +59,7 @@ def test_it_is_the_run_of_the_command(jaxdist: Jaxdist, capsys: pytest.CaptureFi
     assert "loss" in means
 
 
+@pytest.mark.full
 def test_a_dict_a_config_and_a_file_are_the_same_run(jaxdist: Jaxdist):
     jaxdist.config(SHORT)
     _, config = jd.load("config.yaml")
@@ -93,6 +94,7 @@ def test_it_goes_on_in_the_same_process(jaxdist: Jaxdist):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.full
 def test_classes_and_functions_of_a_notebook(capsys: pytest.CaptureFixture[str]):
     own = {
         **SHORT,
@@ -126,6 +128,7 @@ def test_a_mistake_is_an_error_of_a_config_from_python():
         jd.fit({**SHORT, "mesh": {"tensr": 2}})
 
 
+@pytest.mark.full
 def test_on_some_of_the_devices():
     found = jd.fit({**SHORT, "mesh": {"data": 2}}, devices=jax.devices()[:2], quiet=True)
     assert found.experiment.layout.mesh.devices.size == 2
@@ -155,6 +158,7 @@ def test_what_it_leaves_behind(monkeypatch: pytest.MonkeyPatch):
     assert seen() == before
 
 
+@pytest.mark.full
 def test_in_a_thread_of_a_notebook():
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(jd.fit(SHORT, quiet=True)))

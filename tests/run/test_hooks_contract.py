@@ -65,6 +65,7 @@ def told(what: str) -> list[Any]:
     return [one[1:] for one in SEEN if one[0] == what]
 
 
+@pytest.mark.full
 def test_what_is_called_when():
     hook = Seen()
     found = jd.fit(SHORT, hooks=[hook], quiet=True)
@@ -181,6 +182,7 @@ def test_what_is_no_hook_is_refused_before_the_run_begins():
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_hooks_that_a_config_names(jaxdist: Jaxdist):
     own = {"type": "import", "path": f"{__name__}:Seen", "args": {"name": "mine"}}
     jaxdist.config(SHORT, run={"hooks": [own]})

@@ -53,6 +53,7 @@ def written(tmp_path: Path, *runs: Path) -> dict:
     return data_of(page)
 
 
+@pytest.mark.full
 def test_a_run_as_it_was_recorded(trained: Jaxdist) -> None:
     done = trained.here("report", RUN, "--html", "page.html")
     assert (done.code, done.err) == (0, ""), done
@@ -80,6 +81,7 @@ def report_json(trained: Jaxdist) -> str:
     return (trained.folder / "report.json").read_text()
 
 
+@pytest.mark.full
 def test_bytes_of_each_axis_and_memory_are_those_of_the_compiled_step(trained: Jaxdist) -> None:
     config = trained.run / "config.yaml"
     config.write_text(config.read_text().replace("mesh: {}", "mesh: {data: 8}"))
@@ -99,6 +101,7 @@ def test_bytes_of_each_axis_and_memory_are_those_of_the_compiled_step(trained: J
     assert "is not what `jaxdist inspect --json` writes" in found["why_no_program"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_a_million_steps_fit_a_page(tmp_path: Path, count: int) -> None:
     lines = [
@@ -137,6 +140,7 @@ def test_loads_of_experts_are_a_picture_and_no_curves(tmp_path: Path) -> None:
     assert (heldout["steps"], heldout["percent"]) == ([999], [[[200], [0]]])
 
 
+@pytest.mark.full
 def test_loads_of_many_experts_fit_a_page(tmp_path: Path) -> None:
     loads = {f"expert_load/{n}/{i}": 1 / 256 for n in range(58) for i in range(256)}
     lines = [line(step, loss=1.0, **loads) for step in range(20)]
@@ -279,6 +283,7 @@ def shown(page: Path, folder: Path) -> tuple[str, str]:
     return done.stdout, "\n".join(said)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="there is no browser")
 def test_a_browser_shows_the_numbers(trained: Jaxdist, tmp_path: Path) -> None:
     config = trained.run / "config.yaml"

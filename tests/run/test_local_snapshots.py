@@ -28,6 +28,7 @@ def crashed(jaxdist: Jaxdist) -> tuple[Path, dict[str, bytes]]:
     return folder, {name: array.tobytes() for name, array in whole.items()}
 
 
+@pytest.mark.full
 def test_the_newest_tier_is_gone_on_from_to_the_bit(jaxdist: Jaxdist, crashed):
     folder, whole = crashed
     done = jaxdist.here(*ARGS, "--resume")

@@ -78,6 +78,7 @@ def step(length):
     return dataclasses.replace(found, batch={"x": longer}), calls
 
 
+@pytest.mark.full
 def test_a_step_that_fits_is_not_traced_again():
     found, calls = step(64)
     check_step_fits(found)

@@ -20,6 +20,7 @@ from jaxdist.run.report.describe import efficiency_of
 from jaxdist.run.watch.profile import Profile, ProfiledSteps, parse_profile
 
 
+@pytest.mark.full
 def test_a_trace_holds_the_steps_asked_for(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 7}, eval={"every": 5}, mesh={"data": 8})
     done = jaxdist.here("train", "config.yaml", "--devices", 8, "--profile", "4:5")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from runs import Jaxdist
 
 
+@pytest.mark.full
 def test_a_refused_resume_leaves_the_run_as_it_was(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 8})
     assert jaxdist.here("train", "config.yaml").code == 0

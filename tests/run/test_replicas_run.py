@@ -71,6 +71,7 @@ def test_a_flipped_bit_is_found_and_the_run_goes_on_to_the_same_bits(jaxdist, cl
     assert found.lost_steps == 8
 
 
+@pytest.mark.full
 def test_it_stops_and_what_is_saved_is_from_before(jaxdist, clean):
     write(jaxdist, on_difference="stop")
     with flipping(Flip([5])):

@@ -54,6 +54,7 @@ def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
     assert f"{kept.metric:.6f}" == f"{losses[best]:.6f}"
 
 
+@pytest.mark.full
 def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
     again = trained.here("train", trained.run / "config.yaml", "run.directory=runs/config")
     assert again.code == 0, again
@@ -69,6 +70,7 @@ def test_a_finished_run_is_left_as_it_is(trained: Jaxdist) -> None:
     assert_same_run(trained.run, trained.folder / "before")
 
 
+@pytest.mark.full
 def test_a_resume_beside_a_second_run_must_be_told_which(trained: Jaxdist) -> None:
     """The first was deleted and begun again: the highest number is not the newest run."""
     second = trained.folder / "runs/config-2"

@@ -31,6 +31,7 @@ from jaxdist.train.strategy.config import Synchronous
 LOOKAHEAD = {"type": "lookahead", "steps": 3, "momentum": 0.9}
 
 
+@pytest.mark.full
 def test_a_lookahead_run_resumes_to_the_bit_from_between_two_exchanges(jaxdist: Jaxdist) -> None:
     jaxdist.config(strategy=LOOKAHEAD, train={"steps": 12}, checkpoint={"every": 4, "keep": 3})
     done = jaxdist.here("train", "config.yaml")

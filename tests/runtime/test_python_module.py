@@ -35,6 +35,7 @@ def test_a_child_that_would_see_the_working_directory_is_found(line):
     assert not unsafe("command = [sys.executable, '-P', '-m', name]")
 
 
+@pytest.mark.full
 def test_no_process_is_started_with_the_working_directory_on_its_path():
     bench = {path for path in FILES if path.name == "startup.py"}  # times `import jax` as it is
     found = {str(p): lines for p in FILES if p not in bench and (lines := unsafe(p.read_text()))}

@@ -86,6 +86,7 @@ def ragged_elsewhere(x, into, starts, sizes, places, received, *, axis_name):
     return into
 
 
+@pytest.mark.full
 def test_ragged_sends_what_its_contract_says(monkeypatch):
     monkeypatch.setattr("jax.lax.ragged_all_to_all", ragged_elsewhere)
     right, _ = gradients(no_hint)

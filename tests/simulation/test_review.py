@@ -44,6 +44,7 @@ def written(folder: Path) -> str:
     return str(folder / "review.yaml")
 
 
+@pytest.mark.full
 def test_the_page_and_its_file(tmp_path: Path) -> None:
     out = io.StringIO()
     file, plot = tmp_path / "found.json", tmp_path / "plot"

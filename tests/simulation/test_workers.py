@@ -128,6 +128,7 @@ def test_rounds_are_the_run_on_one_mesh(name):
     assert ours.staleness == {0: STEPS * 4 * 2}
 
 
+@pytest.mark.full
 def test_unequal_shares_have_the_mean_of_the_whole_batch():
     strategy = {**SERVERS, "batch_shares": [4, 4, 8, 16]}
     ours = Simulator()(experiment(strategy=strategy))
@@ -135,6 +136,7 @@ def test_unequal_shares_have_the_mean_of_the_whole_batch():
         np.testing.assert_allclose(ours.params[key], expected, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_lone_worker_without_waiting_is_the_run_on_one_device():
     strategy = {**SERVERS, "workers": 1, "consistency": {"type": "async"}}
     ours = Simulator()(experiment(strategy=strategy))

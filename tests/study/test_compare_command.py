@@ -48,6 +48,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[VariantTrial]:
     return trials
 
 
+@pytest.mark.full
 def test_the_variants_that_come_along(config: Path, trained: list[VariantTrial]) -> None:
     out = study(config, *OF, *TWO[:1], "mine=optim.learning_rate=2e-3", "seed=5")
     names = list(dict.fromkeys(trial.variant for trial in trained))
@@ -63,6 +64,7 @@ def test_the_variants_that_come_along(config: Path, trained: list[VariantTrial])
     )
 
 
+@pytest.mark.full
 def test_what_a_config_refuses_of_them_is_left_out(
     config: Path, trained: list[VariantTrial]
 ) -> None:

@@ -100,6 +100,7 @@ def test_what_cannot_be_simulated(
         simulate(config, *overrides, *one, *options)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_is_told(config: Path) -> None:
     out = simulate(config, *PLAIN, "optim.learning_rate=1e30", "--json", "found.json")
     assert "changes dropped: the push contains a NaN or an infinity" in out

@@ -67,6 +67,7 @@ def test_a_small_study_end_to_end(config: Path) -> None:
     assert Path("o/batch_scaling.svg").stat().st_size > 5000
 
 
+@pytest.mark.full
 def test_an_interrupted_study_goes_on(config: Path, trained: list[Trial], monkeypatch: Any) -> None:
     monkeypatch.setattr(Trainer.__call__, "stop_after", 13)
     stopped = CliRunner().invoke(app, ["study", "batch-scaling", str(config), *SMALL])

@@ -52,6 +52,7 @@ def test_a_trial_is_the_plain_run(config: Path, name: str) -> None:
     assert done.metrics == pytest.approx(expected, rel=2e-4)
 
 
+@pytest.mark.full
 def test_one_program_serves_every_learning_rate(config: Path) -> None:
     trainer = Trainer(config, [])
     first = Trial("adamw", 64, 0, 0.01, 2)

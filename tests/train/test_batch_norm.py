@@ -97,6 +97,7 @@ def test_statistics_are_those_of_all_devices(mesh, options, devices):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_local_statistics_are_each_device_own(devices):
     """The running mean is the mean of the devices' means; the loss is another."""
     losses, (_, buffers) = trained({"data": 4}, reduce=RING, global_statistics=False)
@@ -113,6 +114,7 @@ class Linen(linen.Module):
         return linen.Dense(8)(jnp.tanh(linen.Dense(8)(x)))
 
 
+@pytest.mark.full
 def test_batch_norms_of_linen_see_the_rows_of_all_devices(devices, monkeypatch):
     """In the losses, the parameters and the running statistics."""
     monkeypatch.setitem(globals(), "Normed", from_linen(Linen(), jnp.zeros((1, 8))))

@@ -215,11 +215,13 @@ def trained(found, steps, state=None, begin=0):
     return state
 
 
+@pytest.mark.full
 def test_zero_1_gets_the_same_bits():
     whole, shards = (planned(name, SIGN) for name in ("flat", "zero 1"))
     assert bits(gradients(whole)) == bits(gradients(shards))
 
 
+@pytest.mark.full
 def test_warm_up_sends_everything():
     found = planned("flat", {**SIGN, "warmup_steps": 2})
     plain = program(FLAT, {}, None)
@@ -243,6 +245,7 @@ def test_a_residual_is_as_large_as_what_a_device_sends(name, shard):
     assert {s.data.shape for s in bucket.up["residual"].addressable_shards} == {(1, shard)}
 
 
+@pytest.mark.full
 def test_what_is_not_finite_is_skipped_and_enters_no_residual():
     found = planned("across, zero 3", SIGN)
     state = trained(found, 2)

@@ -55,6 +55,7 @@ def of(mesh=None, model=None, window=16, cached=True, **more):
     return partial(run, state.params, state.buffers, **settings), made, state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family",
     [
@@ -93,6 +94,7 @@ def test_on_a_mesh_past_the_window_with_log_probabilities_of_training():
     assert texts[2].log_probs == [float(x) for x in expected]
 
 
+@pytest.mark.full
 def test_a_stop_token_ends_one_text_alone_and_compiles_nothing(compiled):
     run = of(model={"layers": 1})[0]
     free = run(prompts=PROMPTS)
@@ -106,6 +108,7 @@ def test_a_stop_token_ends_one_text_alone_and_compiles_nothing(compiled):
     assert any(t.stopped for t in texts)
 
 
+@pytest.mark.full
 def test_calls_share_what_is_compiled(compiled):
     """Other tokens, lengths, counts and seeds need no program, a further prompt needs one."""
     run = of(model={"layers": 1}, window=64)[0]

@@ -126,6 +126,7 @@ def test_a_digest_tells_every_bit_and_every_order():
     assert (lanes[0] != lanes[1 : 1 + len(flips)]).all(), "each lane finds each bit by itself"
 
 
+@pytest.mark.full
 def test_words_of_other_types():
     keys = jax.random.split(jax.random.key(0))
     assert digest(keys).tolist() == digest(jax.random.key_data(keys)).tolist()

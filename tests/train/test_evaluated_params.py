@@ -64,6 +64,7 @@ def test_narrow_parameters_have_the_average_of_their_master_weights_evaluated():
     np.testing.assert_array_equal(evaluated(found, state), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [FREE, MEAN], ids=["schedule-free", "average"])
 def test_every_plan_evaluates_the_same(settings):
     """Neither 3 nor 5 divides by 4: zeros fill up the shards."""

@@ -139,6 +139,7 @@ def restored(directory, found, say=pytest.fail):
         return store.restore_as(adapted(found, say)).state
 
 
+@pytest.mark.full
 def test_it_is_saved_and_goes_on_to_the_bit(saved):
     directory, expected, _ = saved
     found = program(8)
@@ -169,6 +170,7 @@ def test_a_state_of_one_bare_array_is_restored_and_left(tmp_path):
     assert len(said) == 1
 
 
+@pytest.mark.full
 def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path):
     directory, _, old = saved
     said = []
@@ -186,6 +188,7 @@ def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path)
     ] * 2
 
 
+@pytest.mark.full
 def test_counters_of_skipped_steps_come_and_go(saved, tmp_path):
     """As where a run goes on with messages, which count by themselves, or without them."""
     directory, _, old = saved

@@ -165,6 +165,7 @@ def test_a_scale_too_high_for_float16_backs_off_until_the_run_moves():
     assert int(state.opt_state.skipped) > 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [WAYS[0], *(full(way) for way in WAYS[1:])], ids=str)
 def test_without_a_scale_float16_bears_as_many_tokens_as_float32(way):
     """Gradients of the total loss would overflow: a backward pass begins with the mean's."""
@@ -190,6 +191,7 @@ def test_microbatches_without_weight_count_for_nothing_under_a_loss_scale():
     assert np.isfinite(metrics["grad_norm"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "microbatches"), [full(1, 2), full(2, 2), (3, 1)])
 def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microbatches):
     def split(found):
@@ -210,6 +212,7 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
         np.testing.assert_allclose([m[name] for m in ours], [m[name] for m in theirs], rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -241,6 +244,7 @@ def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     assert evaluate(found, state.params, state.buffers, batches)["loss"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [full(AdamWConfig), LambConfig])
 def test_moments_in_bfloat16_lie_like_their_parameters(kind):
     found = program(BOTH, kind=kind, bf16_moments=True)

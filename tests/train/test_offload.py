@@ -80,6 +80,7 @@ def on_host(state):
     return {n for n, x in flatten_with_names(state) if x.sharding.memory_kind == HOST_MEMORY}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [
@@ -103,6 +104,7 @@ def test_a_run_has_the_same_bits_with_its_state_in_the_hosts_memory(plan, device
     assert bytes_per_device(shapes.opt_state, host=True) == whole - held
 
 
+@pytest.mark.full
 def test_a_checkpoint_does_not_depend_on_where_the_state_was(tmp_path, devices):
     device, host = (experiment("zero 1", offload=offload).program for offload in (False, True))
     state = host.init()
@@ -124,6 +126,7 @@ def zeros(shape):
     return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
 
 
+@pytest.mark.full
 def test_skipped_steps_and_replicas_are_those_of_the_device(devices):
     program = experiment("networks", offload=True).program
     state = program.init()

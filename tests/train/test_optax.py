@@ -261,6 +261,7 @@ HISTORY = ImportedOptimizerConfig(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "optimizer",
     [

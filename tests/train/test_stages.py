@@ -69,6 +69,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("train", "optim"), [full(*RUNS[0]), RUNS[1]])
 def test_stages_equal_steps_by_hand_over_the_examples_in_order(train, optim):
     found = experiment(train, optim)
@@ -92,6 +93,7 @@ def test_stages_equal_steps_by_hand_over_the_examples_in_order(train, optim):
     assert entered == list(found.stages)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("train", "optim"), [RUNS[0], full(*RUNS[1])])
 def test_a_stop_anywhere_resumes_bit_for_bit(train, optim):
     found = experiment(train, optim)
@@ -105,6 +107,7 @@ def test_a_stop_anywhere_resumes_bit_for_bit(train, optim):
         assert bits(state) == bits(whole)
 
 
+@pytest.mark.full
 def test_each_stage_compiles_once_and_the_last_is_the_plain_program():
     found = experiment(*RUNS[0])
     go(found, found.program.init())

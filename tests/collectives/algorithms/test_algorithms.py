@@ -127,6 +127,7 @@ def test_two_levels(algorithm):
     check(algorithm, {"data_dcn": 3, "data_ici": 2}, CORE)
 
 
+@pytest.mark.full
 def test_the_whole_table_on_two_levels():
     check(Hierarchical(), {"data_dcn": 2, "data_ici": 3})
 

@@ -34,6 +34,7 @@ def test_memory_is_flat_in_the_number_of_microbatches(table, policy):
     assert many == pytest.approx(few, rel=0.05)
 
 
+@pytest.mark.full
 def test_memory_of_gpipe_grows_with_them():
     few, many = (step("gpipe", m)[1].memory.temp_bytes for m in (8, 32))
     assert many > 1.8 * few

@@ -183,6 +183,7 @@ def test_chunks_may_have_different_shapes(table, policy):
     same(found.sums, value)
 
 
+@pytest.mark.full
 def test_such_a_model_is_evaluated_too():
     packed = pack_model(embed, CHUNKS, head, PARAMS, ENDS, next(visits()))
     ticks = lower(forward_only(loop(2, 4), M))
