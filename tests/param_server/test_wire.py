@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -326,3 +329,36 @@ def test_sessions_that_are_too_many_are_refused():
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             ended.set()
         rpc.close()
+
+
+SERVERS_THAT_END = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from jaxdist.wire import rpc
+echo = rpc.grpc.stream_stream_rpc_method_handler(lambda frames, context: frames)
+for turn in range(20):
+    server = rpc.grpc.server(ThreadPoolExecutor(4))
+    handlers = rpc.grpc.method_handlers_generic_handler("a", {"b": echo})
+    server.add_generic_rpc_handlers((handlers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    def slow():
+        yield b"x"
+        time.sleep(0.1)
+    channels = [rpc.grpc.insecure_channel(f"127.0.0.1:{port}") for _ in range(3)]
+    calls = [channel.stream_stream("/a/b")(slow()) for channel in channels]
+    for call in calls:
+        next(call)
+    server.stop(0)
+    del server
+"""
+
+
+@pytest.mark.full
+def test_a_server_that_ends_prints_nothing():
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVERS_THAT_END],
+        env=environ, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
