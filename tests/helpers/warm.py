@@ -119,6 +119,8 @@ def main() -> None:
     tunables = os.environ["GLIBC_TUNABLES"]  # as the command sets them, which would begin it anew
     os.environ.clear()
     os.environ.update(order["environ"], GLIBC_TUNABLES=tunables)
+    # `jaxdist.wire` sets it when it is imported, which it was before; gRPC is imported later.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.chdir(order["folder"])
     sys.argv = ["jaxdist", *order["args"]]
 
