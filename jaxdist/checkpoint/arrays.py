@@ -95,8 +95,9 @@ class ArrayWriter:
     Every process calls each method.
 
     Args:
-      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files. No
-        such file is larger than this size.
+      chunk_bytes: the largest size, in bytes, of a file of a divided array. An array of at least
+        this size is divided into separate files, unless its shards are smaller than an eighth of
+        this size.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:

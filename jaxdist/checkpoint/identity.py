@@ -146,7 +146,9 @@ def check_identity(run: Path, wanted: str) -> None:
 
 
 def base_of(directory: Path | None, config: Path) -> Path:
-    """Return the path of the directory that a command requests; its name can get a number.
+    """Return the path of the run directory that a command requests.
+
+    If this directory is taken, a new run gets a name with a number instead, such as NAME-2.
 
     Args:
       directory: the directory in the config, or None if the name of the config's file decides.

@@ -34,7 +34,9 @@ def local_folder(directory: Path, run: Identity) -> Path:
 
 
 def claim(directory: Path, run: Identity) -> Path:
-    """Create and return the folder of a run, and remove the folders that no resume can use.
+    """Create and return the folder for a run's snapshots, and remove folders of other runs.
+
+    Only the folders in `directory` whose snapshots no resume can use are removed.
 
     Raises:
       CheckpointError: the folder cannot be created.

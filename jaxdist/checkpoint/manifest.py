@@ -63,7 +63,7 @@ the dim."""
 
 
 class Manifest(Config):
-    """The content of a manifest; `leaves` has the order of the arrays' numbers on disk."""
+    """The content of a manifest; `leaves` lists the arrays in the order of their numbers."""
 
     format: Literal[1, 2, 3, 4] = 2
     """The version of this format. In version 1, parameters of ZeRO 3 may be in a wrong order; see

@@ -86,9 +86,8 @@ class CheckpointStore:
       keep: the number of newest checkpoints to keep, at least 1.
       keep_best: whether to keep the checkpoint with the best metric as well.
       lower_is_better: whether a lower metric is better.
-      chunk_bytes: the smallest size, in bytes, of an array that is stored in separate files, and
-        the largest size of each of these files. If a file has the content of a file of an earlier
-        step, it becomes a link to that file.
+      chunk_bytes: the largest size, in bytes, of a file of a divided array, as in `ArrayWriter`. If
+        a file has the content of a file of an earlier step, it becomes a link to that file.
       on_event: the function that is called with a line about each event that concerns the user,
         such as a damaged file. The background thread may call the function.
       fence: the fence of this generation, or None to write without a check. A run on several hosts

@@ -230,8 +230,9 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
 def _grouped_work(effort: Effort, kernel: str) -> tuple[float, float, str]:
     """Return what `kernel_work` returns, for a product of rows with the kernels of their experts.
 
-    A tile whose rows belong to several experts is computed once for each of them. The program has
-    room for one such tile between any two successive experts, and all of this room is counted.
+    A tile whose rows belong to several experts is computed once for each of these experts. The
+    program has room for one such tile between any two successive experts, and all of this room is
+    counted.
     """
     floats = [s for s in effort.operands if s.dtype in _FLOATS]
     tiles = max(s.dims[0] for s in effort.operands if s.dtype == "s32" and s.dims)

@@ -78,7 +78,7 @@ class TpuRates:
     torus: Torus
 
     def cycles(self, count: int) -> float:
-        """Return the seconds of `count` cycles."""
+        """Return the time of `count` cycles, in seconds."""
         assert self.device.clock_hz
         return count / self.device.clock_hz
 
@@ -88,7 +88,7 @@ class TpuRates:
         return found.seconds, frozenset(found.links)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Return the seconds of a copy within the device's memory, or to or from the host."""
+        """Return the seconds of a copy, within the device's memory or to or from the host."""
         host_rate = self.device.host_bytes_per_second
         rate = host_rate if host and host_rate else self.device.memory_bytes_per_second
         return size_bytes / rate

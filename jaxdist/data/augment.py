@@ -52,6 +52,8 @@ class AugmentConfig(Scaled):
     def evaluated(self, batch: HostBatch) -> HostBatch:
         """Crop images at their centre, and scale them.
 
+        With mixup, the batch also gets the fields of mixed labels, in which every share is 0.
+
         Raises:
           DataError: the images are smaller than the crop.
         """

@@ -13,7 +13,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     """Return the examples at `positions` of an endless, shuffled sequence of `length` examples.
 
     Position p is in epoch p // length. Every epoch has each example once, in a different order. A
-    generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2 >=
+    generalized Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2 >=
     length numbers. If a result is too large, the network is applied to it again until it is in
     range (cycle walking), which preserves the bijection. The cost is O(1) memory and about 20
     vector operations.

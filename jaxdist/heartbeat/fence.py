@@ -51,7 +51,7 @@ class RunFence:
         self.run, self.generation = run, generation
 
     def raise_(self) -> None:
-        """Leave this generation's mark, after which earlier generations stop writing.
+        """Write this generation's mark; earlier generations stop writing when they see the mark.
 
         Raises:
           RunError: a later generation has started already, or the mark cannot be made.

@@ -44,7 +44,7 @@ def daly(cost: float, mttf: float) -> float:
 
     The formula also counts failures during saves, and work that is partly lost. The formula is
     equation 37 of Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps" (FGCS 22, 2006).
+    dumps" (FGCS 22, 2006). If `cost` is at least 2 `mttf`, the result is `mttf`.
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843

@@ -154,7 +154,10 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def left_behind() -> list[Path]:
-    """Return this user's folders in memory that no agent and no process of an agent locks."""
+    """Return this user's folders in memory that no agent and no process of an agent locks.
+
+    Folders that are younger than `YOUNG_SECONDS` are left out.
+    """
     found = []
     for folder in MEMORY.glob(f"{PREFIX}*"):
         # An OSError skips folders of other users, folders that were deleted, and folders that are

@@ -86,7 +86,9 @@ class Interval:
 
 
 def choose_interval(cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Return Daly's interval between saves, rounded to a whole number of steps, at least 1.
+    """Return Daly's interval between saves, rounded to a whole number of steps.
+
+    The number of steps is from 1 to `MOST_STEPS`.
 
     Args:
       cost: the time for which a save blocks training, in seconds.

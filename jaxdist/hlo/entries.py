@@ -23,7 +23,7 @@ class Rates(Protocol):
     """The speeds of the device and its links."""
 
     def cycles(self, count: int) -> float:
-        """Return the seconds of `count` cycles."""
+        """Return the time of `count` cycles, in seconds."""
         ...
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
@@ -31,7 +31,7 @@ class Rates(Protocol):
         ...
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Return the seconds of a copy.
+        """Return the time of a copy, in seconds.
 
         Args:
           size_bytes: the bytes to copy.

@@ -178,7 +178,7 @@ class Gguf:
         The file has the factors, but not the settings of the scaling.
 
         Args:
-          theta: the base wavelength.
+          theta: the base of the frequencies; see `jaxdist.models.rotary.frequencies`.
           factors: the tensor of the factors.
         """
         half = factors.shape[0]

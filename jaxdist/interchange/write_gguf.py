@@ -111,7 +111,7 @@ def write_gguf(
     *,
     dtype: str,
 ) -> None:
-    """Write a GGUF file, in which vectors are float32 as programs that read such files expect.
+    """Write a GGUF file, in which vectors are float32, as programs that read such files expect.
 
     Args:
       tensors: the parts of each tensor.

@@ -52,7 +52,11 @@ class Deferred(ABC):
         return self
 
     def with_differentiated(self, part: PyTree) -> Any:
-        """Return the placeholder (or gradients like it) with `part` instead of `differentiated`."""
+        """Return the placeholder in which `part` replaces the part that `differentiated` returns.
+
+        If `part` is the gradient with respect to that part, the result is the gradient with respect
+        to the placeholder.
+        """
         return part
 
     @property

@@ -69,7 +69,7 @@ def frequencies(
     3e-5.
 
     Args:
-      theta: the base wavelength.
+      theta: the base of the frequencies: pair i has the frequency theta^(-2 i / head_dim).
       head_dim: the width of a head.
       scaling: the change of the frequencies for longer sequences, or None without a change.
     """
@@ -92,7 +92,7 @@ def rotate(
     positions, so the positions of a packed document need not start at 0.
 
     Args:
-      theta: the base wavelength.
+      theta: the base of the frequencies; see `frequencies`.
       scaling: the change of the frequencies for longer sequences, or None without a change.
       by_product: whether to swap the halves by a product with a permutation, which is exact in
         bfloat16. On a TPU each half of a head fills half a tile, which is slow to cut and to join.

@@ -51,10 +51,10 @@ class LossScaleState(NamedTuple):
 def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
     """Return `state`, or a scale of 1 if `state` is None and a parameter is in float16.
 
-    With a scale, a backward pass starts from the mean loss of a microbatch, and gradients are added
-    up over microbatches in float32. Without a scale, a backward pass starts from the total loss.
-    The gradients of the total loss are safe in float32 and bfloat16, but overflow float16 if a
-    batch has many tokens.
+    If `state` is None and no parameter is in float16, the result is None. With a scale, a backward
+    pass starts from the mean loss of a microbatch, and gradients are added up over microbatches in
+    float32. Without a scale, a backward pass starts from the total loss. The gradients of the total
+    loss are safe in float32 and bfloat16, but overflow float16 if a batch has many tokens.
     """
     narrow = any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(params))
     one = LossScaleState(jnp.float32(1), jnp.int32(0))

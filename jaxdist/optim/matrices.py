@@ -352,7 +352,8 @@ def plan_matrices(
 
     In each group of tensors, all devices own the same number of matrices, except for a remainder.
     The remaining matrices of all groups are assigned one by one, the most expensive first, each to
-    the device with the least work (Graham 1969, longest processing time first).
+    the device with the least work (Graham 1969, longest processing time first). A device gets at
+    most one of the remaining matrices of each group.
 
     Args:
       matrices: the matrices of each tensor.

@@ -35,6 +35,9 @@ class Jitted:
     def __call__(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
         """Wrap a function in `jax.jit`, with the compiler options of the plan and `more` options.
 
+        On CPUs, the result is a `jaxdist.collectives.channels.SeparateChannels` if the computation
+        or the exchange calls collectives explicitly.
+
         Args:
           function: the function to compile.
           more: the compiler options of this function, in addition to the options of the plan, or

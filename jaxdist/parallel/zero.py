@@ -331,9 +331,10 @@ def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
     The dim of stacked layers is excluded. Gradients and parameters are sent layer by layer, so each
     device must hold a part of every layer.
 
-    A dim that another axis already splits is excluded too. A stored shard would be a contiguous
-    part of one block of that axis. But in a `jax.shard_map` that is manual on the data axes only, a
-    shard is a contiguous part of the whole dim, and has parts of several blocks.
+    A dim that another axis already splits is excluded too. That axis divides the dim into blocks,
+    and a stored shard would be a contiguous part of one block. In a `jax.shard_map` that is manual
+    on the data axes only, a shard is instead a contiguous part of the whole dim, and may span
+    several blocks.
     """
     entries = [*spec, *(None,) * (len(dims) - len(spec))]
     return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]

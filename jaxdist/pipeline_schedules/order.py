@@ -1,4 +1,7 @@
-"""Tools for the rows of a schedule: dependencies of tasks, a walk in time, and a writer of rows."""
+"""Tools for the rows of a schedule: dependencies of tasks, a walk over tasks, a writer of rows.
+
+The walk visits the tasks in an order in which each task comes after the tasks that it needs.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class RangeView:
     def failed(self, server: int, number: int) -> RangeView | None:
         """Return the view after a server's failure.
 
-        The result is None if no remaining server has all that the leader acknowledged.
+        The result is None if no remaining server has all that the leader acknowledged. The failure
+        of a server without a part in this view changes nothing.
 
         Args:
           number: the number of the view in which the failure was seen. If that is not this view,
@@ -67,7 +68,11 @@ class RangeView:
         return replace(self, number=self.number + 1, follower=follower, joining=joining)
 
     def joined_by(self, server: int) -> RangeView:
-        """Return the view in which a server joins, or this view if no follower is missing."""
+        """Return the view in which a server joins.
+
+        The result is this view if the server leads, or if the view already has a follower or a
+        joining server.
+        """
         taken = self.follower is not None or self.joining is not None
         if taken or server == self.leader:
             return self

@@ -133,7 +133,11 @@ class ReplicatedServer(Server):
         self._held.append((self.leader.index, reply, payload))
 
     def _advance(self) -> None:
-        """Send each reply for which all followers have the entries, and drop such entries."""
+        """Send the replies for which all followers have the entries, and drop these entries.
+
+        If the leader is deposed, close its sessions. If a joining server has all acknowledged
+        entries, report that the server may follow.
+        """
         while self._held and self._held[0][0] <= self.leader.safe:
             _, reply, payload = self._held.popleft()
             super()._reply(reply, payload)

@@ -132,7 +132,8 @@ def prepare(*, fake_devices: int | None = None) -> None:
       fake_devices: the number of fake CPU devices; None uses the real devices.
 
     Raises:
-      MeshError: jax is already imported, so the settings would come too late.
+      MeshError: fake devices are requested, but jax is already imported, so the settings would come
+        too late.
     """
     planned = plan_environment(
         dict(os.environ), fake_devices=fake_devices, idle_libtpu=has_idle_libtpu()

@@ -70,7 +70,11 @@ def find_processes(
 
 
 def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int | None]:
-    """Return the missing values from the first scheduler that knows all of them."""
+    """Return the missing values from the first scheduler that knows all of them.
+
+    Raises:
+      RunError: no scheduler knows all missing values.
+    """
     for one in seen:
         known = dict(zip(_VARIABLES, (one.coordinator, one.count, one.index), strict=True))
         found: dict[str, str | int | None] = {name: known[name] for name in missing}

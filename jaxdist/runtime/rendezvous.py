@@ -281,7 +281,10 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
 
 
 def _until_open(address: tuple[str, int], wait: Wait) -> None:
-    """Wait until jax listens on the port, since jax retries a connection only after a second."""
+    """Wait until jax listens on the port, or until the time limit.
+
+    Without this wait, jax would retry a failed connection only after a second.
+    """
     while not wait.over:
         with suppress(OSError), socket.create_connection(address, timeout=_RETRY_SECONDS * 10):
             return

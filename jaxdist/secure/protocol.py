@@ -100,7 +100,8 @@ class SecureClient:
         """Return this client's encrypted shares, by the client that holds them.
 
         Raises:
-          SecureError: the roster is too small, or lacks this client.
+          SecureError: the roster is too small, lacks this client or its keys, or has two clients
+            with the same key.
         """
         _check_enough(roster, self.threshold, "are on the roster of the round")
         if roster.get(self.number) != self.keys:
@@ -132,7 +133,8 @@ class SecureClient:
             these senders only, because the secrets of other clients could not be recovered.
 
         Raises:
-          SecureError: the shares of too few clients have arrived, or shares were changed.
+          SecureError: the shares of too few clients have arrived, shares were changed, or the
+            method was called before.
         """
         _check_enough(received, self.threshold, "have shared their keys")
         if self._received:

@@ -169,7 +169,8 @@ class ServerRound:
         A repeated request, or a request of a stage that has ended, has no effect.
 
         Raises:
-          SecureError: the request is not for the clients of the round.
+          SecureError: the parts of the request do not belong to exactly the clients that the stage
+            requires.
         """
         if stage is Stage.KEYS and self._roster is None:
             _check_clients(client, parts, {client})
@@ -186,7 +187,10 @@ class ServerRound:
         self._arrived = frozenset(arrived)
 
     def advance(self, members: Collection[int], pushed: Collection[int]) -> None:
-        """Move to the next stage if all remaining members have made their requests.
+        """Begin the next stage once all remaining members have made the request of this stage.
+
+        The stage `KEYS` ends only if at least as many clients have sent keys as must complete the
+        round. After the stage `SHARES`, the method only checks that enough clients are left.
 
         Args:
           members: the clients that have not left.
@@ -219,7 +223,11 @@ class ServerRound:
             )
 
     def answer(self, client: int, stage: Stage) -> Parts | None:
-        """Return the answer to a client's request, or None while other requests are missing."""
+        """Return the answer to a client's request, or None if there is no answer.
+
+        There is no answer while other requests are missing, or if the client takes no part in the
+        stage.
+        """
         match stage:
             case Stage.KEYS if client in (self._roster or ()):
                 assert self._roster is not None

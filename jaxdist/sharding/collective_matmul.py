@@ -2,10 +2,10 @@
 
 If a tensor axis splits the sequence of the residual stream, an MLP usually begins with an
 all-gather of its input and ends with a reduce-scatter of its result. This module instead sends each
-device's chunk of the sequence around a ring. A device multiplies the chunks that it has while the
-next chunks arrive. The partial sums of the result are sent around the ring in the opposite
-directions (Wang et al., "Overlap Communication with Dependent Computation via Decomposition",
-ASPLOS 2023).
+device's chunk of the sequence around a ring, in both directions at the same time. A device
+multiplies the chunks that it has while the next chunks arrive. The partial sums of the result
+travel over the same hops in reverse (Wang et al., "Overlap Communication with Dependent Computation
+via Decomposition", ASPLOS 2023).
 
 Each device processes the chunks in the order in which they arrive, which differs between devices.
 The chunks are not sorted: the result of an MLP does not depend on the order of the sequence, and

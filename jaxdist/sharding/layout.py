@@ -169,7 +169,7 @@ class Layout:
 
         An axis that is split over two networks has two names. The axis of experts splits the batch
         too, inside the axis of the batch, because devices that have different experts have
-        different tokens.
+        different tokens. The axis of `seq` splits the dim `residual_seq` too.
         """
         axis = self.axis_of(dim)
         names = axis_names(self.mesh, axis) if axis is not None else ()
@@ -283,10 +283,11 @@ class Layout:
     ) -> Callable[..., jax.Array]:
         """Return a function that calls `function` on each device's blocks of arrays.
 
-        The function runs in a `jax.shard_map` over all axes that are not manual already. Axes that
-        split no dim are manual too, because XLA would have to partition the function over every
-        axis that is not manual. The result has the sharding of the first array. If the number of
-        rows of a batch is not a multiple of its number of parts, the rows are replicated.
+        Without `axes`, the function runs in a `jax.shard_map` over all axes that are not manual
+        already. Axes that split no dim are manual too, because XLA would have to partition the
+        function over every axis that is not manual. The result has the sharding of the first array.
+        If the number of rows of a batch is not a multiple of its number of parts, the rows are
+        replicated.
 
         Args:
           function: the function of the blocks.

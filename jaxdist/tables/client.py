@@ -26,13 +26,13 @@ class TableClient:
     Args:
       number: the number of the client.
       model: the consistency model of the servers.
-      wires: the connections to the servers, in the order of the servers' numbers.
+      wires: the connections to the leaders of the ranges, in the order of the ranges' numbers.
       width: the number of values in a row.
       most: the number of rows that servers keep, or 0 if they keep all rows.
 
     Attributes:
       sent_bytes, received_bytes: the total sizes of payloads.
-      waited_seconds: the time spent in `pull` and `drain`, in seconds.
+      waited_seconds: the time spent in waits for servers, in seconds.
     """
 
     def __init__(

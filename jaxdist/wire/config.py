@@ -110,7 +110,9 @@ def address_here(host: str) -> str:
 
 
 def stays_on_machine(host: str) -> bool:
-    """Return whether only this machine can reach an address. Of all names, only localhost counts.
+    """Return whether only this machine can reach an address.
+
+    For a name, the result is true only if the name is localhost.
 
     >>> [stays_on_machine(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1")]
     [True, True, True, False]

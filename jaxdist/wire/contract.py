@@ -95,7 +95,8 @@ class Envelope:
       clock, version, floor, tokens: the fields of the message, or 0 for a field that this kind of
         message lacks.
       flag: for a push, whether the push is usable; for an acknowledgement, whether the push was
-        applied.
+        applied; for an entry, whether the entry carries all arrays; for a follower's reply, whether
+        its index is -1.
       payload: the elements `[n]`, or the bytes of a text, or None without a payload. A received
         payload is immutable.
     """

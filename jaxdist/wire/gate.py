@@ -138,7 +138,7 @@ class RemoteProcess:
         return self._over.is_set()
 
     def refuse(self, reason: str) -> None:
-        """Report to the host why the host cannot start a server."""
+        """Report to the host why the run does not take the process."""
         self._peer.say(text_of({"refused": reason}))
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class RemoteProcess:
             self._over.wait()
 
     def hear(self, text: str) -> None:
-        """Pass a text of the host on to the parent."""
+        """Pass a text from the host on to the parent, or record a reported exit code."""
         told = json.loads(text)
         if "code" in told:
             self.ended(told["code"])
@@ -236,7 +236,7 @@ def open_gate(
 
 
 class Gate:
-    """A `jaxdist.wire.contract.Service` for the hosts that offer to start table servers.
+    """A `jaxdist.wire.contract.Service` for the hosts that offer to start servers or workers.
 
     Args:
       offered: the function that is called with the `RemoteProcess` of each new host. The function

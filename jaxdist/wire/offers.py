@@ -18,10 +18,11 @@ POLL_SECONDS = 0.2
 class Offers:
     """The offers of other hosts to start servers and workers of a run.
 
+    When all wanted servers have come, further servers are refused. A further worker waits until it
+    replaces a worker that dies.
+
     Args:
       wanted: the number of processes that the run waits for, by role.
-
-    A server that comes later is refused. A worker that comes later replaces a worker that dies.
     """
 
     def __init__(self, wanted: Mapping[str, int]) -> None:

@@ -119,8 +119,8 @@ def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
 def make(most_bytes: int) -> Shared | None:
     """Create shared memory for payloads of at most `most_bytes`, or return None.
 
-    The result is None if the platform has no shared memory, or if `most_bytes` is below
-    `LEAST_BYTES`.
+    The result is None if the platform has no shared memory, if `most_bytes` is below `LEAST_BYTES`,
+    or if the memory cannot be created.
 
     The kernel allocates pages of the memory only when they are written.
     """

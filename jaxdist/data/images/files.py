@@ -215,7 +215,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:
-    """Decode every image once; return the listing without broken images, and the broken files."""
+    """Decode every image once; return the listing without broken images, and the broken files.
+
+    Raises:
+      DataError: all images are broken.
+    """
     kept, broken = [], []
     for place, name in zip(listing.places, listing.names, strict=True):
         try:

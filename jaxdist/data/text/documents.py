@@ -86,7 +86,7 @@ def split_documents(
     jsonl_field: str = "text",
     not_utf8: NotUtf8 = "raise",
 ) -> SplitDocuments:
-    """Read every file once, leave out files with equal content, and split the files.
+    """Read every file once, leave out empty files and copies of other files, and split the files.
 
     A UTF-8 byte order mark at the start of a file is removed.
 

@@ -51,7 +51,7 @@ class TrigramModel:
         p_n(w | context) = (1 - g) * count(context w) / c + g * p_{n-1}(w | shorter context)
 
     and g = 1 for an unseen context. Otherwise g depends only on a bucket of c / T. Expectation
-    maximisation starts from the g of Witten and Bell and finds the g of each bucket that maximises
+    maximization starts from the g of Witten and Bell, and finds the g of each bucket that maximizes
     the likelihood of a slice of the training tokens. This slice is left out of the counts until
     then, but the final counts include all training tokens.
 

@@ -45,7 +45,7 @@ class WindowSource:
     """
 
     def __init__(self, stream: np.ndarray, *, window: int, end_of_document: int):
-        """Divide a stream into windows; the last, incomplete window is left out.
+        """Store a stream that is read as windows; the last, incomplete window is left out.
 
         Args:
           stream: the tokens, integers [N] with N > `window`.

@@ -52,7 +52,11 @@ class Recorder:
         self._drawing: subprocess.Popen[bytes] | None = None
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """Report the slow processes, if the last check was at least `LOOK_SECONDS` ago."""
+        """Report each process that was slow in two successive checks.
+
+        A process is reported once in a generation. Checks are at least `LOOK_SECONDS` apart, and
+        calls in between do nothing.
+        """
         now = time.monotonic()
         if run_folder.generation != self._generation:
             self._generation, self._next = run_folder.generation, now + LOOK_SECONDS
@@ -89,7 +93,7 @@ class Recorder:
         self._say(f"{slow.words()} (step {slow.step})")
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """Record the last phases of all processes of a generation that has failed.
+        """Record the last phases of this machine's processes, after a generation has failed.
 
         Args:
           run_folder: the folder of the generation.

@@ -200,7 +200,9 @@ class Pieces:
     def cut(self, x_BlHd: Array, kv_heads: int) -> Array:
         """Cut a piece into blocks, `[N, B, K, G S, d]`.
 
-        At each position, the G queries that share a key are rows of one matrix.
+        There are N blocks of S positions, B examples, and K heads of keys. At each position, the G
+        queries that share a key are rows of one matrix, so a block has G S rows for each head of
+        keys.
         """
         B, _, H, d = x_BlHd.shape
         x = self._padded(x_BlHd).reshape(B, -1, self.size, kv_heads, H // kv_heads, d)

@@ -64,7 +64,8 @@ def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:
 def scalars(sums: Sums) -> dict[str, jax.Array]:
     """Return scalars to report: the mean of each sum, and several values for the load.
 
-    These values are each expert's fraction of the load, and MaxVio (see `violation`).
+    These values are each expert's fraction of the load, and the largest MaxVio of a layer (see
+    `violation`).
 
     >>> import jax.numpy as jnp
     >>> load = Mean(jnp.array([[3.0, 1.0]]), jnp.float32(4.0))

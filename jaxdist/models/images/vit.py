@@ -160,7 +160,7 @@ class Vit(Stacked):
     def embed(self, image: jax.Array) -> jax.Array:
         """Embed the patches of images, row by row, as `[B, L, D]` in the compute dtype.
 
-        A class token comes first.
+        If the config has a class token, this token comes first.
         """
         with jax.named_scope("embed"):
             B, height, width, channels = image.shape

@@ -103,12 +103,12 @@ def _asked(rows_bF: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...]) ->
 def _fetched(
     unique: jax.Array, starts: jax.Array, table_rD: jax.Array, *, axes: tuple[str, ...], room: int
 ) -> jax.Array:
-    """Return the rows of sorted unique ids from the devices that hold them.
+    """Fetch the rows of sorted unique ids from the devices that hold the rows.
 
     Args:
-      unique: the ids, `[n]`.
+      unique: the ids, `[n]`, with padding at the end.
       starts: for each device, the index in `unique` of its first id; the last element is the number
-        of ids.
+        of ids without padding.
       table_rD: the rows of this device.
       room: the largest number of ids that are requested from each device.
     """

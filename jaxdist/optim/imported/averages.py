@@ -100,9 +100,8 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
     """Return whether the state seems to hold an average of the parameters.
 
     An average begins as a copy of the parameters, and changes. Nothing is computed, because the
-    function only inspects the traces of init and update. A copy that never
-    changes (the initial parameters, from which `optax.contrib.dog` measures a distance) is not an
-    average.
+    function only inspects the traces of init and update. A copy that never changes (the initial
+    parameters, from which `optax.contrib.dog` measures a distance) is not an average.
 
     >>> keeps_average(optax.with_extra_args_support(optax.adam(1e-3)), {"w": jnp.ones(3)})
     False

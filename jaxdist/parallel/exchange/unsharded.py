@@ -45,8 +45,9 @@ class Unsharded(Sharding):
     def _deferred(self, params: Params) -> PyTree:
         """Replace each parameter that ZeRO splits by a deferred parameter (see `defer`).
 
-        A deferred parameter is gathered when a layer uses it, and its gradient is then
-        reduce-scattered in the backward pass.
+        With stage 3, a deferred parameter is gathered when a layer uses it, or here if all
+        parameters are gathered once per step. In both stages, its gradient is reduce-scattered in
+        the backward pass.
         """
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3

@@ -47,8 +47,9 @@ class XlaExchange(Base):
     def _around(self) -> BatchContext:
         """The context that sets the shardings of new gradients.
 
-        With ZeRO 2 or 3, each device keeps its shards of the gradients. Otherwise the gradients
-        have the shardings that the parameters have before ZeRO splits them.
+        With ZeRO 2 or 3, each device keeps its shards of the gradients. With ZeRO 1, the gradients
+        have the shardings that the parameters have before ZeRO splits them. Without ZeRO, the
+        context sets no shardings.
         """
         if self.zero is None:
             return BatchContext()

@@ -195,7 +195,7 @@ class HostedProcess:
                     self._follow(event.what, forks, token)
 
     def _hear(self, envelope: Envelope) -> None:
-        """Queue the orders in a text of the run, in which the last line may be incomplete."""
+        """Queue the orders in a text from the run, in which the last line may be incomplete."""
         if not envelope.text:
             self._events.put(Event(None, {"order": None}))
         *lines, self._rest = (self._rest + envelope.text).split("\n")
@@ -203,7 +203,10 @@ class HostedProcess:
             self._events.put(Event(None, {"order": json.loads(line)}))
 
     def _follow(self, what: JsonObject, forks: ForkServer, token: Path) -> None:
-        """Pass an order of the run on to the process, or start the process with the first order."""
+        """Pass an order from the run to the process, or ask the process to leave.
+
+        The first order starts the process. An order of None ends the process.
+        """
         server = self._server
         if "leave" in what:
             if server is None:

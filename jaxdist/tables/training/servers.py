@@ -180,7 +180,10 @@ class Wires:
 def _follow_moves(
     team: TableTeam | None, client: TableClient, wires: Wires, stack: ExitStack
 ) -> None:
-    """Move the sessions of every process to the servers that take over.
+    """Let every process move its sessions from now on, whenever a server takes over.
+
+    All processes call this function together. Process 0 publishes the new leaders, and the other
+    processes read them.
 
     Args:
       team: the team of table servers, or None in processes other than process 0.

@@ -120,7 +120,10 @@ class TableTeam:
             self._opened = True
 
     def follow(self, failed: Callable[[str], None], moved: Moved) -> None:
-        """Call `failed` when the servers fail, and `moved` for each current and later leader."""
+        """Call `moved` for each present leader, and from now on for each later leader.
+
+        `failed` is called if the servers have failed already, or as soon as they fail.
+        """
         with self._changed:
             self._failed, self._moved = failed, moved
             if self.failure is not None:
@@ -130,7 +133,10 @@ class TableTeam:
                     moved(one.range, one.port, one.view.epoch)
 
     def offer(self, remote: RemoteProcess) -> None:
-        """Add a server on another host, as soon as the run is ready for it, or refuse the offer."""
+        """Queue the process `remote`, which another host offers as a server.
+
+        The team later adds the server, as soon as the run is ready for it, or refuses the offer.
+        """
         with self._changed:
             self._offers.append(remote)
             self._changed.notify_all()
@@ -217,7 +223,7 @@ class TableTeam:
                 self._changed.notify_all()
 
     def _ask_alive(self) -> None:
-        """Kill servers that are silent for too long, and ask all other servers to answer."""
+        """Ask silent servers to answer, and kill servers that do not answer for too long."""
         now, patience = time.monotonic(), self._strategy.takeover_seconds
         for number, child in self.servers.items():
             begun = self._questions.get(number)
@@ -252,7 +258,11 @@ class TableTeam:
         self._hand_over()
 
     def _leaves(self, child: RunProcess) -> None:
-        """Start another server, which takes the rows of a server that was asked to leave."""
+        """Start another server in place of a server that was asked to leave.
+
+        A server at a fixed port stays, because its replacement would need another port. If the
+        server leaves already, nothing is done.
+        """
         if self._strategy.processes.port:
             self._note(
                 f"{child} was asked to leave but stays, because its replacement would need "
@@ -262,7 +272,7 @@ class TableTeam:
             self._replace(child.number)
 
     def _replace(self, number: int, remote: RemoteProcess | None = None) -> None:
-        """Start another server, on another host if `remote` is given, which takes over the rows.
+        """Start another server, which takes over the rows of server `number`.
 
         Args:
           number: the number of the server to replace.
@@ -275,7 +285,7 @@ class TableTeam:
         self._fill()
 
     def _look(self) -> None:
-        """Begin to change the number of servers if another number or another host is wanted."""
+        """Take the offers of other hosts, and begin a requested change of the number of servers."""
         if not self._opened or self._asked or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._pause
@@ -358,7 +368,10 @@ class TableTeam:
         return server not in self._leaving and (server, at) not in self._passing
 
     def _hand_over(self) -> None:
-        """Remove each server from the ranges that it gives up, once other servers have the rows."""
+        """Remove each server from the ranges that it gives up, once other servers have the rows.
+
+        A server that leaves the run and has no more ranges is ended.
+        """
         if self._asked:
             return  # A leader has not answered an order yet, and must keep its ranges until then.
         for number in sorted(self._seats):
@@ -397,7 +410,10 @@ class TableTeam:
         return all(arbiter.knows(one) for one in heirs)
 
     def _swap(self) -> None:
-        """Make the new server of a passed range the leader, and the earlier leader its follower."""
+        """In each range that has passed to its new server, make this server the leader.
+
+        The earlier leader becomes the follower of the range.
+        """
         for at in sorted(self._swaps):
             arbiter = self._arbiters[at]
             view = arbiter.view
@@ -421,7 +437,11 @@ class TableTeam:
         self._failed(reason)
 
     def _died(self, child: RunProcess, code: int) -> None:
-        """Let followers take over, and start another server."""
+        """Let followers take over the ranges of a server that has ended.
+
+        Another server is started if too few servers remain, unless too many servers have died. If
+        rows are lost, the team fails.
+        """
         number, how = child.number, how_ended(code)
         del self.servers[number], self._heard[number]
         self._questions.pop(number, None)

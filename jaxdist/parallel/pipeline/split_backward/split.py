@@ -1,10 +1,11 @@
 """The division of a backward pass into two functions, B and W.
 
 B computes the gradient of a chunk's input, for which the previous stage waits. W computes the
-gradients of the chunk's weights, for which no stage waits. The equations of the traced backward
-pass are divided between B and W, and each equation runs once. A loop over layers becomes two loops,
-and the loop in B keeps the values of each layer that the loop in W needs. Only equations that
-depend on nothing except arguments of both halves may run twice.
+gradients of the chunk's weights, for which no stage waits. In schedules, the half B is the task I
+(see `assign`). The equations of the traced backward pass are divided between B and W, and each
+equation runs once. A loop over layers becomes two loops, and the loop in B keeps the values of each
+layer that the loop in W needs. Only equations that depend on nothing except arguments of both
+halves may run twice.
 """
 
 from __future__ import annotations
