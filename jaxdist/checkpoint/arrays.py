@@ -33,10 +33,10 @@ orbax writes.
 
 @cache
 def _orbax() -> Any:
-    """Import orbax on first use, since this takes longer than to import jax, and mute orbax's log.
+    """Import orbax, mute its log, and return the module; the first call takes longest.
 
-    Orbax logs each error that it raises with a traceback; the store instead reports each error in
-    one line.
+    The import takes longer than the import of jax, so it is not at the top of this file. Orbax logs
+    each error that it raises with a traceback; the store instead reports each error in one line.
     """
     import orbax.checkpoint
 
@@ -144,10 +144,10 @@ class ArrayWriter:
                 raise
 
     def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
-        """Write this process's chunks of the large arrays below `path`.
+        """Write this process's chunks of the large arrays below `path`, and return their records.
 
         If a known file has the same content as a chunk, the method makes a hard link to that file
-        instead.
+        instead. The records are by path inside the checkpoint.
 
         Raises:
           OSError: a file cannot be written.

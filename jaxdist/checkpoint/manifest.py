@@ -103,6 +103,9 @@ def record_of(path: Path, *, durable: bool = False) -> FileRecord:
 
     Args:
       durable: whether to also write the file to disk, so that it survives a power failure.
+
+    Raises:
+      OSError: the path is not a regular file, or the file cannot be read.
     """
     kind = path_kind(path)
     if kind is not None:  # A pipe would block, and a device might be endless.
@@ -126,9 +129,10 @@ def seal(
     known: Mapping[str, FileRecord] | None = None,
     generation: int | None = None,
 ) -> Manifest:
-    """Write the manifest of a checkpoint with the digests of all files, after an fsync of each.
+    """Write and return the manifest of a checkpoint, with the digests of all files.
 
-    Every file that is not in `known` is read, usually from the page cache.
+    Before that, each file is synced to disk. Every file that is not in `known` is read, usually
+    from the page cache.
 
     Args:
       cuts, generation: see `Manifest`.

@@ -3,9 +3,10 @@
 For a Pallas kernel, libtpu prints only the schedule: for each core, the bundles (VLIW instructions,
 one per cycle) of the kernel's loop over blocks. An iteration takes at least one cycle for each of
 its bundles, and at least the cycles of its products in the matrix units. `python -m
-benchmarks.tpu.splash` compiles the kernels alone and prints the larger number, from which the
-efficiencies below are derived. Waits for memory are left out, since the operands of an iteration
-are fetched during the previous iteration.
+benchmarks.tpu.splash` and `python -m benchmarks.tpu.grouped` compile the kernels of splash
+attention and megablox alone. From the larger number of cycles, they compute the fractions of the
+peak below. Waits for memory are left out, since the operands of an iteration are fetched during the
+previous iteration.
 
 All other kernels are assumed to run at the fraction `OTHERS` of the peak.
 """
@@ -21,7 +22,7 @@ from operator import le
 from jaxdist.hlo.estimates import Effort
 
 OTHERS = 0.5
-"""The assumed fraction of the peak at which kernels that are not in `SPLASH` compute."""
+"""The assumed fraction of the peak at which kernels in neither `SPLASH` nor `GROUPED` compute."""
 
 _FLOATS = ("bf16", "f32")
 _GROUPED = re.compile(r"(?:^|_)(t?gmm)(?:_|$)")

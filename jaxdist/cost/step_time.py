@@ -40,8 +40,8 @@ class StepTime:
       exposed_seconds: the time of waits for collectives, by the mesh axes of the collectives.
       overlapped_seconds: the time of collectives that run while the device computes, by mesh axes.
       entries: every instruction that takes time, the most expensive first.
-      unknown_loops: the number of loops of unknown length. Only one iteration of each such loop is
-        counted, so the step takes longer.
+      unknown_loops: the names of the loops of unknown length. Only one iteration of each such loop
+        is counted, so the step takes longer.
       bubble_seconds: the time, over all ticks, for which a pipeline's stages wait on average for
         the stage that takes longest. All other times are means over stages.
       schedule: the pipeline's schedule whose ticks are timed, or "" if no ticks are timed.

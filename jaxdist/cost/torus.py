@@ -1,15 +1,16 @@
 """The time of a collective on the torus of a TPU slice, from its bytes and its links.
 
 Chips are joined to their neighbors along two or three dims. A collective over a box of chips uses,
-at the same time, the links of each dim in which the box is longer than 1. If the dim is a ring, the
-links of both directions are used. If the dim is a line, only the links of one direction are used,
-because the end of a line receives all data through one link. An all-gather of V bytes among n
-devices then takes the time of V (n-1)/n bytes at the rate of all used links together. A
-reduce-scatter takes as long as an all-gather, an all-reduce twice as long, and an all-to-all a
-quarter as long (Austin et al., "How to Scale Your Model", chapter "Sharded matrices"). The latency
-of each hop to the farthest chip is added.
+at the same time, the links of each dim in which the box is longer than 1. If the box covers a whole
+ring of a dim, the links of both directions are used. Otherwise the box is a line in this dim, and
+only the links of one direction are used, because the end of a line receives all data through one
+link. An all-gather of V bytes among n devices then takes the time of V (n-1)/n bytes at the rate of
+all used links together. A reduce-scatter takes as long as an all-gather, an all-reduce twice as
+long, and an all-to-all a quarter as long (Austin et al., "How to Scale Your Model", chapter
+"Sharded matrices"). The latency of each hop to the farthest chip is added, for an all-reduce twice.
 
-A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
+A group that is not a box (scattered chips) is assumed to use a single link of a single dim. A
+collective over several slices takes the time of its bytes on the network between slices.
 
 The two devices of a chip form an additional dim, without links of the torus. A collective that
 includes this dim sends each byte into the chip once. In a collective along other dims, both devices

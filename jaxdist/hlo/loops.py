@@ -225,7 +225,7 @@ class Frame:
         Args:
           loop: the while instruction.
           start: the initial values of the counters.
-          moves: the values of the counters after an iteration.
+          moves: the values of the counters after an iteration, or None for an unknown value.
         """
         lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))

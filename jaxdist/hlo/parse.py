@@ -205,6 +205,9 @@ def _closing(text: str, start: int) -> int:
 def parse_instruction(line: str) -> Instruction | None:
     """Return the instruction on a line, or None if the line has no instruction.
 
+    Raises:
+      LedgerError: the instruction on the line is incomplete.
+
     >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
     >>> found.name, found.opcode, found.operands, found.shapes
     ('sum.1', 'add', ('a', 'b'), (ArrayShape(dtype='f32', dims=(2,)),))

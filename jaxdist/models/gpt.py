@@ -61,7 +61,8 @@ class GptConfig(PartConfig):
     tied_head: bool = True
     """Whether to use the embedding table as the output head as well."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """The base wavelength of the rotary positions. Models for long sequences use a larger value."""
+    """The base of the frequencies of the rotary positions. Models for long sequences use a larger
+    value."""
     rope_scaling: RopeScaling | None = None
     """The change of the rotary frequencies for longer sequences, selected by its `type`; null
     changes nothing."""

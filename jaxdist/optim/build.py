@@ -128,7 +128,12 @@ class ImportedOptimizerConfig(OptimizerConfig):
     `optax.contrib.schedule_free`."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """Build the user's transformation, in which each layer of a stack is a separate tensor."""
+        """Build the user's transformation, in which each layer of a stack is a separate tensor.
+
+        Raises:
+          ConfigError: the function does not exist, does not return a transformation, or returns a
+            transformation whose first update is not finite.
+        """
         made = load_object(self.path)(rate, **self.args)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
@@ -425,7 +430,7 @@ def _factors(rates: Mapping[str, float], params: Params) -> PyTree:
 
 
 def _scaled(inner: optax.GradientTransformation, factors: PyTree) -> optax.GradientTransformation:
-    """Scale the updates of each parameter by its factor on the learning rate."""
+    """Wrap `inner` so that each parameter's updates are multiplied by its learning-rate factor."""
     if all(factor == 1.0 for factor in jax.tree.leaves(factors)):
         return inner
     inner = optax.with_extra_args_support(inner)

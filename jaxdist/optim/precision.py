@@ -54,7 +54,7 @@ class MomentsState(NamedTuple):
 def bf16_moments(
     inner: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the float32 moments of `inner` in bfloat16 between steps, by stochastic rounding.
+    """Wrap `inner` so that its float32 moments are stored in bfloat16, by stochastic rounding.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
     decreases by at most 1/1000 of its value in a step. Neighboring bfloat16 values differ by about
@@ -150,15 +150,16 @@ def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def master_weights(
     inner: optax.GradientTransformation, dtype: DTypeLike = jnp.bfloat16
 ) -> optax.GradientTransformationExtraArgs:
-    """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
+    """Wrap `inner` so that it updates float32 master weights, for a model with narrow parameters.
 
-    The narrow parameters equal the master weights rounded to nearest. If they are exactly equal
-    before a step, they are exactly equal after `optax.apply_updates` too. There is one exception: a
-    parameter that was rounded up to a power of two, and that the update changes to nearly zero.
-    Such a parameter differs by at most 2**-23 of its old value for one step, because not every
-    narrow value can be reached by a float32 update. The updates are float32, since their sum with
-    the narrow parameters would otherwise be rounded twice. Gradients may have any floating dtype.
-    `init` accepts float32 parameters, and the model then starts from their rounded values.
+    The state holds the master weights. The parameters, of `dtype`, equal the master weights rounded
+    to nearest. If they are exactly equal before a step, they are exactly equal after
+    `optax.apply_updates` too. There is one exception: a parameter that was rounded up to a power of
+    two, and that the update changes to nearly zero. Such a parameter differs by at most 2**-23 of
+    its old value for one step, because not every narrow value can be reached by a float32 update.
+    The updates are float32, since their sum with the narrow parameters would otherwise be rounded
+    twice. Gradients may have any floating dtype. `init` accepts float32 parameters, and the model
+    then starts from their rounded values.
 
     Raises:
       ConfigError: the dtype is neither bfloat16 nor float16; an update lacks the parameters, or the

@@ -139,7 +139,7 @@ class SkipSpikesConfig(Config):
 def clip_to_norm(
     inner: optax.GradientTransformation, limit: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner` to gradients, which are first scaled down if their norm exceeds `limit`.
+    """Wrap `inner` so that gradients are first scaled down if their norm exceeds `limit`.
 
     The norm is the norm of all gradients together. If this norm is already known, pass it to the
     update as `grad_norm`, which saves a read of the gradients. The state is the state of `inner`.
@@ -272,7 +272,7 @@ def skipped_once(state: OptState) -> OptState:
 def skip_nonfinite(
     inner: optax.GradientTransformation, *, specs: Specs = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner`, but skip each step whose gradients contain a NaN or an infinity.
+    """Wrap `inner` so that each step whose gradients contain a NaN or an infinity is skipped.
 
     In a skipped step the updates are zero, no bit of the inner state changes, and the outer state
     (`SkipState`) counts the step. Cost: another read of the gradients, and a write of the
@@ -300,13 +300,13 @@ def skip_spikes(
     window: int = 100,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner`, but skip a step whose gradient norm exceeds `factor` times the running mean.
+    """Wrap `inner` so that steps with a gradient norm above `factor` times its mean are skipped.
 
-    The mean is the arithmetic mean over the first `window` steps, and a moving average with decay
-    1 - 1 / `window` afterwards. A step among the first `window` steps is not skipped if its norm is
-    finite. The norm of a skipped step enters the mean as `factor` times the mean, so that a lasting
-    change of level is eventually accepted. A step whose norm is not finite is always skipped, and
-    its norm never enters the mean.
+    The mean is the arithmetic mean over the first `window` steps, and then a moving average with
+    decay 1 - 1 / `window`. A step among the first `window` steps, or with a mean of 0, is not
+    skipped if its norm is finite. The norm of a skipped step enters the mean as `factor` times the
+    mean, so that a lasting change of level is eventually accepted. A step whose norm is not finite
+    is always skipped, and its norm never enters the mean.
 
     Raises:
       ConfigError: the factor is not above 1 or not finite; the window is under 1.

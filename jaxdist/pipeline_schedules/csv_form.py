@@ -116,6 +116,9 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
       text: the CSV text.
       name: the name of the schedule, which is also in error messages.
 
+    Raises:
+      ConfigError: the text is not a complete and valid schedule.
+
     >>> schedule = parse_csv("0F0,,,0B0\n,1F0,1B0\n")
     >>> schedule.stages, schedule.microbatches, str(schedule.rows[1][1])
     (2, 1, '1F0')

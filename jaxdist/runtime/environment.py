@@ -1,4 +1,4 @@
-"""The preparation of the environment variables that jax reads once, before jax is imported.
+"""The preparation, before jax is imported, of the environment variables that jax reads once.
 
 Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
 CPU thread pool must have at least two threads per fake device. With fewer threads, a collective can

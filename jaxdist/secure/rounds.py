@@ -1,11 +1,12 @@
 """The course of a round of secure aggregation between a server and its clients, as plain data.
 
-A client sends requests. The server answers a request once all clients have sent this request:
+A client sends requests. The server answers a request once all clients that have not left have sent
+this request, and the request ARRIVED once the sum is closed:
 
-    KEYS      the client's public keys         answer: the keys of all clients
-    SHARES    its shares, by holder            answer: the shares for this client, by sender
-    ARRIVED   nothing, after its vector        answer: the clients whose vectors are in the sum
-    REVEAL    a share of each of its secrets   no answer: the sum is known
+    KEYS      the client's public keys        answer: the keys of all clients
+    SHARES    its shares, by holder           answer: the shares for this client, by sender
+    ARRIVED   nothing, after its vector       answer: the clients whose vectors are in the sum
+    REVEAL    one share of each client        no answer: the sum is known
 
 The server answers a repeated request again; a repetition changes nothing.
 """

@@ -69,7 +69,7 @@ class FrameError(WireError):
     """The error for a refused frame; the message is the reason.
 
     Attributes:
-      envelope: the envelope, as far as it could be parsed.
+      envelope: the envelope without its payload, or None if it could not be parsed.
     """
 
     def __init__(self, reason: str, envelope: Envelope | None = None) -> None:

@@ -37,7 +37,12 @@ class _End:
 
 @dataclass(frozen=True)
 class LocalWire:
-    """A wire to a service in this process."""
+    """A wire to a service in this process.
+
+    Attributes:
+      spec_of: the function from an envelope of the service to the specification of its payload, or
+        to None if no payload is allowed.
+    """
 
     service: Service
     spec_of: Callable[[Envelope], Spec | None]

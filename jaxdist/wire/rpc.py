@@ -195,7 +195,8 @@ class RpcWire:
 
     Attributes:
       address: `host:port`.
-      spec_of: the function from a server's envelope to the specification of its payload.
+      spec_of: the function from a server's envelope to the specification of its payload, or to
+        None if no payload is allowed.
       tls: the TLS credentials; None sends plain text.
       shared_bytes: the largest payload, in bytes, that is sent through shared memory if the server
         is a process of the same user on this machine; 0 sends all payloads through the socket.

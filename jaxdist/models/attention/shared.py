@@ -1,7 +1,7 @@
 """Attention over a sequence that several devices share, inside `jax.shard_map`.
 
 Two methods are combined. Within a group, devices exchange the split of the sequence for a split of
-the heads (Ulysses). Between groups, keys and values are gathered, or rotate round a ring (ring
+the heads (Ulysses). Between groups, keys and values are gathered, or rotate around a ring (ring
 attention). The running softmax is in float32. Blocks in which causality or the window hides every
 key are skipped.
 
@@ -233,7 +233,7 @@ _whole_keys.defvjp(lambda groups, x: (_whole_keys(groups, x), None), _scattered_
 
 @dataclass(frozen=True)
 class _Rotating:
-    """Keys that rotate round the ring: a hop replaces a group's keys by the previous group's keys.
+    """Keys that rotate around the ring: a hop replaces a group's keys by the previous group's keys.
 
     Attributes:
       keys: the keys that this group has after `passed` hops.

@@ -72,7 +72,7 @@ class RowForm:
 
 
 def _scattered(x: Any, xp: Any) -> Any:
-    """Return a hash of each uint32, by the finaliser of MurmurHash3 (Appleby)."""
+    """Return a hash of each uint32, by the finalizer of MurmurHash3 (Appleby)."""
     x = (x ^ (x >> 16)) * xp.asarray(_FIRST, xp.uint32)
     x = (x ^ (x >> 13)) * xp.asarray(_SECOND, xp.uint32)
     return x ^ (x >> 16)

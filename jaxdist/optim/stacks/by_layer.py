@@ -24,7 +24,7 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 def by_layer(
     transform: optax.GradientTransformationExtraArgs, stacked: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `transform` to stacked parameters as if they were lists of layers.
+    """Wrap `transform` so that it treats stacked parameters like lists of layers.
 
     The state has the structure of the state for a single layer, and each leaf that belongs to a
     stack has a leading dim for the layers. The cost depends on the properties that a comparison of

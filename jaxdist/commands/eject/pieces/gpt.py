@@ -20,7 +20,7 @@ HEAD_SIZE = 32  # d
 MLP = 384  # F
 VOCAB = 257
 PADDED_VOCAB = 320  # V, a multiple that divides over a mesh; padding has no probability
-ROPE_THETA = 10000.0  # base wavelength of the rotary positions
+ROPE_THETA = 10000.0  # base of the frequencies of the rotary positions
 ATTENTION_WINDOW = 64  #: window # earlier positions that each position attends to
 SCAN_UNROLL = 2  #: unroll # layers in one iteration of the loop over them
 
