@@ -1,4 +1,4 @@
-"""The identity of a run: an id in its directory, which distinguishes the run from other runs.
+"""The identity of a run, which distinguishes the run from other runs: an id in its directory.
 
 RUN/run.json    {"id": "9f86d081884c7d65", "begun": "2026-01-31 12:00:00 +0000", "asked": "gpt"}
 

@@ -26,8 +26,8 @@ class SequenceSplit:
     Attributes:
       axes: the names of the mesh axes that split the sequence.
       size: the number of devices that share a sequence, C.
-      swapped: the number of devices in a group, which exchange the split of the sequence for a
-        split of the heads, U.
+      swapped: the number of devices in a group, U. The devices of a group exchange the split of
+        the sequence for a split of the heads.
       rotates: whether keys and values rotate among the C / U groups, instead of being gathered.
       order: the order of the positions of a training batch over the groups.
     """

@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("bool"),
 }
 MOST_HEADER_BYTES = 100_000_000
-"""The largest number of bytes of a header that the format allows."""
+"""The size of the largest header that the format allows, in bytes."""
 _ALIGN = 8
 
 

@@ -64,7 +64,7 @@ the result of a matmul with parameters if a gradient needs it, but nothing insid
 
 
 class NamedKeeps(dict[str, Keep]):
-    """A mapping from names to memories that is hashable, because models are hashed with it.
+    """A hashable mapping from names to memories; models are hashed with it.
 
     The mapping must not be changed.
     """

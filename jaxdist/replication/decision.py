@@ -25,7 +25,7 @@ from jaxdist.param_server.protocol.server import RangeState, Step, range_in_epoc
 
 @dataclass(frozen=True)
 class RangeView:
-    """The arbiter's decision on the servers of a range.
+    """The view of a range: the arbiter's decision on the servers of the range.
 
     Attributes:
       number: the number of the decision; a server ignores a decision that is older than a decision

@@ -1,4 +1,4 @@
-"""A rendezvous of a program's processes before jax connects them, with readable messages.
+"""A rendezvous, with readable messages, of a program's processes before jax connects them.
 
 jax waits for its peers silently, and ends the process from C++ after a timeout. The processes
 therefore connect here first, on the same address. Process 0 listens, and each of the other

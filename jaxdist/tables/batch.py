@@ -128,7 +128,9 @@ class TableRows:
         places: Mapping[int, np.ndarray],
         values: np.ndarray,
     ) -> dict[str, jax.Array]:
-        """Return a batch, by the name of the field, with the values of its rows.
+        """Return the fields of a batch by name, with the values of the touched rows in a new field.
+
+        In the result, each id is replaced by the index of its row among the rows of its block.
 
         Args:
           touched, places: the two results of `touched` for the batch.

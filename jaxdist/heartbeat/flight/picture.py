@@ -48,7 +48,7 @@ def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[P
 
 
 def flight_figure(record: JsonObject) -> Figure:
-    """Return the figure of a record, which `draw_flight` writes."""
+    """Return the figure that `draw_flight` writes for a record."""
     processes = record["processes"]
     height = min(1.9 + _ROW_INCHES * len(processes), _MOST_INCHES)
     figure = new_figure((_WIDTH_INCHES, height))

@@ -1,4 +1,4 @@
-"""The detection of a slow process, which delays the other processes, from all statuses.
+"""The detection, from all statuses, of a slow process, which delays the other processes.
 
 Processes that take every step together have the same step time, so the step time does not show
 which process is slow. Three measures show the slow process; the first measure gives the most

@@ -125,7 +125,7 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
 
 
 def _crossing(jaxpr: Any) -> Iterator[str]:
-    """Yield the names of the primitives in a trace that are not elementwise."""
+    """Yield the names of a trace's primitives that are not elementwise."""
     for equation in jaxpr.eqns:
         inner = [*inner_jaxprs(equation)]
         if inner:
