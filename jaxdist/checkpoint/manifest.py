@@ -67,7 +67,8 @@ class Manifest(Config):
 
     format: Literal[1, 2, 3, 4] = 2
     """The version of this format. In version 1, parameters of ZeRO 3 may be in a wrong order; see
-    `misordered`. The field `cuts` exists since version 3, and `generation` since version 4.
+    `jaxdist.run.loading.misordered`. The field `cuts` exists since version 3, and `generation`
+    since version 4.
     """
     jax: str = jax.__version__
     """The version of jax that wrote the checkpoint."""
