@@ -50,7 +50,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarra
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return a hash of each uint64, by the finaliser of splitmix64."""
+    """Return a hash of each uint64, by the finalizer of splitmix64."""
     values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

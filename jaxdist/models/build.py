@@ -180,7 +180,7 @@ def model_notices(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 def choose_loss(
     config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> LossConfig:
-    """Return the loss to minimise: `given`, or the default loss of the model if `given` is None.
+    """Return the loss to minimize: `given`, or the default loss of the model if `given` is None.
 
     Args:
       shapes: the shape of each field of an example of the data, by the field's name.

@@ -1,6 +1,6 @@
 """Fences: identities that keep XLA from fusing the operations on their two sides.
 
-XLA:TPU fuses element-wise work and reductions into the kernel of a neighbouring matrix product. In
+XLA:TPU fuses element-wise work and reductions into the kernel of a neighboring matrix product. In
 a decoder's block such a fusion costs more than it saves. By libtpu's estimates, a product that is
 fused with a norm or a gate takes up to 1.4 times the time of the product by itself. Two separate
 kernels take less time (`jaxdist bench tpu`). A fence is an identity whose two sides are computed by

@@ -33,7 +33,7 @@ Batch = Mapping[str, jax.Array]
 Model: TypeAlias = Any
 """An NNX module, or a plain function with the same call."""
 Loss = Callable[[Model, Batch], PyTree]
-"""A function from (module, batch) to named sums, `Sums`; training minimises the mean "loss".
+"""A function from (module, batch) to named sums, `Sums`; training minimizes the mean "loss".
 
 A user's loss may instead return the mean of a batch as a scalar, or (scalar, {name: scalar}), if
 the batch is not computed in parts; see `check_adds_up`.

@@ -87,7 +87,7 @@ def sets_of_hashes(hashed: np.ndarray, most: int) -> np.ndarray:
 
 
 def servers_of(rows: np.ndarray, servers: int, most: int = 0) -> np.ndarray:
-    """Return the number of the server of each row; neighbouring rows have different servers.
+    """Return the number of the server of each row; neighboring rows have different servers.
 
     Args:
       rows: the row numbers or keys.

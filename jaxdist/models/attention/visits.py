@@ -86,7 +86,7 @@ class Pieces:
 
     @property
     def stride(self) -> int:
-        """The distance in the sequence between neighbouring positions of a chunk."""
+        """The distance in the sequence between neighboring positions of a chunk."""
         return self.groups if self.order == "striped" else 1
 
     def hops(self) -> list[int]:
