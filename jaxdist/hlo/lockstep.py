@@ -171,7 +171,11 @@ def _decided(computations: Iterable[Computation]) -> list[Instruction]:
 
 
 def _reached(module: Module, names: Iterable[str]) -> list[Computation]:
-    """Return the computations with the given names, and all computations that they call."""
+    """Return the computations with the given names, and all computations that they reach.
+
+    A computation reaches what it calls, the bodies of its loops, and the branches of its
+    conditionals.
+    """
     found: dict[str, Computation] = {}
     pending = [*names]
     while pending:

@@ -153,7 +153,8 @@ def _written_rotary(options: JsonObject) -> JsonObject:
 def _window(config: Mapping[str, Any]) -> JsonObject:
     """Return the option for the attention window.
 
-    The option is one less than the window in config.json, which includes the position itself.
+    The option is one less than the window in config.json, which includes the position itself. The
+    result is empty if the layers have no window.
     """
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     kinds = set(config.get("layer_types") or ())

@@ -42,7 +42,7 @@ def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
 
 
 def metadata_of(family: Family, model: GptConfig, length: int, vocab_size: int) -> JsonObject:
-    """Return the sizes of a model as metadata of a GGUF file."""
+    """Return the sizes and other settings of a model as metadata of a GGUF file."""
     arch = family.name
     return {
         "general.architecture": arch,

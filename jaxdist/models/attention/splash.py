@@ -43,8 +43,8 @@ class Splash:
     def fits(self, ask: AttentionRequest) -> str | None:
         """Return why the TPU kernel does not support a request, or None if it does.
 
-        The kernel needs TPUs, a sequence length that its blocks divide, and a split of the heads
-        that keeps query heads together with their key heads.
+        The kernel needs TPUs, whole sequences of a length that `LANES` divides, and a split of the
+        heads that keeps query heads together with their key heads.
         """
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, but the mesh has {ask.platform} devices"

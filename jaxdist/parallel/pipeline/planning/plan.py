@@ -231,7 +231,7 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
     """Return the number of blocks or of parts of a model, and whether the model has parts.
 
     Raises:
-      ConfigError: the model has buffers, or has neither blocks nor parts.
+      ConfigError: a pass of the model changes buffers, or the model has neither blocks nor parts.
     """
     made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
