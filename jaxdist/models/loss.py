@@ -116,6 +116,8 @@ class NextTokenConfig(Config):
     def build(self, hint: Hint = no_hint) -> Loss:
         """Return the loss function, which calls the module as `module(tokens, segments)`.
 
+        With several chunks, the function instead calls the module's `hidden` and `head`.
+
         Args:
           hint: the layout of activations on the mesh.
         """

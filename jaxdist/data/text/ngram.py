@@ -168,7 +168,7 @@ def _interpolate(
 
 
 def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """Return the g of each bucket, float64 [64], with which the given tokens are most likely.
+    """Return the g of each bucket, float64 [64], that fits the given tokens and `_BELIEF` best.
 
     `TrigramModel` defines g and the buckets.
 
@@ -189,7 +189,11 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return 16 short blocks, together a twentieth of the stream, and the parts between blocks."""
+    """Return 16 short blocks, together a twentieth of the stream, and the parts between blocks.
+
+    If the blocks of a short stream would be shorter than a trigram, the results are the first two
+    tokens and the whole stream.
+    """
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:
