@@ -20,7 +20,8 @@ def lasting_output() -> Iterator[None]:
     """Prevent errors of writes to standard output or standard error inside the block.
 
     If the reader has ended (`| head -1`, or a closed terminal), the exit code does not change. If
-    output is lost for any other reason, a command that would otherwise succeed exits with code 1.
+    standard output is lost for any other reason, a command that would otherwise succeed exits with
+    code 1.
     """
     streams = _Lasting(1), _Lasting(2)
     before = sys.stdout, sys.stderr

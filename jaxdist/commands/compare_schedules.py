@@ -86,7 +86,7 @@ class ScheduleEntry:
     def as_json(self) -> JsonObject:
         """Return the schedule's columns of the table as JSON values, without rounding.
 
-        The values are None if the schedule is refused.
+        The measures, such as the bubble, are None if the schedule is refused.
         """
         names = ("bubble", "flushed_bubble", "makespan", "peak", "messages")
         figures: JsonObject = dict.fromkeys(names)
@@ -113,7 +113,7 @@ def compare_schedules(
 
     Args:
       overrides: `key=value` overrides of `ComparisonConfig`. The costs are times of a whole stage,
-        for any number of chunks.
+        which may have several chunks.
       stages: the number of stages.
       microbatches: the number of microbatches.
       json_file: a file for the rows as JSON, or None to write none.

@@ -57,11 +57,11 @@ def serve_here(
     role: Literal["server", "worker"] = "server",
     wait_seconds: float | None = None,
 ) -> None:
-    """Run a server or a worker of a run on this host until the run ends, or until it leaves.
+    """Run a server or a worker of a run on this host, until it leaves the run or the run ends.
 
-    SIGTERM and SIGINT let the server leave: a server on the host of the run takes its rows. With
-    `wait_seconds`, the signals are for all processes of a job, so the server stays: the run ends
-    it.
+    SIGTERM and SIGINT ask the process to leave the run. If a table server leaves, a server on the
+    host of the run takes its rows. With `wait_seconds`, these signals go to all processes of a job,
+    so the process stays until the run ends.
 
     Args:
       run: the run directory, which this host shares with the hosts of the run.
@@ -73,8 +73,8 @@ def serve_here(
       wait_seconds: the time to wait for the run to begin, or None if the run must have begun.
 
     Raises:
-      RunError: the run has no tables on servers, has not begun, has ended, or cannot have one more
-        server at this address; or the server or the connection to the run failed.
+      RunError: the run has no servers, has not begun, has ended, or cannot have one more server at
+        this address; or the server or the connection to the run failed.
     """
     # The modules are imported here, since they import gRPC, an optional dependency.
     from jaxdist.tables.training.host import HostedProcess, await_gate

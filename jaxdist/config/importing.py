@@ -100,7 +100,8 @@ def user_code(what: str) -> Iterator[None]:
 def describe_exception(error: BaseException) -> str:
     """Return an exception's type, message and position: `IndexError: message (file.py:12)`.
 
-    The position is the line of the innermost frame in the user's code, if there is such a frame.
+    The position is the line of the innermost frame in the user's code. If no frame is in the user's
+    code, it is the line of the innermost frame.
     """
     place = ""
     if isinstance(error, SyntaxError) and error.filename:

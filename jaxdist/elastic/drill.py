@@ -229,7 +229,8 @@ def judge_drill(
 ) -> Drilled:
     """Return the predicted share of kept work, with the measured share.
 
-    The prediction uses only the run's first attempt and first failure.
+    The prediction uses the number and the kinds of all failures. Its times are measured only in the
+    run's first attempt and in the recovery from the first failure.
 
     Args:
       recoveries: the recoveries of the run, of which there is at least one.

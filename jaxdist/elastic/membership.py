@@ -208,7 +208,9 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Return the state after a renewal, with the hosts that are alive and their leases.
+        """Return the state with the registrations and leases that follow from a renewal.
+
+        The next generation does not start here, but in `passed`.
 
         Args:
           config: the settings of membership.
@@ -236,7 +238,12 @@ class Registry:
         return replace(self, alive=alive, quarantined=quarantined, **given)
 
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
-        """Return the state at time `now`, in which hosts expire, and generations end and start."""
+        """Return the state at time `now`, without the registrations and leases that have expired.
+
+        If a member of the generation has expired, the generation gets no further leases. If the
+        generation can grow, it is asked to pause. When it gets no further leases and none is left,
+        the next generation starts.
+        """
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}

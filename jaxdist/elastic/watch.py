@@ -41,14 +41,14 @@ def find_stuck(
     timeouts: StuckTimeouts,
     others: Callable[[], Sequence[Status] | None] = tuple,
 ) -> Stuck | None:
-    """Return the stuck process of this machine, or None if all processes may still make progress.
+    """Return the stuck process of this machine, or None if no process is stuck on this machine.
 
     A process without a heartbeat is stuck, because it is stopped or gets no CPU time. If all
     processes have heartbeats, but none makes progress for too long, the process at the lowest step
     is stuck. If several processes are at that step, a process that does not wait for the devices is
     preferred. If this leaves several processes, a process that is not inside a step is preferred,
-    and then the process whose progress ended first. Each machine reports only its own stuck
-    process, and then informs the other machines.
+    and then the process whose progress ended first. No process is stuck while all processes compile
+    or restore.
 
     Args:
       found: the processes of this machine.

@@ -218,7 +218,7 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
-    """Return lines on how parameters are placed on servers, or () if there are not several."""
+    """Return lines on the placement of parameters, or () unless several servers hold them."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
         return ()

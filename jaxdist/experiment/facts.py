@@ -96,7 +96,10 @@ def _settings(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _lamb_clip(optim: OptimizerConfig) -> str | None:
-    """Return the global norm to which LAMB clips gradients, or None if LAMB does not clip."""
+    """Return, as text, the global norm to which LAMB clips gradients.
+
+    The result is None for another optimizer, or if LAMB does not clip.
+    """
     if not isinstance(optim, LambConfig):
         return None
     clip = optim.max_grad_norm or LAMB_RULES[optim.variant].max_grad_norm

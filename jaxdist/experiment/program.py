@@ -155,8 +155,8 @@ def _loss_facts(
 ) -> Facts:
     """Return the facts, to which facts about the loss are added.
 
-    The added facts are the loss's scalars, and the reason why evaluation needs several batches, if
-    there is a reason.
+    The added facts are the loss's scalars, whether examples have weights, and, for a loss with
+    scalars, the reason why the held-out split cannot be evaluated as a single batch.
 
     Args:
       scalars: the names of the values that the loss returns as scalars.

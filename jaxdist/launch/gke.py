@@ -72,8 +72,8 @@ ACCELERATORS = {
 def chips_per_host(topology: Topology) -> int:
     """Return the number of chips on each machine of a GKE slice.
 
-    A slice of up to eight chips of v5e or v6e is a single machine. Each machine of a larger slice
-    has four chips.
+    A slice of up to eight chips of v5e or v6e is a single machine. Each machine of any other slice
+    has four chips, or all chips of a slice with fewer than four.
 
     >>> [chips_per_host(parse_topology(text)) for text in ("v5e:2x4", "v5e:4x4", "v5p:4x4x4")]
     [8, 4, 4]
@@ -255,7 +255,8 @@ class Gke(Engine):
         # A single pod is not restarted: the JobSet restarts all pods.
         policy: JsonObject = {"backoffLimit": 0, "podFailurePolicy": {"rules": _NOT_COUNTED}}
         if job.apart:
-            # Process 0 ends the run, which a pod that was restarted late would wait for.
+            # The job succeeds with process 0, which ends the run. Otherwise a pod that was
+            # restarted late would wait for this run.
             done: JsonObject = {"rules": [{"succeededIndexes": "0"}]}
             policy = {**_alone("backoffLimitPerIndex", self.restarts), "successPolicy": done}
         return _replicated(WORKERS, self.slices, hosts, pod, policy)
@@ -263,17 +264,23 @@ class Gke(Engine):
     def _servers(self, job: Job, group: Group) -> JsonObject:
         host = self._host(job, SERVERS, "$(JOB_COMPLETION_INDEX)")
         named = replace(group, command=(*group.command, "--host", host))
-        # The pods of servers have no TPUs and GPUs, which jax in the image would look for.
+        # The pods of servers have no TPUs and GPUs, so jax in the image must not look for any.
         environ = {"JAX_PLATFORMS": "cpu", **self.environment}
         pod = self._pod(named, environ, self.servers.limits, {**self.servers.node_selector})
-        # The servers that are left hold all rows, or the processes that train end.
+        # A server restarts alone: either the other servers hold all rows, or the processes that
+        # train end.
         return _replicated(SERVERS, 1, group.count, pod, _alone("backoffLimit", self.restarts))
 
     def _host(self, job: Job, name: str, index: str) -> str:
-        """Return the name of a pod of the first job with a name.
+        """Return the DNS name of a pod in the first job (number 0) of a replicated job.
 
-        The name is longer than necessary, since gRPC accepts a wildcard in a certificate only
+        The result is longer than necessary, since gRPC accepts a wildcard in a certificate only
         before a name with a dot.
+
+        Args:
+          job: the launched job, whose name is the name of the JobSet.
+          name: the name of the replicated job.
+          index: the number of the pod in the job, as text or as a shell variable.
         """
         return f"{job.name}-{name}-0-{index}.{job.name}.{self.namespace}.svc"
 
@@ -343,7 +350,12 @@ class Gke(Engine):
 
 
 def _alone(limit: str, restarts: int) -> JsonObject:
-    """Return a policy by which Kubernetes restarts each pod alone, without a count of evictions."""
+    """Return the settings with which Kubernetes restarts each pod of a job alone.
+
+    Args:
+      limit: the name of the setting that limits the restarts.
+      restarts: the largest number of restarts, in which evictions do not count.
+    """
     rules: list[Json] = [_if_disrupted("Ignore")]
     return {limit: restarts, "podFailurePolicy": {"rules": rules}}
 
@@ -351,7 +363,15 @@ def _alone(limit: str, restarts: int) -> JsonObject:
 def _replicated(
     name: str, replicas: int, pods: int, pod: JsonObject, policy: JsonObject
 ) -> JsonObject:
-    """Return a job of the set, given the number and the specification of the job's pods."""
+    """Return a replicated job of the JobSet.
+
+    Args:
+      name: the name of the replicated job.
+      replicas: the number of its jobs.
+      pods: the number of pods of each job.
+      pod: the specification of a pod.
+      policy: the other settings of a job, for restarts of its pods and for its success.
+    """
     template: JsonObject = {
         "parallelism": pods,
         "completions": pods,

@@ -208,7 +208,7 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """Return the last predicted share of the time that the run's saves leave for other work.
+    """Return the newest prediction of the share of a run's time in which the run does not save.
 
     The result is None if the run did not choose the intervals between its saves.
 

@@ -96,9 +96,10 @@ def confirm(
 def lay_out(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
 ) -> Confirmed:
-    """Return the numbers of a plan, of which the compiler gives only the memory, within seconds.
+    """Return a plan's memory from the compiler, together with the time by formula.
 
-    If the compiler refuses the program, the result has only the reason.
+    The compiler takes only seconds, since it stops before it generates code. If the compiler
+    refuses the program, the result has only the reason.
 
     Args:
       path: the configuration file, to which `overrides` are applied.

@@ -24,8 +24,8 @@ from jaxdist.runtime import environment
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
 """The pattern of the path of XLA's report on the assignment of buffers."""
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
-"""The pattern of the path of the file that XLA writes next. This file exists if the report is
-complete."""
+"""The pattern of the path of the file that XLA writes after the report. If this file exists, the
+report is complete."""
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 LOOK_SECONDS = 0.05
 """The time between two searches for the report."""

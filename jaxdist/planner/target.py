@@ -121,7 +121,8 @@ class Target:
 def ring_hops(target: Target, dims: Dims) -> int:
     """Return the largest number of hops of a message if each chip sends to the next chip of a ring.
 
-    On a line, the message from the last chip to the first passes all other chips.
+    If the chips form a line and not a ring, the message from the last chip to the first passes all
+    other chips.
 
     Args:
       target: the chips.
@@ -234,8 +235,9 @@ MOST_WIDE = 64
 def wide_meshes(target: Target, *, context: bool) -> Iterator[Places]:
     """Yield layouts in which the axes stage, data and context divide the hosts with GPUs.
 
-    Axis tensor has all GPUs of a host. Sizes are powers of two up to `MOST_WIDE`. On TPUs there is
-    no such layout.
+    At least one of the axes stage and context is larger than 1. The sizes of these two axes are
+    powers of two up to `MOST_WIDE`. Axis tensor has all GPUs of a host. On TPUs there is no such
+    layout.
 
     Args:
       target: the devices.

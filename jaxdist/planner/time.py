@@ -181,10 +181,11 @@ def seconds(
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     rows = rows_of(model, plan)
-    # This is the number of tokens in a microbatch of a replica.
+    # The number of tokens in a microbatch of a replica is divided over axis context.
     tokens = rows * model.window // plan.context
     count, layers = plan.microbatches, model.layers // plan.stage
-    # This is the number of tokens for which each device of a replica computes.
+    # Each device computes a share of the products for all of `tokens`, which costs as much as all
+    # products for `split` tokens.
     split = tokens / plan.tensor
 
     product = block_seconds(model, plan, target, split, rates.product)
@@ -266,8 +267,9 @@ def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: 
     """Return the seconds of Newton-Schulz and of the exchange of its matrices.
 
     The result is 0 for other optimizers than Muon. Devices share the work if the optimizer's state
-    is split. The matrices are exchanged, except with ZeRO 1 if the devices divide the number of
-    layers: then each device has all of the matrices of some layers.
+    is split. The matrices are exchanged over axis tensor. They are also exchanged over the devices
+    that split the state, except with ZeRO 1 without a pipeline if these devices divide the number
+    of layers: then each device has all of the matrices of some layers.
     """
     if not model.newton_schulz:
         return 0.0
@@ -379,8 +381,8 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
 
     Chunks travel in both directions of a ring while other chunks are multiplied. Gate and up
     multiply together, in two products, and down multiplies in one product. The device waits for the
-    time by which a message takes longer than the products. On a line, the message from the last
-    chip to the first passes all other chips.
+    time by which a message takes longer than the products. If the chips form a line and not a ring,
+    the message from the last chip to the first passes all other chips.
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]

@@ -93,7 +93,7 @@ class Proof:
 
     @property
     def differs(self) -> bool:
-        """Whether any number of a single device differs from the plan's, or from a neighbour's."""
+        """Whether any number of the plan or of a neighbour differs from a single device's."""
         return any(one.wrong for one in (*self.numbers, *self.near))
 
     @property

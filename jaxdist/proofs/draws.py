@@ -19,7 +19,7 @@ STEPS, MICROBATCHES, DEVICES = (
 def repeated(
     loss: Loss, batch: Batch, *, microbatches: int, devices: int, limit: float
 ) -> Iterator[str]:
-    """Yield `STEPS`, `MICROBATCHES` or `DEVICES` where random layers draw the same numbers again.
+    """Yield which of `STEPS`, `MICROBATCHES` and `DEVICES` repeat the numbers of random layers.
 
     The numbers of two steps are the same if the loss does not depend on the number of the step,
     although it depends on the seed. The numbers of microbatches are the same if the loss does not

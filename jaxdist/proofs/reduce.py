@@ -65,7 +65,7 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def reduced(experiment: Experiment) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return the sections of a reduced config, and notes on what they leave out.
+    """Return the sections of a reduced config, and notes on what the reduced config leaves out.
 
     The reduced config computes in float32. The error of a plan that forgets a term of a sum is then
     larger than the differences by rounding.
@@ -131,7 +131,8 @@ def _model(experiment: Experiment, model: Json, parts: int) -> JsonObject:
     Args:
       experiment: the experiment at its full size.
       model: the section `model`.
-      parts: the number of devices, of which the reduced dims keep the remainder.
+      parts: the number of devices. A reduced dim has the same remainder modulo this number as the
+        full dim.
     """
     found = {**model}
     for name, least in LEAST.get(model["type"], {}).items():
@@ -177,7 +178,8 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
     Args:
       experiment: the experiment at its full size.
       whole: the complete config of the experiment.
-      parts: the number of devices, of which the reduced dims keep the remainder.
+      parts: the number of devices. A reduced dim has the same remainder modulo this number as the
+        full dim.
       model: the reduced section `model`.
     """
     data, loader = whole["data"], experiment.loader.batch_shapes

@@ -153,7 +153,7 @@ def compare(
 
 
 def kind_of(operation: str) -> CollectiveKind | None:
-    """Return the kind of collective that an operation in `shard_map` requests, or None for none."""
+    """Return the kind of collective that an operation requests, or None if it requests none."""
     return next((kind for part, kind in _PARTS.items() if part in operation), None)
 
 

@@ -91,7 +91,7 @@ class RunJob:
     """A run in a directory that process 0 has locked.
 
     Attributes:
-      resume: whether the run continues from its newest checkpoint.
+      resume: whether the run continues from its newest saved state.
       begun: the value of `time.perf_counter_ns` from which the account of time of the first attempt
         counts; None counts from the first preparation.
       profiled: the steps to trace in the first attempt of this process; None traces nothing.
@@ -119,7 +119,7 @@ class RunJob:
         The run's files are open until the context ends.
 
         The method may be called again after the context has ended, even with other devices. The run
-        then continues from its newest checkpoint, or from step 0 if there is no checkpoint.
+        then continues from its newest saved state, or from step 0 if no state was saved.
 
         Raises:
           JaxdistError: the run cannot be built on the devices, or no checkpoint can be trusted.
@@ -284,7 +284,7 @@ class RunJob:
     def _watching(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[GoodputHook | Profile]:
-        """Yield the hook that records time, only in process 0, and the hook that traces, if any."""
+        """Yield the hook that records time in process 0, and the hook that traces steps, if any."""
         if jax.process_index() == 0:
             yield self._timed(life, parts, start, stack, resume=resume)
         if self.profiled is not None and not self.lives:

@@ -34,8 +34,8 @@ class Termination:
     Args:
       say: the function that is called with a line when the signal arrives. Another thread may call
         the function, because a step may occupy the main thread for minutes.
-      here: the function that is called with the name of a signal to this process, before other
-        processes learn of the signal. The function is not called for SIGTERM, because an agent also
+      here: the function that is called with the name of a signal or notice to this process, before
+        other processes learn of it. The function is not called for SIGTERM, because an agent also
         sends SIGTERM.
     """
 

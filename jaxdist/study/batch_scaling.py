@@ -55,7 +55,7 @@ class Study:
         return "\n".join([self.caption, "", study_table(self.cells), "", *verdict(self.cells)])
 
     def as_json(self) -> JsonObject:
-        """Return the results as JSON values: the text, the cells and the runs.
+        """Return the results as JSON values: the caption, table, verdict, cells and runs.
 
         A cell has the mean and the spread, which are None if they are not finite.
         """

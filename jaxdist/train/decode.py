@@ -137,7 +137,7 @@ def layer_views(params: Params, *, least: int = SEPARATE_BYTES) -> tuple[Params,
 
 
 def _views(stack: jax.Array) -> list[jax.Array]:
-    """Return each slice of an array on CPUs along the first dim, without copying aligned slices."""
+    """Return the slices of an array on CPUs along its first dim; aligned slices are not copied."""
     held = [(np.asarray(shard.data), shard.device) for shard in stack.addressable_shards]
     assert isinstance(stack.sharding, NamedSharding), stack.sharding
     sharding = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))

@@ -183,7 +183,8 @@ class Generator:
     def _begin(self) -> Any:
         """A compiled function that returns the state after the prompts, with a cache.
 
-        The last two arguments of the function are the positions of the prompts and of the cache.
+        The last two arguments of the function are the numbers of positions that are computed and
+        that the cache has.
         """
 
         def begin(

@@ -266,7 +266,7 @@ class Home:
 
 
 def _owned(change: Change, tree: PyTree, owners: PyTree) -> PyTree:
-    """Convert each leaf of a tree that has an owner; the other leaves are unchanged."""
+    """Convert the leaves that have an owner; the other leaves of the tree are unchanged."""
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
         return leaf if owner is None else change(leaf, owner)

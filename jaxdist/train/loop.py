@@ -18,7 +18,7 @@ class Hooks(Protocol):
     """The callbacks that a loop calls between steps."""
 
     def waiting(self, step: int) -> None:
-        """Receive the notice that the loop now waits for `step`, whose metrics are passed next."""
+        """Learn that the loop now waits for `step`; the next call is `metrics` for this step."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         """Receive the metrics of a complete step; the loop calls this for every step, in order.

@@ -256,7 +256,7 @@ def explain_plan(plan: TrainPlan, rate: Rate) -> tuple[str, ...]:
 def check_stages(
     train: TrainConfig, plan: TrainPlan, layout: Layout, shards: int | None = None
 ) -> None:
-    """Check that the batch of each stage divides over devices and microbatches.
+    """Check that the batch of each train stage divides over devices and microbatches.
 
     Args:
       shards: the number of logical shards, which split the batch instead of the devices, or None

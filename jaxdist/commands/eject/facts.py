@@ -58,7 +58,8 @@ def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> File
         add(facts, experiment)
     measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
-    # The file of a pipeline does not unroll the scan over the layers of a stage.
+    # In the file of a pipeline, only the evaluation can unroll the scan over layers. Without
+    # evaluation the flag is therefore dropped.
     facts.flags -= set() if measured else {"unroll"}
     facts.pieces += ["evaluation", "loop"] if held else ["loop"]
     return facts

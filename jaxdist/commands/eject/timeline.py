@@ -13,8 +13,8 @@ def timeline(schedule: Schedule) -> list[list[str]]:
     """Return the timeline of each stage, with an entry for each tick.
 
     An entry is `F3` or `B3` for the forward or backward pass of microbatch 3, or `..` if the stage
-    is idle. Each stage runs its tasks in order. A task runs in the first tick after the ticks of
-    all tasks on which it depends.
+    is idle. A task runs in the first tick in which all earlier tasks of its stage, and all tasks on
+    which it depends, are done.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
     >>> for row in timeline(OneFOneB().build(2, 2)):

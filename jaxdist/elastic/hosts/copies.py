@@ -184,7 +184,13 @@ def fetch(
 
 
 class _Asked:
-    """A context manager for a requested file of another host, whose header has arrived."""
+    """A context manager for a file that was requested from another host.
+
+    The constructor sends the request and receives the header of the file.
+
+    Raises:
+      CopyError: the other host cannot be reached, or does not have the token.
+    """
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want

@@ -76,7 +76,7 @@ class Term:
 
 
 class LeaderElection:
-    """The leader election from the view of a single host, which calls `turn` repeatedly.
+    """The part of a single host in the leader election; the host calls `turn` repeatedly.
 
     Args:
       own: the name of this host.

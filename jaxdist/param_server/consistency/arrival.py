@@ -103,9 +103,14 @@ class OnArrival(Consistency):
         return self.value_bound is not None and not largest < self.value_bound / workers
 
     def rate(self, staleness: int, team: int) -> float:
-        """Return the factor by which the learning rate of a change is multiplied for its staleness.
+        """Return the factor by which the learning rate of a change is multiplied.
 
-        With power 1, the factor is from Zhang et al. (arXiv 1511.05950).
+        The factor depends on the staleness of the change and, if `gradient_weight` is "share", on
+        the number of workers. With power 1, the factor is from Zhang et al. (arXiv 1511.05950).
+
+        Args:
+          staleness: the staleness of the change, in updates.
+          team: the number of workers.
 
         >>> Asynchronous(staleness_power=1.0, gradient_weight="whole").rate(4, team=8)
         0.25

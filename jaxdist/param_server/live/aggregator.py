@@ -207,7 +207,10 @@ class Aggregator(Reception):
         self._link.send(self.state.outer.under_way[sequence])
 
     def _written(self, effect: Forward, sequence: int) -> np.ndarray:
-        """Return a round's mean, encoded for the server, or zeros if no change is usable."""
+        """Return a round's mean, encoded for the server, or zeros if no change is usable.
+
+        If the mean is not finite, the method also marks the push as unusable.
+        """
 
         def payload_of(one: Arrival) -> np.ndarray:
             return self._payloads[one.client, one.sequence]

@@ -26,7 +26,7 @@ KEYS = "the keys of the other workers"
 
 
 class SecureServer(Server):
-    """A server whose clients mask their pushes, and unmask only the sum of a round.
+    """A server whose clients mask their pushes; the server unmasks only the sum of a round.
 
     Args:
       clients: the number of clients for which the run is planned.

@@ -21,7 +21,7 @@ class AggregatorProcess:
 
     The aggregator's first client number is the number of the rack. A client number is never used
     twice: after the rack has left the servers, its next client number is larger by the number of
-    racks. The supervisor admits that number.
+    racks. The supervisor admits each of these numbers before it is used.
     """
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:

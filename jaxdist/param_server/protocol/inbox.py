@@ -48,7 +48,9 @@ class Inbox:
         return replace(self, early=early)._ready(self.expected)
 
     def settled_before(self, sequence: int) -> tuple[Inbox, tuple[Message, ...]]:
-        """Return the inbox without a wait for messages before a sequence, and the ready messages.
+        """Return the inbox, which no longer waits for messages before a sequence.
+
+        The second result is the messages that are now ready, in order.
 
         At the start of each session, a client names its oldest message without a final reply. A
         server that has taken over cannot know of earlier pulls, because pulls are not replicated.

@@ -80,7 +80,10 @@ class EssentialProcesses:
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report to a server that a rack without workers has left, and admit its next number.
+        """Report to a server that a rack without workers has left, and admit a further number.
+
+        The rack continues with its next client number, which is admitted already. The number after
+        that number is admitted now.
 
         Args:
           what: the aggregator's message, with the number of the server, and the client number that
@@ -88,8 +91,7 @@ class EssentialProcesses:
         """
         server, client = self.servers[what["server"]], what["client"]
         server.say({"leave": client})
-        # A rack's client numbers differ by the number of racks. The next number is admitted
-        # already, so the number after the next is admitted now.
+        # A rack's client numbers differ by the number of racks.
         server.say({"admit": client + 2 * len(self.cluster.racks)})
 
     def end(self) -> None:

@@ -43,7 +43,8 @@ def experts(random: Random, config: Sections) -> Sections | None:
     """Draw experts of a gpt, or return None if the config does not combine with experts.
 
     The caller must ensure that the config computes in float32, since rounding of scores would
-    select other experts. Axis stage becomes axis expert, unless there are devices for both axes.
+    select other experts. Axis stage becomes axis expert, unless every layer has experts and there
+    are devices for both axes.
     """
     model, stages, train = config["model"], stage_count(config), config["train"]
     if model["type"] != "gpt" or EXPERTS % stages:

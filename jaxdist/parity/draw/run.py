@@ -83,9 +83,9 @@ class DrawOutcome:
 def judge_draw(seed: int) -> DrawOutcome:
     """Compare the draw of a seed with a single device, and return the outcome.
 
-    The function trains the draw and the single device, saves a checkpoint of the draw, and loads
-    the checkpoint with the draw's second plan. An error is not raised, but becomes part of the
-    outcome.
+    The function trains with the draw's first plan and on a single device, saves a checkpoint of the
+    first plan, and loads the checkpoint with the second plan. An error is not raised, but becomes
+    part of the outcome.
     """
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}

@@ -93,7 +93,7 @@ def in_half_precision(config: Sections) -> bool:
 
 
 def in_full_precision(config: Sections) -> Sections:
-    """Return a single device's config with all values in float32.
+    """Return a config with all values in float32.
 
     Only the dtypes of the sections `model` and `optim` change.
     """
@@ -163,7 +163,7 @@ def _window(random: Random, config: Sections) -> Sections | None:
 
 
 def _longer(random: Random, config: Sections) -> Sections | None:
-    """Draw a length of sequences that more sizes of axis context divide.
+    """Draw a larger length of sequences, which more sizes of axis context divide.
 
     The result is None for a model without sequences.
     """
@@ -398,7 +398,7 @@ def _offload(random: Random, config: Sections) -> Sections | None:
 
 
 def _offload_parameters(random: Random, config: Sections) -> Sections | None:
-    """Add parameters in the host's memory, and leave the reductions to XLA.
+    """Set `zero.offload_parameters`, and leave the reductions to XLA.
 
     The result is None if the setting does not combine with the config.
     """

@@ -66,9 +66,10 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """Return the first rule of the validity table that a kind of plan breaks.
+    """Return the first reason, as a sentence, for which a kind of plan is refused.
 
-    The result is None for a valid plan. ZeRO 3 in a pipeline is refused too.
+    The reasons are from the validity table. ZeRO 3 in a pipeline is refused too. The result is None
+    for a valid plan.
 
     Args:
       zero: the ZeRO stage.

@@ -73,9 +73,10 @@ class PlannedExperts:
     def spare_rows(self, rows: int, devices: int) -> int:
         """Return the number of rows in a layer's buffers that are empty on average.
 
-        The buffers have a row for every token that could be sent to the device. Without a capacity,
-        the number of these rows is devices x top_k times the mean number of tokens. Empty rows are
-        not multiplied, but pass through memory.
+        The buffers have a row for every token that could be sent to an expert of the device.
+        Without a capacity, the number of these rows is the number of tokens on all devices, times
+        `top_k` or, if it is smaller, the number of experts on the device. Empty rows are not
+        multiplied, but pass through memory.
 
         Args:
           rows: the number of sequences on a device.

@@ -282,7 +282,8 @@ def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
 def concatenated(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
     """Return the kind of arrays that are concatenated along a dim.
 
-    The result is `Joined`, or the common kind if all parts have the same kind.
+    The result is `Joined`, or the common kind if all parts have the same kind. Zeros count as
+    partial sums if all other parts are partial sums.
 
     Args:
       dim: the dim.
@@ -350,10 +351,13 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def passes(kinds: Sequence[Kind]) -> Kind | None:
-    """Return the kind of the results if any kind is wrong, unknown, of a contract or a message.
+    """Return the kind of all results of an operation if the kind of an operand decides alone.
 
-    Any operation on a value of such a kind gives a value of the same kind. The result is None if
-    there is no such kind.
+    Any operation on a value that is wrong, unknown, inside a contract, or a message gives a value
+    of the same kind. The result is None if no operand has such a kind.
+
+    Args:
+      kinds: the kinds of the operands.
     """
     return spoiled(kinds) or next((kind for kind in (CONTRACT, MESSAGE) if kind in kinds), None)
 

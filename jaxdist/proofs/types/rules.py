@@ -26,7 +26,11 @@ def along(op: Op) -> Found:
 
 
 def apart(op: Op, dims: Collection[int]) -> k.Kind:
-    """Return the kind of an operation that keeps rows along any of `dims` apart from each other."""
+    """Return the kind of the results of an operation that treats rows along `dims` separately.
+
+    The result is a shard along those of `dims` along which all sharded operands are shards. An
+    operand that is a partial sum is an error.
+    """
     label = label_of(op.eqn)
     if op.has(k.Owed):
         return op.wrong(f"gives {label} a partial sum over AXIS")

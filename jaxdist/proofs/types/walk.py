@@ -232,8 +232,8 @@ class Pass:
         if self._recording:
             self.unknown |= dict.fromkeys(reasons)
         elif reasons:
-            # The reasons are not recorded now. They are counted, as in `wrong_at`, so that this
-            # result is not taken from the cache when they must be recorded.
+            # The reasons for an unknown kind are not recorded in this pass. `_errors` grows, as in
+            # `wrong_at`, so that the cached result is not used in a pass that records reasons.
             self._errors += 1
         for where, message in getattr(kind.used, "findings", ()):
             self.wrong_at(where, message)

@@ -67,7 +67,7 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The weight of the message on a shared network card; it grows with the sent bytes."""
+        """The weight of the message on a shared network card, which grows with the sent bytes."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 

@@ -211,11 +211,12 @@ class Simulation:
     ) -> None:
         """Send a client's message to a server.
 
-        If the message is lost, `again` is called after the retry time.
+        If the message is lost, or arrives while the server is paused, `again` is called after the
+        retry time.
 
         Args:
           payload: the payload of a push, or None for any other message.
-          again: the function that is called with the server and the message if the message is lost.
+          again: the function that is called with the server and the message.
         """
         lost = self._retry(lambda: again(server, message))
 

@@ -85,10 +85,11 @@ class WorkerNode:
             self._compute()
 
     def _pull_where(self, ready: bool) -> int:
-        """Pull new parameters from some of the servers, and return the number of these servers.
+        """Pull new parameters from the selected servers, and return the number of these servers.
 
-        If `ready` is true, the worker pulls from the servers from whose copies it may compute. If
-        `ready` is false, the worker pulls from all other servers.
+        If `ready` is true, the selected servers are the servers from whose copies the worker may
+        compute. If `ready` is false, they are all other servers. No pull is sent to a server that
+        has not answered the last pull.
         """
         found = [
             server

@@ -183,7 +183,7 @@ def _follow_moves(
     """Let every process move its sessions from now on, whenever a server takes over.
 
     All processes call this function together. Process 0 publishes the new leaders, and the other
-    processes read them.
+    processes read them. If the servers have fixed ports, no session ever moves.
 
     Args:
       team: the team of table servers, or None in processes other than process 0.

@@ -69,7 +69,7 @@ class EtcdRendezvous:
 
         The cluster commits the transaction atomically. If no answer arrives, the swap may
         nevertheless have succeeded. The method then reads the token, and returns True if the token
-        is `new`, since no other host writes `new`.
+        is `new`, since no other host writes `new`. Otherwise the error is raised.
 
         Args:
           seen: the token that the caller expects.
