@@ -205,7 +205,7 @@ def _is_read(step: AuditedStep, path: KeyPath) -> bool:
 
 
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
-    """Return the config with an explicit loss, which is the model's default if there is none."""
+    """Return the config with the model's default loss, unless the config already has a loss."""
     return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
 
 

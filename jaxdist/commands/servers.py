@@ -1,4 +1,4 @@
-"""`jaxdist servers`: a new number of table servers for a run, or a table server on this host."""
+"""`jaxdist servers`: a new number of table servers, or one more process of a run on this host."""
 
 from __future__ import annotations
 

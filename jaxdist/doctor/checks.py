@@ -40,7 +40,7 @@ class Check:
 
 
 def checks(facts: MachineFacts) -> list[Check]:
-    """Return every check, in the order in which a run depends on the items."""
+    """Return all checks, the most basic check first."""
     return [
         *_software(facts),
         _backend(facts),

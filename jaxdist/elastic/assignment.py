@@ -99,7 +99,7 @@ class Hosts(Protocol):
         ...
 
     def over(self, assignment: Assignment) -> bool:
-        """Return whether the run is complete, after this machine's processes ended well."""
+        """Return whether the run is complete; called after all processes here have ended well."""
         ...
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:

@@ -50,7 +50,7 @@ exit "$code"
 
 
 class SlurmServers(Config):
-    """The settings of the nodes for servers, where they differ from the nodes that train."""
+    """The settings in which the nodes for servers differ from the nodes that train."""
 
     partition: str | None = None
     """The partition of these nodes; null uses the partition of the nodes that train."""

@@ -1,4 +1,4 @@
-"""The combinations of plan settings to compare, and a selection that covers every two settings.
+"""The combinations of plan settings to compare, and a choice that covers all pairs of settings.
 
 Each of the combinations must give the same results as a single device.
 """

@@ -117,7 +117,8 @@ class _Child:
     def _waited(self, pipe: Connection) -> str | None:
         """Wait until the child has answered, and return None.
 
-        If the limit is exceeded first, the result is the reason as text.
+        If the child exceeds the limit on CPU time first, or is idle for too long, the result is the
+        reason as text.
         """
         limit = self._limit_seconds
         if limit is None:

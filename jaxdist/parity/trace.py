@@ -145,7 +145,7 @@ def compile_options() -> JsonObject:
 
 
 def compiled_at() -> str:
-    """Return a clause for a heading that states XLA's optimization level in comparisons."""
+    """Return XLA's optimization level in comparisons, as a clause for a heading."""
     level = compile_options().get("xla_backend_optimization_level", "its own")
     return f"XLA compiles at optimization level {level}"
 

@@ -101,7 +101,7 @@ def _values(source: Any, path: Path, chips: int) -> Any:
 
 
 def _stand_in(data: Any, source: Any) -> JsonObject:
-    """Return a section `data` for synthetic data that has the shapes of the text that it replaces.
+    """Return a section `data` for synthetic data, with the shapes of the text in a section `data`.
 
     A section for other data than text is unchanged.
 

@@ -390,7 +390,10 @@ def _kept(model: Decoder, plan: Plan, work: LiveFactors, ticks: Ticks | None) ->
 
 
 def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> float:
-    """Return the temporary bytes of the head or a block, and of the casts of parameters.
+    """Return the temporary bytes of a step on a device.
+
+    These are the bytes of the head or of a block, whichever is larger, and the bytes of gathered
+    sequences, gathered parameters and casts of parameters.
 
     Args:
       model: the model.

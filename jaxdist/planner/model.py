@@ -330,7 +330,7 @@ def _part(
 
 
 def _short(name: str) -> str:
-    """Return the planner's name: the last word of a path, without `/scale`.
+    """Return the planner's name of a parameter: the last word of its path, without `/scale`.
 
     >>> _short("blocks/attention_norm/scale")
     'attention_norm'

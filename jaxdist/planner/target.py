@@ -278,7 +278,7 @@ def meshes(target: Target) -> Iterator[Places]:
 
 
 def _layouts(target: Target, count: int) -> Iterator[tuple[Dims, list[Dims]]]:
-    """Yield the sizes of the axes of every layout, and the dims of the torus that they occupy.
+    """Yield the sizes of the axes of every layout, and the dims of the torus of each axis.
 
     Axis stage is the first of the `count` axes. On GPUs its size is 1, and the other axes share the
     GPUs of a host.

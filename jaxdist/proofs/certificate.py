@@ -204,7 +204,7 @@ class Kept(Hook):
 
 
 def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
-    """Check that a config's certificate is valid here, and return the hook that copies it.
+    """Check that a config has a valid certificate, and return the hook that copies the certificate.
 
     A certificate is valid for the same config, mesh and package versions if its verdict is
     "proved".

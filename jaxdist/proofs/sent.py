@@ -178,7 +178,7 @@ def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float
 
 
 def asked_of(jaxpr: Any, mesh: Mesh, times: int = 1) -> Iterator[tuple[str, str, float]]:
-    """Yield the axes, the line and the sent bytes of each collective that a program asks for.
+    """Yield the axes, line of code and sent bytes of each collective that a program asks for.
 
     A loop of unknown length counts as a single iteration, and every branch counts as taken.
 

@@ -173,7 +173,9 @@ class RunJob:
         self.lives.append(life)
 
     def finish(self, step: int) -> Ending:
-        """Print that the run ended after `step` and how its time was used, and draw the loss curve.
+        """Print that the run ended after `step`, and how the run's time was used.
+
+        The method also draws the loss curve of a complete run.
 
         Returns:
           The step and the cause of the end.
@@ -265,7 +267,9 @@ class RunJob:
         return writer, stack.enter_context(progress)
 
     def _new_account(self, *, resume: bool) -> Account:
-        """Return an account of time, which begins at `begun` in the first attempt, or now.
+        """Return an account of time for a new attempt.
+
+        The account begins now or, in the first attempt, at `begun` if `begun` is set.
 
         Args:
           resume: whether the run is resumed. If a saved state may exist, the time until the first
@@ -298,7 +302,10 @@ class RunJob:
     def _timed(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> GoodputHook:
-        """Return a hook that records time and energy, for the last time as `stack` closes."""
+        """Return a hook that records time and energy.
+
+        The hook writes a record now, and its last record as `stack` closes.
+        """
         cadence = parts.every(self.config.train.log_every)
         records = read_metrics(self.files.directory.path) if resume else ()
         tally = life.energy if isinstance(life.energy, Tally) else None

@@ -164,7 +164,10 @@ class RunLock:
         return descriptor
 
     def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
-        """Return whether the process that an existing lock names has ended, perhaps after a wait.
+        """Return whether the process that an existing lock names has ended.
+
+        If this cannot be known at once, the method waits up to `PATIENCE_SECONDS`. The process has
+        not ended if it touches the lock during the wait.
 
         Args:
           locked: whether this process has acquired the flock.

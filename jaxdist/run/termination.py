@@ -1,4 +1,4 @@
-"""The graceful end of a run: after a signal or a notice, the run saves a checkpoint and ends."""
+"""The graceful end of a run, which saves a checkpoint after a signal or a preemption notice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Termination:
     thread no signal is handled.
 
     Attributes:
-      signal: the name of the signal or notice that stops this process, or the reason that a hook
-        gave, or None while nothing stops the process.
+      signal: the name of the signal or preemption notice that stops this process, or the reason
+        that a hook gave, or None while nothing stops the process.
       asked: the reason that a hook gave for the stop. The value is None if no hook asked, or if a
         signal or notice came earlier.
 
@@ -61,7 +61,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def notice(self, name: str) -> None:
-        """Stop the run as a signal does, because of a notice; any thread may call this method."""
+        """Ask the run to stop because of a preemption notice; any thread may call this method."""
         self._here(name)
         self.signal = self.signal or name
         self._tell(name, "the step under way")
@@ -69,7 +69,10 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """Stop the run because a hook asked; the run is then complete, and is not restarted."""
+        """Ask the run to stop for a hook; the run is then complete, and is not restarted.
+
+        The call has no effect if the run was asked to stop before.
+        """
         if self.signal is None:
             self.signal = self.asked = reason
             self._tell(reason, "the step under way")

@@ -30,7 +30,7 @@ _BESTS = {"Young": intervals.young, "Daly": intervals.daly}
 
 @dataclass(frozen=True)
 class SaveTier:
-    """A kind of save, which is simulated at each interval.
+    """A kind of saves, which is simulated at each interval.
 
     Attributes:
       name: the name of the kind of saves, for tables and pictures.

@@ -67,7 +67,7 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
 
     Args:
       start: a state of a program whose optimizer is `adjustable`.
-      learning_rate: the learning rate, which replaces the factor.
+      learning_rate: the learning rate, which becomes the state's factor of the updates.
     """
     # The state is copied, since a step donates its state, and later trials need `start`.
     copied = jax.tree.map(jnp.copy, start)

@@ -204,7 +204,7 @@ class Home:
 
     @cached_property
     def owners(self) -> PyTree:
-        """The parameter of each leaf of the optimizer's state, or None if the leaf has none."""
+        """The parameter to which each leaf of the optimizer's state belongs, or None."""
         params, stacked = self.model.params, self.model.stacked
         state = jax.eval_shape(self.transform.init, self.model.trained)
         return owners(state, params, stacked)

@@ -143,7 +143,7 @@ class Program:
 
     @property
     def _resting_shardings(self) -> PyTree:
-        """The shardings of the stored parameters, with the memory that holds each between steps."""
+        """The shardings of the stored parameters, in the memory that holds each parameter."""
         whole, zero = self.exchange.placements.params, self.exchange.zero
         if zero is None or not zero.resting:
             return whole
@@ -393,7 +393,10 @@ class Program:
 
     @cached_property
     def between(self) -> Compiled:
-        """A compiled function that applies the exchange of `outer` to a state, which it donates."""
+        """A compiled function that applies the exchange of `outer` to a state.
+
+        The function donates the state.
+        """
         outer = self.outer
         assert outer is not None
 

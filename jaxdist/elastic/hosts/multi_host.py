@@ -195,7 +195,7 @@ class MultiHost:
         return False
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Publish the progress of this host's processes with its next message."""
+        """Publish the progress of this host's processes with the host's next message."""
         self.members.note(progress=encode_progress(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:

@@ -42,7 +42,9 @@ def requested_directory(values: JsonObject) -> str | None:
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that started after the last run at a rendezvous ended, or None if none has.
+    """Return the run that started after the last run at a rendezvous ended.
+
+    The result is None if no run has started since then.
 
     Args:
       ended: the generation in which the last run ended.

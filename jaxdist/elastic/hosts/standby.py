@@ -74,7 +74,7 @@ class Standby:
             )
 
     def _others_at_work(self) -> int | None:
-        """Return the number of a generation that runs without this host, or None if none does."""
+        """Return the number of a generation that runs without this host, or None."""
         if self.members.trouble is not None:
             return None
         with suppress(RendezvousError):

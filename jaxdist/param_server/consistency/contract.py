@@ -130,7 +130,7 @@ class Clocks:
         return replace(self, clocks={**self.clocks, client: self.floor})
 
     def left(self, client: int) -> Clocks:
-        """Return the clocks without a member; its changes that have arrived can still be merged."""
+        """Return the clocks without a member; the member's earlier changes can still be merged."""
         clocks = {member: clock for member, clock in self.clocks.items() if member != client}
         pushed = {member: times for member, times in self.pushed.items() if member != client}
         return replace(self, clocks=clocks, pushed=pushed)

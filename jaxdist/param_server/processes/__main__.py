@@ -170,7 +170,7 @@ class WorkerProcess:
         self.worker = Worker(*given, self._measure, self._tell)
 
     def order(self, what: JsonObject) -> None:
-        """Carry out an order of the supervisor, to stop at a clock."""
+        """Carry out the supervisor's order to stop at a clock."""
         match what:
             case {"stop": int(clock)}:
                 self.worker.stop = clock

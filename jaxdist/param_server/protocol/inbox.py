@@ -27,7 +27,7 @@ class Inbox:
     outcomes: Mapping[int, Acknowledge | Refuse] = field(default_factory=dict)
 
     def accepts(self, sequence: int) -> bool:
-        """Return whether a message is within the window."""
+        """Return whether a message's sequence is below `expected` plus `WINDOW`."""
         return sequence < self.expected + WINDOW
 
     def put(self, message: Message) -> tuple[Inbox, tuple[Message, ...]]:

@@ -93,8 +93,8 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
 def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
     """Return the range in a new epoch; the range refuses messages of older epochs.
 
-    Clients send refused messages again, and also pulls that the range has not answered, which the
-    range forgets. The range remembers delivered and settled messages, so that no message counts
+    The range forgets the pulls that it has not answered. Clients send these pulls and all refused
+    messages again. The range remembers delivered and settled messages, so that no message counts
     twice.
     """
     assert epoch > state.epoch, f"epoch {epoch} after {state.epoch}"

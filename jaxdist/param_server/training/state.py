@@ -94,7 +94,7 @@ class Sharded:
 
     @property
     def merged(self) -> Merged:
-        """The function that combines the plain changes of a merge."""
+        """The function that combines the unmasked changes of a merge."""
         secure = self.cluster.secure
         return partial(fixed_point_mean, clients=secure["clients"]) if secure else combined
 

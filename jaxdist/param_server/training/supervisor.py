@@ -154,7 +154,7 @@ class Supervisor:
     def _forks(self) -> dict[bool, ForkServer]:
         """Return the processes that fork servers (False) and workers (True).
 
-        One process forks servers and workers if the workers compute on CPUs.
+        If the workers compute on CPUs, a single process forks both servers and workers.
         """
         log, mesh = self.directory / LOGS / "forks.log", self.sharded.program.layout.mesh
         log.parent.mkdir(exist_ok=True)
@@ -235,6 +235,9 @@ class Supervisor:
 
         Args:
           what: a description of the message that the supervisor waits for, for errors.
+
+        Raises:
+          RunError: the supervisor waits, although no worker is late.
         """
         seconds = self.cluster.processes.deadline_seconds
         late = self._late()

@@ -28,7 +28,7 @@ class Formulas(Protocol):
         ...
 
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
-        """Yield every plan on a mesh, even if it is invalid."""
+        """Yield every plan on a mesh, including invalid plans."""
         ...
 
     def refusal(self, plan: Plan) -> str | None:

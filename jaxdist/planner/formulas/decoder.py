@@ -56,7 +56,7 @@ class DecoderFormulas:
 
 
 def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
-    """Yield every plan of a decoder on a mesh, even if it is invalid."""
+    """Yield every plan of a decoder on a mesh, including invalid plans."""
     stage, data, tensor = places.sizes
     wide = places.slices is not None
     slices = target.slices if places.slices is None else places.slices

@@ -191,7 +191,7 @@ def _crossed(op: Op, mark: str, side: str) -> k.Kind:
 
     Args:
       op: the mark as an operation, which has a single operand.
-      mark: the name of the mark, which tells an operand of the contract from a result.
+      mark: the name of the mark, which distinguishes operands from results.
       side: the kind that the contract states: "whole", "sum", or the number of the sharded dim.
     """
     (value,), (kind,) = op.values, op.kinds

@@ -40,7 +40,9 @@ number of a contracted dim, or the dim of the result."""
 
 
 def _product(op: Op, *uses: Uses) -> Found:
-    """Return the kind of a product, a partial sum if sharded dims of both operands are contracted.
+    """Return the kind of a product.
+
+    The product is a partial sum if sharded dims of both operands are contracted.
 
     A product is an error if the sharded dims of its operands do not match.
     """

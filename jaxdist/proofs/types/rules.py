@@ -13,7 +13,7 @@ from jaxdist.proofs.types.op import Found, Op, Rule
 
 
 def along(op: Op) -> Found:
-    """Return the kind of an operation along a dim, such as a cumulative sum or a sort.
+    """Return the kind of the results of an operation along a dim, such as a cumulative sum.
 
     If the equation does not state the dim, the operation is along the last dim. Partial sums remain
     partial sums only under a cumulative sum, which is linear.

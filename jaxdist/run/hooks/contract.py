@@ -77,8 +77,8 @@ class Outcome:
 
     Attributes:
       step: the number of steps that were taken, as far as this process knows.
-      stopped_by: the reason why the run ended before the last step (a signal, a notice, or the
-        reason that a hook gave), or None if the run took its last step or failed.
+      stopped_by: the reason why the run ended before the last step (a signal, a preemption
+        notice, or the reason that a hook gave), or None if the run took its last step or failed.
       complete: whether the run took its last step, or a hook ended it.
       error: the error with which the run failed, or None if it did not fail.
       metrics: the last logged metrics of training.

@@ -11,7 +11,7 @@ from jaxdist.types import JsonObject
 
 
 def read_proof(directory: RunDirectory) -> JsonObject | None:
-    """Return the certificate with which a run began, or None if it began without `--proved`.
+    """Return the certificate with which a run began, or None for a run without `--proved`.
 
     Raises:
       RunError: the file is not a certificate.

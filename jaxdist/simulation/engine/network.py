@@ -67,7 +67,7 @@ class _Flow:
 
     @property
     def window_bytes(self) -> float:
-        """The weight of the message on a shared network card, which grows with the sent bytes."""
+        """The message's weight on a shared network card; the weight grows with the sent bytes."""
         return self.luck * (WINDOW_BYTES + self.sent_bytes)
 
 
