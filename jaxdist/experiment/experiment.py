@@ -159,8 +159,8 @@ def build(
     if rows is not None:
         rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
         heldout = heldout and RowsLoader(heldout, rows)
-    # Scalars of several batches cannot be combined to a mean, so all held-out examples are one
-    # batch.
+    # Scalars of several batches cannot be combined into a mean, so all held-out examples form a
+    # single batch.
     if heldout is not None and scalars_in(program.measured):
         heldout = heldout.at_once()
     with at("checkpoint"):

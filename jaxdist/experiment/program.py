@@ -132,9 +132,10 @@ def make_program(
             skips_empty=skips,
         )  # fmt: skip
         with own("loss", "model"):
-            # This traces the loss, so that its errors are reported at its setting.
+            # `metrics` traces the loss here, so that its errors are reported at the setting `loss`.
             _ = program.metrics
-    # The trace comes first, because it explains errors of the user's code. Notices call it, too.
+    # The trace comes first, because it explains errors of the user's code, which the functions of
+    # the notices below call too.
     if traced:
         _trace(config, program, at)
     of_model = model_notices(config.model, _shapes(batch))

@@ -195,8 +195,8 @@ class RowInterpreter:
             if carry == given[first:last]:
                 break
             given[first:last] = carry
-        # A scan over rows removes the dim of rows in its body, and its carry depends on all rows
-        # before.
+        # A scan over rows removes the dim of rows in its body, and its carry depends on all earlier
+        # rows.
         merged = [Flow(a.rows, a.several or b.several) for a, b in zip(found, outputs, strict=True)]
         return merged, places
 

@@ -40,8 +40,8 @@ def _if_disrupted(action: str) -> JsonObject:
 
 _NOT_COUNTED: list[Json] = [
     _if_disrupted("FailJob"),
-    # When one pod must stop, all processes save and exit with this code. Otherwise the exits of the
-    # other pods would count as failures.
+    # When one pod must stop, all processes save and exit with this code. Without this rule, the
+    # exits of the other pods would count as failures.
     {
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
@@ -235,7 +235,8 @@ class Gke(Engine):
             job = replace(job, overrides=(*job.overrides, own))
         train, *serve = job.groups("--distributed")
         jobs = [self._workers(job, train), *(self._servers(job, one) for one in serve)]
-        # The set is complete when the run is, even if a server has lost the run at its end.
+        # The set is complete as soon as the processes that train have succeeded, even if a server
+        # fails at the end of the run.
         done: JsonObject = {"operator": "All", "targetReplicatedJobs": [WORKERS]}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -252,7 +253,7 @@ class Gke(Engine):
     def _workers(self, job: Job, group: Group) -> JsonObject:
         hosts = self._hosts(job)
         pod = self._pod(group, self._environment(job, hosts), self._limits(), self._selector())
-        # A single pod is not restarted: the JobSet restarts all pods.
+        # A failed pod is not restarted alone: the JobSet restarts all pods.
         policy: JsonObject = {"backoffLimit": 0, "podFailurePolicy": {"rules": _NOT_COUNTED}}
         if job.apart:
             # The job succeeds with process 0, which ends the run. Otherwise a pod that was

@@ -65,7 +65,8 @@ class Mpi(Engine):
             if group.role == "train":
                 if self.port is not None:
                     command += ["-x", f"JAX_COORDINATOR_PORT={self.port}"]
-                # mpirun counts the servers too.
+                # The number of processes that train replaces mpirun's number, which includes the
+                # servers.
                 command += [] if alone else ["env", f"OMPI_COMM_WORLD_SIZE={group.count}"]
             command += [*group.command, ":"]
             options = []

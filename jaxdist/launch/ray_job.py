@@ -135,7 +135,8 @@ def _generation(settings: JsonObject) -> Lost | None:
         for at, actor in enumerate(actors):
             environ = {**known, "JAX_PROCESS_ID": str(at)}
             told = actor.run.remote(settings["command"], settings["folder"], environ)
-            # A worker that was restarted late waits for a run that process 0 has ended.
+            # The job does not wait for workers besides process 0: a worker that was restarted late
+            # would wait for a run that process 0 has ended.
             kind = serving if at and settings["apart"] else training
             kind[told] = f"process {at}"
         for at, server in enumerate(servers):
@@ -151,7 +152,12 @@ def _generation(settings: JsonObject) -> Lost | None:
 
 
 def _first_lost(training: dict[Any, str], serving: dict[Any, str]) -> Lost | None:
-    """Return the first failure, or None as soon as all processes that train have succeeded."""
+    """Return the first failure, or None as soon as all processes of `training` have succeeded.
+
+    Args:
+      training: the names of the processes to wait for.
+      serving: the names of the other processes, whose failures also count.
+    """
     ray, waiting, left = _ray(), {**training, **serving}, {*training}
     while left:
         (done, *_), _ = ray.wait([*waiting])

@@ -181,11 +181,11 @@ def seconds(
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     rows = rows_of(model, plan)
-    # The number of tokens in a microbatch of a replica is divided over axis context.
+    # `tokens` is the number of tokens of a microbatch of a replica, divided over axis context.
     tokens = rows * model.window // plan.context
     count, layers = plan.microbatches, model.layers // plan.stage
-    # Each device computes a share of the products for all of `tokens`, which costs as much as all
-    # products for `split` tokens.
+    # A device's share of the products for all of these tokens costs as much as all products for
+    # `split` tokens.
     split = tokens / plan.tensor
 
     product = block_seconds(model, plan, target, split, rates.product)

@@ -138,8 +138,8 @@ class RunJob:
             given = experiment, self.files.directory, tiers, say
             state, metadata = beginning(*given, resume=resume)
             start = int(state.step)
-            # The steps of later snapshots will be repeated, so these snapshots must not be loaded
-            # again.
+            # The steps after `start` will be repeated, so the snapshots of later steps must not be
+            # loaded.
             tiers.forget(start if resume else -1)
             if self.config.elastic.batch == "rescale":
                 self._rescale(life, start, metadata, devices)

@@ -271,7 +271,8 @@ class Client:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RunError(self._late(what))
-                # Ask at half the deadline, so that an error can name the late clients.
+                # The servers are asked at half of the deadline, so that an error can name the late
+                # clients.
                 if not asked and left < self.patience.deadline_seconds / 2:
                     asked = True
                     for link in self._links:

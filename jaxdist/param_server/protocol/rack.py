@@ -182,7 +182,7 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
 def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
     tokens = sum((part.arrival.tokens for part in merge.parts), start=0.0)
     # A round without tokens is pushed with 0 tokens. A round that is unusable because of NaNs is
-    # pushed with 1 token. The servers can therefore tell the two reasons apart.
+    # pushed with 1 token. The servers can therefore distinguish the two reasons.
     usable = bool(merge.parts) or all(one.tokens == 0 for one in merge.without)
     tokens = tokens if usable else 1.0
     outer, message = client.push(state.outer, version=state.read, tokens=tokens, usable=usable)

@@ -71,7 +71,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
     # anyway. In a pipeline these devices do not split the parameters.
     zeros = range(3, 4) if places.inner > 1 and stage == 1 else range(4)
     if wide:
-        # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so a single level of ZeRO
+        # ZeRO 1 sends no more than ZeRO 0, and pipelines exclude ZeRO 3, so a single stage of ZeRO
         # is tried.
         zeros = [3 if stage == 1 else int(slices > 1)]
         counts = [count for count in counts if count >= stage]

@@ -183,7 +183,7 @@ def _of_owed(op: Op) -> k.Kind:
         # The usual guard against division by zero lets a device without weight divide by 1, which
         # is right only if the program multiplies by the same number later.
         return op.undecided("the program tests whether the weight of this device's rows is zero")
-    # This is undecided for integers, because the code may intend to compute an index from the
+    # For integers the result is undecided, because the code may intend to compute an index from the
     # number of rows on the device.
     if op.ins[owed.index(True)].dtype.kind in "iu":
         return op.undecided(f"no rule covers {name} of a count of this device's own rows")
