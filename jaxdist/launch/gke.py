@@ -183,7 +183,12 @@ class Gke(Engine):
             raise ConfigError(
                 f"slices {self.slices} needs the setting tpu: set tpu to the type of the slices"
             )
-
+        if self.slices > 1 and job.apart:
+            # Each slice is a job that succeeds with its own pod 0, but only one pod is process 0.
+            raise ConfigError(
+                f"slices {self.slices}: on GKE, the workers of parameter servers run on the hosts "
+                "of one slice; leave slices out, or set strategy.type: hybrid"
+            )
         if job.servers:
             self._check_servers(job)
 

@@ -118,6 +118,11 @@ def test_kubernetes_takes_the_job_of_servers(settings: tuple[str, ...], apart: b
         (GKE[:2], {}, "--servers 2: the servers find the run by its directory, .*set volume"),
         (GKE, {"run": "runs/clicks"}, "do not see run.directory runs/clicks: .* below /data"),
         (GKE, {"server_nodes": 1}, "a pod runs a single server; use --servers 2"),
+        (
+            ("image=a", "tpu=v5p:4x4x4", "slices=2", GKE[-1]),
+            {"nodes": 1, "apart": True},
+            "slices 2: on GKE, the workers of parameter servers run on the hosts of one slice",
+        ),
     ],
 )
 def test_pods_that_servers_cannot_have(
