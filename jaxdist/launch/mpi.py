@@ -40,7 +40,7 @@ class Mpi(Engine):
         if job.servers and not self.hosts and nodes > 2:
             raise ConfigError(
                 f"{_asked(job)}: without the setting hosts, mpirun chooses the nodes, and servers "
-                "could run on nodes that train: name all nodes, with the nodes that train first"
+                "could run on nodes that train: list all nodes in hosts, those that train first"
             )
 
     def on_one_machine(self, job: Job) -> bool:

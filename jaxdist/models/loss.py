@@ -330,7 +330,7 @@ class InOrder:
 
 
 def arranged(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
-    """Return a batch in the order of its loss, so that no task of a pipeline permutes it."""
+    """Return a batch whose positions have the order of the loss: no pipeline task permutes them."""
     return dict(loss.arranged(batch) if isinstance(loss, InOrder) else batch)
 
 

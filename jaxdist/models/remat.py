@@ -64,9 +64,9 @@ the result of a matmul with parameters if a gradient needs it, but nothing insid
 
 
 class NamedKeeps(dict[str, Keep]):
-    """A hashable mapping from names to memories; models are hashed with it.
+    """A mapping from names of activations to the memory that keeps each of them.
 
-    The mapping must not be changed.
+    The mapping is hashable, because models that contain it are hashed. It must not be changed.
     """
 
     # `dict` sets `__hash__` to None, which makes a mapping unhashable.

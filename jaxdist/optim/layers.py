@@ -205,8 +205,9 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
     for axis in (axis for entry in entries for axis in entry):
         if manual and axis not in mesh.axis_names:
             raise ConfigError(
-                f"spec of parameter {name or 'params'} {x.shape}: {spec} names no mesh axis "
-                f"{axis!r}: {did_you_mean(axis, map(str, mesh.axis_names))}"
+                f"spec of parameter {name or 'params'} {x.shape}: {spec} names "
+                f"{axis!r}, which is not an axis of the mesh: "
+                f"{did_you_mean(axis, map(str, mesh.axis_names))}"
             )
     # Only manual axes count: along an automatic axis the program sees whole arrays, over which XLA
     # completes every sum.

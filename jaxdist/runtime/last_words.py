@@ -41,7 +41,10 @@ REMEDY = (
 
 
 def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]:
-    """Yield the lines to pass on, each as soon as possible, and a last line if a reason is missing.
+    """Yield the lines to pass on, each as soon as possible.
+
+    If jax's log says that the process must end, and the process gave no reason itself, a last line
+    has the reason.
 
     >>> log = "F1122 17:46:40.161690    8488 client.h:80] Terminating process because the ... "
     >>> lost = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either\\n"

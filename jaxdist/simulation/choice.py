@@ -109,7 +109,10 @@ class Choice:
 
     @property
     def take(self) -> str:
-        """The strictest exchange that is nearly as fast as the fastest exchange (see `CLEAR`)."""
+        """The first exchange in `seconds` that is nearly as fast as the fastest one (see `CLEAR`).
+
+        `seconds` begins with the all-reduce, and goes from strict to loose consistency models.
+        """
         fastest = min(self.seconds.values())
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
 

@@ -77,7 +77,10 @@ class RowStore:
         return None
 
     def _found(self, rows: np.ndarray) -> np.ndarray:
-        """Return the index of each unique row in the store; rows that do not exist are created."""
+        """Return the index in the store of each row, and create the rows that do not exist.
+
+        The rows must be unique.
+        """
         places = rows // np.uint32(self._servers)
         slots = self._slots[places]
         new = slots == 0

@@ -83,8 +83,9 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         if members.election.term is not None:
             return
         found = compatibility_of(members.rendezvous)
-        # A leader whose token has changed since this host first saw a token is alive. This host
-        # compares itself only with such a leader.
+        # A live leader renews its record at the rendezvous, so a record that has changed since this
+        # host first saw one is that of a live leader. This host compares itself only with such a
+        # leader.
         if found is not None and first not in (None, found[0]):
             check_compatibility(compatibility, found[1], members.rendezvous.address)
             return

@@ -414,7 +414,10 @@ class _Home:
             self.by_hop[t] = sums
 
     def found(self) -> list[jax.Array]:
-        """Return the sums for the keys that this group had at first, over all groups' queries."""
+        """Return the gradients of the keys and values that this group had at first.
+
+        The gradients are summed over the queries of all groups.
+        """
         if self.groups.split.rotates:
             home = (
                 [] if self.travelling is None else [self.groups.moved(self.travelling, -self.last)]

@@ -116,8 +116,9 @@ def input_dims(shape: Sequence[int], dims: Dims) -> int:
     """Return the number of a kernel's dims that are inputs.
 
     If the first dim is "embed", it is the only input. Otherwise, if the last dim is "embed", it is
-    the only output. All other kernels are divided where the sizes of inputs and outputs have the
-    smallest ratio; if several divisions have this ratio, the division with the most inputs is used.
+    the only output. All other kernels are divided where the sizes of inputs and outputs are most
+    nearly equal: where the larger size divided by the smaller size is least. If several divisions
+    have this quotient, the division with the most inputs is used.
 
     >>> input_dims((64, 2, 64), ("embed", "heads", "head_dim"))
     1

@@ -218,4 +218,4 @@ def _taken(fields: list[object]) -> ProtocolCall:
             stamp = Stamp(epoch, client, sequence)
             return ProtocolCall("receive", now, message=Push(stamp, clock, version, tokens, usable))
         case _:
-            raise ValueError(f"{fields} is no entry")
+            raise ValueError(f"{fields} is not an entry of the log of messages")

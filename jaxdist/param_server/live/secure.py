@@ -222,9 +222,9 @@ class MaskingClient(Client):
             self._begin(link)
         elif all(one.state.admitted == one.state.clock for one in self._links):
             # A server that has the keys of a round admits no other client to this round. The keys
-            # are therefore sent only after all servers have ended the previous round. Another
-            # server may still wait for a new client in the previous round, and that client would be
-            # deferred to a round that is never reached.
+            # are therefore sent only after all servers have ended the previous round. If the keys
+            # were sent earlier, a new client for which another server still waits in the previous
+            # round would be deferred here, to a round that is never reached.
             for one in self._links:
                 self._begin(one)
 

@@ -94,7 +94,8 @@ def ready(model: Consistency, state: ClientState) -> bool:
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:
-        # No pull was answered yet, and a published version does not show the clock of a new client.
+        # No pull was answered yet. Parameters that a server sends without a pull do not show the
+        # clock of a new client.
         return False
     if state.admitted == state.clock:
         # The answered pull was sent after the last push, so the server has handled the last push

@@ -26,7 +26,7 @@ class Reads:
         self.count, self.largest_lead = 0, 0
 
     def check(self, server: int, clock: int, version: int) -> None:
-        """Assert that the version that a client will read is as new as the model requires."""
+        """Assert that a client will read a version as new as the consistency model requires."""
         lead = clock - self._shards[server].book.floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)

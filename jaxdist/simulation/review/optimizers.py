@@ -55,7 +55,7 @@ def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
 
 
 def _limit(scaling: RecordedScaling) -> float:
-    """Return the worst mean within `MARGIN` of the best optimizer's mean at the base batch."""
+    """Return the limit of a good mean: the best mean at the base batch, worse by `MARGIN`."""
     means = [cells[0].mean for cells in scaling.cells.values() if cells[0].mean is not None]
     if not means:
         raise ConfigError(

@@ -222,7 +222,10 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _packed(self) -> Packed:
-        """The packed form of the chunks, in which `_parts` replaces the functions."""
+        """The packed form of the chunks, from which shapes are read.
+
+        Its functions are not called: `_parts` has the chunks and the head that run.
+        """
         leaves = jax.tree.leaves(self.model.params)
         chunks = [partial(self._chunk, number, training=True) for number in range(len(self.counts))]
         params = [[leaves[i] for i in own] for own in self._used]
