@@ -116,7 +116,7 @@ def test_an_import_that_is_cut_off_leaves_no_run(base, tmp_path, monkeypatch):
 def test_adapters_in_a_pickle_and_adapters_as_a_model_are_refused(base, tmp_path):
     folder, run = tmp_path / "given", tmp_path / "run"
     write_peft(base, folder)
-    with pytest.raises(JaxdistError, match=r"no config.json but adapter_config.json; .* --base"):
+    with pytest.raises(JaxdistError, match=r"no config.json, only adapter_config.json; .* --base"):
         import_model(folder, run, console=QUIET)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(JaxdistError, match=r"adapter_model.bin, a pickle. .* of PEFT\)"):
