@@ -37,11 +37,11 @@ Measured = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clocked:
-    """A worker's report of the computation of one push, sent when the next one can begin.
+    """A worker's report of the computation of a push, sent when the next computation can begin.
 
     Attributes:
-      seconds: the time from the beginning of the computation until the next one can begin,
-        including `waited_seconds`, the wait for servers.
+      seconds: the time from the beginning of this computation until the next computation can
+        begin, including `waited_seconds`, the wait for servers.
       versions: the version of the parameters from which the change was computed, by server.
     """
 
