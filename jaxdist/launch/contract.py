@@ -40,7 +40,7 @@ Environment = Annotated[dict[str, str], AfterValidator(_variables)]
 
 
 @dataclass(frozen=True)
-class Group:
+class HostGroup:
     """The processes of a job that run one command, on machines of one kind.
 
     Attributes:
@@ -102,7 +102,9 @@ class Job:
         """The number of processes that train, on all nodes together."""
         return self.nodes * self.processes
 
-    def groups(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> tuple[Group, ...]:
+    def groups(
+        self, *options: str, program: tuple[str, ...] = ("jaxdist",)
+    ) -> tuple[HostGroup, ...]:
         """Return the processes that train and, if the job has machines for servers, the servers.
 
         A server ends with exit code 0 when the run ends, so the processes that train decide how the
@@ -111,14 +113,16 @@ class Job:
         Args:
           options, program: the arguments of `train`. The options are only for processes that train.
         """
-        train = Group(
+        train = HostGroup(
             "train", self.nodes, self.processes, (*self.train(*options, program=program),)
         )
         if not self.servers:
             return (train,)
         wait = "--here", "--wait", str(WAIT_SECONDS)
         serve = (*program, "servers", self.run, *wait)
-        return train, Group("serve", self.server_nodes, self.servers // self.server_nodes, serve)
+        return train, HostGroup(
+            "serve", self.server_nodes, self.servers // self.server_nodes, serve
+        )
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
         """Return the command of a process, with `--resume`, so that a restarted job continues.

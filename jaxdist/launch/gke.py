@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import STOPPED, ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, Group, Job, Rendered
+from jaxdist.launch.contract import Commands, Engine, Environment, HostGroup, Job, Rendered
 from jaxdist.runtime.clusters import FIXED_PORT
 from jaxdist.runtime.topology import Topology, parse_topology
 from jaxdist.types import Json, JsonObject
@@ -255,7 +255,7 @@ class Gke(Engine):
             },
         }
 
-    def _workers(self, job: Job, group: Group) -> JsonObject:
+    def _workers(self, job: Job, group: HostGroup) -> JsonObject:
         hosts = self._hosts(job)
         pod = self._pod(group, self._environment(job, hosts), self._limits(), self._selector())
         # A failed pod is not restarted alone: the JobSet restarts all pods.
@@ -267,7 +267,7 @@ class Gke(Engine):
             policy = {**_alone("backoffLimitPerIndex", self.restarts), "successPolicy": done}
         return _replicated(WORKERS, self.slices, hosts, pod, policy)
 
-    def _servers(self, job: Job, group: Group) -> JsonObject:
+    def _servers(self, job: Job, group: HostGroup) -> JsonObject:
         host = self._host(job, SERVERS, "$(JOB_COMPLETION_INDEX)")
         named = replace(group, command=(*group.command, "--host", host))
         # The pods of servers have no TPUs and GPUs, so jax in the image must not look for any.
@@ -291,7 +291,7 @@ class Gke(Engine):
         return f"{job.name}-{name}-0-{index}.{job.name}.{self.namespace}.svc"
 
     def _pod(
-        self, group: Group, environ: dict[str, str], limits: JsonObject, selector: JsonObject
+        self, group: HostGroup, environ: dict[str, str], limits: JsonObject, selector: JsonObject
     ) -> JsonObject:
         container: JsonObject = {
             "name": CONTAINER,

@@ -22,7 +22,7 @@ from jaxdist.launch.contract import (
     Commands,
     Engine,
     Environment,
-    Group,
+    HostGroup,
     Job,
     Rendered,
     seconds_of,
@@ -167,7 +167,7 @@ class Slurm(Engine):
             *self.options,
         ]
 
-    def _server_lines(self, job: Job, group: Group) -> list[str]:
+    def _server_lines(self, job: Job, group: HostGroup) -> list[str]:
         own = self.servers
         given = {
             "partition": own.partition or self.partition,

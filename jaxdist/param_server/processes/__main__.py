@@ -30,9 +30,9 @@ from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.processes.setup import (
     listening,
-    place_of,
     run_experiment,
     run_of,
+    server_place,
     wires_to,
 )
 from jaxdist.param_server.processes.tables import TableProcess
@@ -87,7 +87,7 @@ class ServerProcess:
         self._threads = [threading.Thread(target=one) for one in (self._write, self._tell)]
         for thread in self._threads:
             thread.start()
-        parent.say("listening", ports=[place_of(setup, self.rpc)])
+        parent.say("listening", ports=[server_place(setup, self.rpc)])
 
     def order(self, what: JsonObject) -> None:
         """Carry out an order: a worker leaves or may join, or a clock at which to save is added."""

@@ -66,7 +66,7 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
     ]
 
 
-def place_of(setup: JsonObject, rpc: RpcServer) -> Place:
+def server_place(setup: JsonObject, rpc: RpcServer) -> Place:
     """Return the place of a port of this process (see `jaxdist.wire.ports.Place`)."""
     host = setup.get("host")
     return rpc.port if host is None else place_on(host, rpc.port)
