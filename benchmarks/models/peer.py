@@ -65,7 +65,7 @@ def widened(model, length):
     if angles is not None:
         tables = angles(torch.zeros(1), torch.arange(length)[None])
         angles.forward = lambda *_, **__: tuple(table.double() for table in tables)
-    sys.modules[type(model).__module__].torch = Wide()
+    vars(sys.modules[type(model).__module__])["torch"] = Wide()
     torch.Tensor.float = torch.Tensor.double
     return model.double()
 
