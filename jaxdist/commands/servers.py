@@ -127,9 +127,10 @@ def _strategy(
     directory = RunDirectory(run)
     strategy = load(directory.config)[1].strategy
     if not isinstance(strategy, kinds):
+        needed = " or ".join(kind.model_fields["type"].default for kind in kinds)
         raise RunError(
-            f"{run} has strategy.type {strategy.type}: give a run with strategy.type hybrid; only "
-            "such a run can change the number of its servers"
+            f"{run} has strategy.type {strategy.type}: give a run with strategy.type {needed} to "
+            "this command"
         )
     if not directory.lock.exists():
         raise RunError(

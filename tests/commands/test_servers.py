@@ -80,6 +80,11 @@ def test_what_a_run_cannot_do_is_told(
     assert not (tmp_path / FILE_NAME).exists()
 
 
+def test_a_run_without_servers_takes_none_of_this_host(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"type hybrid or parameter_server to this command"):
+        serve_here(run(tmp_path, {"type": "synchronous"}), None, print)
+
+
 def test_a_run_that_has_ended_takes_no_request(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has ended: continue it with jaxdist train --resume"):
         ask_for_servers(run(tmp_path, HYBRID, ended=True), 3)
