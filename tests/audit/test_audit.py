@@ -238,7 +238,9 @@ def test_every_shipped_config_passes(path: Path) -> None:
     out = io.StringIO()
     findings = audit(path, here, console=Console(file=out, width=80, highlight=False))
     assert not has_no_effect(findings), out.getvalue()
-    assert {"ok", "required", "not in the step"} <= {found.verdict for found in findings}
+    verdicts = {found.verdict for found in findings}
+    # A config may set nothing that moves the step away from a default.
+    assert {"required", "not in the step"} <= verdicts and verdicts & {"ok", "default"}
     assert max(map(len, out.getvalue().splitlines()[1:])) <= 80
 
 
