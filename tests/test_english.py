@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`]*`", "``", text)
 
 
+def faults_of(message: str) -> Iterator[str]:
+    for sentence in SENTENCE.split(message):
+        if (count := len(sentence.split())) > MOST_WORDS:
+            yield f"has a sentence of {count} words"
+    for found in WORD.finditer(prose(message)):
+        yield f"has {found[0]!r}"
+
+
 def faults(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
@@ -114,11 +123,7 @@ def faults(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{line} has {found[0].strip()!r}"
     scripts = any(path.match(name) for name in SCRIPTS)
     for line, message in () if scripts else messages(tree):
-        for sentence in SENTENCE.split(message):
-            if (count := len(sentence.split())) > MOST_WORDS:
-                yield f"{path.relative_to(ROOT)}:{line} has a sentence of {count} words"
-        for found in WORD.finditer(prose(message)):
-            yield f"{path.relative_to(ROOT)}:{line} has {found[0]!r}"
+        yield from (f"{path.relative_to(ROOT)}:{line} {fault}" for fault in faults_of(message))
     for line, comment in comments(text):
         for found in WORD.finditer(prose(comment)):
             yield f"{path.relative_to(ROOT)}:{line} has {found[0]!r}"
@@ -129,6 +134,12 @@ def test_docstrings_and_messages_are_plain_sentences(room):
     assert files(room)[0].exists()
     found = [fault for path in files(room) for fault in faults(path)]
     assert not found, "\n".join(found)
+
+
+def test_the_refused_combinations_are_plain_sentences():
+    table = tomllib.loads((PACKAGE / "validity/table.toml").read_text(encoding="utf-8"))
+    texts = [row[half] for row in table["rows"] for half in ("why", "instead")]
+    assert not [(fault, text) for text in texts for fault in faults_of(text)]
 
 
 def test_the_rules_see_what_they_are_for(tmp_path, monkeypatch):

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from jaxdist.validity.features import FEATURES
-from jaxdist.validity.messages import MESSAGES
 from jaxdist.validity.row import COMPRESSION, REDUCTIONS, ZERO_STAGES
-from jaxdist.validity.servers import SERVERS
 from jaxdist.validity.table import ROWS
-
-HEADINGS = {
-    MESSAGES[0]: "Compressed gradients, optimizers and batches of changing size",
-    SERVERS[0]: "Parameter servers and Lookahead",
-}
-"""The headings of the page's sections, by the first row of the section."""
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
@@ -55,8 +47,7 @@ def validity_page() -> str:
         lines.append(f"| {i} {name} | " + " | ".join(cells) + " |")
     lines += ["", "Refused, with the reason and what to do instead:", ""]
     for number, row in enumerate(ROWS, 1):
-        if row in HEADINGS:
-            lines += ["", f"## {HEADINGS[row]}", ""]
+        lines += ["", f"## {row.heading}", ""] if row.heading else []
         groups = ", with ".join(" or ".join(f"`{name}`" for name in group) for group in row.groups)
         instead, *code = row.instead.split("\n")
         lines.append(f"{number}. {groups}: {row.why}. Instead: {instead.rstrip(':')}.")

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxdist.validity.features import FEATURES, FLAT, Facts, Feature
 from jaxdist.validity.sections import EVERY
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
-FROZEN = ("model.freeze", "model.lora")
-SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
-REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical")
+_FLAT = f"reduce: {', '.join(FLAT)}"
+REDUCTIONS = ("reduce: xla", _FLAT, "reduce: hierarchical")
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "any stage of ZeRO": ZERO_STAGES,
+    "any scope of ZeRO": ("parallel.zero.scope: all", "parallel.zero.scope: ici"),
+    "any reduction": REDUCTIONS,
+    "reduce: a flat algorithm": (_FLAT,),
+    "any compression": COMPRESSION,
+    "frozen parameters": ("model.freeze", "model.lora"),
+}
+"""The features that `table.toml` names together."""
+
+
+def members(names: Sequence[str]) -> list[str]:
+    """Return the names of features, in which the members of each group replace its name."""
+    return [member for name in names for member in GROUPS.get(name, (name,))]
 
 
 @dataclass(frozen=True)
@@ -22,12 +36,14 @@ class ValidityRow:
       groups: the groups of features; a config that has a feature of each group is refused.
       why, instead: the reason and the remedy, which are the two halves of a sentence.
       setting: the path, in the complete config, of the setting that causes the refusal.
+      heading: the heading of the page's section that begins with the row, or an empty string.
     """
 
     groups: tuple[tuple[str, ...], ...]
     why: str
     instead: str
-    setting: tuple[str, ...] = ("parallel",)
+    setting: tuple[str, ...]
+    heading: str = ""
 
     def problem(self, facts: Facts) -> str | None:
         """Return the message for the user if the row refuses a config, or None if it does not."""
