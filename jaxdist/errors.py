@@ -106,6 +106,27 @@ class StoppedError(RunError):
     exit_code = STOPPED
 
 
+@contextmanager
+def os_errors_as(kind: type[JaxdistError], failed: str, remedy: str = "") -> Iterator[None]:
+    """Return a context manager that raises each OSError as an error that the user can fix.
+
+    Args:
+      kind: the class of the raised error.
+      failed: the clause that says what cannot be done; the reason of the system follows it.
+      remedy: the clause that says what to do, or an empty string.
+
+    >>> with os_errors_as(RunError, "the page cannot be written", "free some space"):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+    jaxdist.errors.RunError: the page cannot be written: No space left on device; free some space
+    """
+    try:
+        yield
+    except OSError as error:
+        text = f"{failed}: {error.strerror or error}"
+        raise kind(f"{text}; {remedy}" if remedy else text) from error
+
+
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that is most similar to `word`, or None if no choice is similar.
 

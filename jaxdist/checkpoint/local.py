@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity, read_identity
 from jaxdist.checkpoint.layout import snapshot_of, steps_present
 from jaxdist.config.files import read_json
-from jaxdist.errors import CheckpointError, RunError
+from jaxdist.errors import CheckpointError, RunError, os_errors_as
 
 OWNER = "run"
 
@@ -43,18 +43,17 @@ def claim(directory: Path, run: Identity) -> Path:
     """
     assert run.path is not None
     folder = local_folder(directory, run)
-    try:
+    with os_errors_as(
+        CheckpointError,
+        f"snapshots cannot be kept in {folder}",
+        "choose another checkpoint.local.directory",
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         staging = folder / f".{OWNER}_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         # All processes of a machine write this file at the same time, so each process writes a
         # temporary file and renames it.
         staging.rename(folder / OWNER)
-    except OSError as error:
-        raise CheckpointError(
-            f"snapshots cannot be kept in {folder}: {error.strerror or error}; choose another "
-            "checkpoint.local.directory"
-        ) from error
     for other in directory.iterdir():
         if other != folder and _is_needless(other):
             shutil.rmtree(other, ignore_errors=True)

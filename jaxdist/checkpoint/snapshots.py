@@ -28,7 +28,7 @@ from jaxdist.checkpoint.layout import fsync_directory, snapshot_name, snapshot_o
 from jaxdist.checkpoint.pieces import owned
 from jaxdist.checkpoint.structure import named_leaves
 from jaxdist.config.files import parse_json, read_regular
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, os_errors_as
 from jaxdist.types import Json, JsonObject, PyTree
 
 KEEP = 2
@@ -68,13 +68,12 @@ class Snapshots:
         *,
         lasts: bool = False,
     ) -> None:
-        try:
+        with os_errors_as(
+            CheckpointError,
+            f"snapshots cannot be kept in {folder}",
+            "choose another checkpoint.local.directory",
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"snapshots cannot be kept in {folder}: {error.strerror or error}; choose another "
-                "checkpoint.local.directory"
-            ) from error
         self._lasts = lasts
         self.folder, self._process, self._count, self._say = folder, process, count, say
         self._thread: threading.Thread | None = None

@@ -15,7 +15,7 @@ from jaxdist.checkpoint.parts import BeginWith
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.commands.evaluate import open_run
 from jaxdist.config import plain_yaml
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.experiment import build, load
 from jaxdist.interchange.adapters import (
     SETTINGS,
@@ -127,15 +127,11 @@ def export_adapters(
     params = program.home.used_params(program.evaluated(state))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}
     rows, adapters = _rows(model, run), program.model.adapters
-    try:
+    with os_errors_as(RunError, f"{out} cannot be written", "name another directory"):
         out.mkdir(parents=True, exist_ok=True)
         given = (model.lora, adapters, rows, values)
         settings = write_adapters(out, *given, base=str(_source(run)))
         (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"{out} cannot be written: {error.strerror or error}; name another directory"
-        ) from error
     console.print(f"files  {out}: adapters of {len(adapters)} kernels", soft_wrap=True)
     return {"directory": str(out), "kernels": len(adapters)}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint.restore import Restored
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.experiment import Experiment
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.source import CONFIG, SINGLE
@@ -88,14 +88,10 @@ def _write(out: Path, config: JsonObject, tensors: Mapping[str, Tensor], dtype: 
         (name, shape, np.dtype(np.int64) if name.endswith(IDS) else dtype)
         for name, (shape, _) in tensors.items()
     ]
-    try:
+    with os_errors_as(RunError, f"{out} cannot be written", "name another directory"):
         out.mkdir(parents=True, exist_ok=True)
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         safetensors.write(out / SINGLE, entries, lambda name: tensors[name][1]())
-    except OSError as error:
-        raise RunError(
-            f"{out} cannot be written: {error.strerror or error}; name another directory"
-        ) from error
 
 
 def table_tensors(form: RowForm, known: np.ndarray, read: Read) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from jaxdist.config import Document, plain_yaml, validate
 from jaxdist.config.files import read_json
 from jaxdist.config.importing import foreign_code
-from jaxdist.errors import DataError, RunError
+from jaxdist.errors import DataError, RunError, os_errors_as
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.interchange import gguf_files
 from jaxdist.interchange.families import build_model
@@ -68,18 +68,13 @@ def import_model(
     own = path / TOKENIZER
     if not source.is_gguf and own.is_file():
         tokenizer_section(source, own)  # The tokenizer is checked before any file is written.
-    try:
+    with os_errors_as(RunError, f"{folder} cannot be written", "name another directory with --out"):
         folder.mkdir(parents=True)
         for file in source.besides:
             shutil.copyfile(file, folder / file.name)
         (folder / CONFIG).write_text(json.dumps(_with_dtype(source, leaves), indent=2) + "\n")
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"{folder} cannot be written: {error.strerror or error}; name another directory with "
-            "--out"
-        ) from error
     # A run of the written config begins with the parameters that are imported here.
     values = config_values(source, folder, begin_with=directory.path)
     document, _ = load(values, overrides)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxdist.config import read
 from jaxdist.config.shipped import FOLDER, shipped, shipped_name
-from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.errors import ConfigError, did_you_mean, os_errors_as
 
 FIRST = FOLDER / "gpt/quickstart.yaml"
 """The config that is recommended to new users."""
@@ -87,11 +87,9 @@ def _write(source: Path, target: Path, console: Console) -> None:
     if os.path.exists(target):
         console.print(f"is there   {target}", soft_wrap=True, markup=False)
         return
-    try:
+    with os_errors_as(
+        ConfigError, f"{target} cannot be written", "choose another folder with --to"
+    ):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {error.strerror}; choose another folder with --to"
-        ) from error
     console.print(f"written    {target}", soft_wrap=True, markup=False)

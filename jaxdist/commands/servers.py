@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxdist.checkpoint.identity import base_of
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
 from jaxdist.param_server import processes
@@ -140,12 +140,8 @@ def _strategy(
 
 
 def _ask(run: Path, servers: int, patience_seconds: float) -> None:
-    try:
+    with os_errors_as(RunError, f"{run} cannot be written", "use the account of the run"):
         request = write_request(run, servers)
-    except OSError as error:
-        raise RunError(
-            f"{run} cannot be written: {error.strerror or error}; use the account of the run"
-        ) from error
     deadline = time.monotonic() + patience_seconds
     while request.exists():
         if time.monotonic() > deadline:

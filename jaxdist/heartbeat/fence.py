@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 
 FOLDER = "generations"
 
@@ -56,15 +56,14 @@ class RunFence:
         Raises:
           RunError: a later generation has started already, or the mark cannot be made.
         """
-        try:
+        with os_errors_as(
+            RunError,
+            f"run directory {self.run} cannot be written",
+            "choose another directory with run.directory=PATH",
+        ):
             folder = self.run / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{self.generation:08d}").touch()
-        except OSError as error:
-            raise RunError(
-                f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
-                "another directory with run.directory=PATH"
-            ) from error
         # If two generations start at the same time, the older generation sees the mark of the newer
         # generation, because each generation checks only after it has left its mark.
         self.check()

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.metrics.account import Activity
 
 BEAT_SECONDS = 0.1
@@ -112,15 +112,12 @@ class Publisher:
     """
 
     def __init__(self, path: Path, process: int) -> None:
-        try:
+        with os_errors_as(
+            RunError, f"{path} in shared memory cannot be written", "free some memory"
+        ):
             # The file is filled with zeros. If the file had a hole and memory were full, a later
             # write would kill the process.
             path.write_bytes(bytes(_SIZE))
-        except OSError as error:
-            raise RunError(
-                f"{path} in shared memory cannot be written: {error.strerror or error}; free some "
-                "memory"
-            ) from error
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._step, self._code, self._count = -1, _CODES[Activity.START], 0

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 from jaxdist.interchange.tensors import Tensor
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -41,7 +41,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     Raises:
       DataError: the file cannot be read, or is truncated, or its header is malformed.
     """
-    try:
+    with os_errors_as(DataError, f"{file} cannot be read", "give a file that you may read"):
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -51,10 +51,6 @@ def read_header(file: Path) -> dict[str, Tensor]:
                     f"header alone would have {length:,}; download the file again"
                 )
             raw = opened.read(length)
-    except OSError as error:
-        raise DataError(
-            f"{file} cannot be read: {error.strerror or error}; give a file that you may read"
-        ) from error
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:

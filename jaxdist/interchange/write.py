@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import ConfigError, DataError, RunError
+from jaxdist.errors import ConfigError, DataError, RunError, os_errors_as
 from jaxdist.interchange import safetensors
 from jaxdist.interchange.families import (
     Described,
@@ -164,7 +164,7 @@ def write_directory(
     held = DTYPES[dtype]
     shapes = {name: p[0].layout.file_shape(p[0].shape) for name, p in tensors.items()}
     parts = _files(shapes, held.itemsize)
-    try:
+    with os_errors_as(RunError, f"{out} cannot be written", "name another directory"):
         out.mkdir(parents=True, exist_ok=True)
         besides = [] if folder is None else [folder / name for name in BESIDES if name != CONFIG]
         for file in besides:
@@ -181,10 +181,6 @@ def write_directory(
             total = sum(map(math.prod, shapes.values())) * held.itemsize
             index = {"metadata": {"total_size": total}, "weight_map": placed}
             (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"{out} cannot be written: {error.strerror or error}; name another directory"
-        ) from error
 
 
 def check_free(out: Path) -> None:

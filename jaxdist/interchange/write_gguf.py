@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.interchange.families import LLAMA_ROWS
 from jaxdist.interchange.family import Family, Row
 from jaxdist.interchange.gguf_files import ALIGNMENT, FLOATS, MAGIC, rows
@@ -136,7 +136,7 @@ def write_gguf(
     for name, shape, held, begin in entries:
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
         head += _text(name) + dims + struct.pack("<IQ", numbers[held], begin)
-    try:
+    with os_errors_as(RunError, f"{out} cannot be written", "name another file"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("wb") as file:
             file.write(head + b"\0" * (-len(head) % ALIGNMENT))
@@ -144,10 +144,6 @@ def write_gguf(
                 raw = np.ascontiguousarray(assembled(tensors[name], value, held)).reshape(-1)
                 file.write(raw.view(np.uint8).data)
                 file.write(b"\0" * (-raw.nbytes % ALIGNMENT))
-    except OSError as error:
-        raise RunError(
-            f"{out} cannot be written: {error.strerror or error}; name another file"
-        ) from error
 
 
 def _text(value: str) -> bytes:

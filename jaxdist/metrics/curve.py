@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.metrics.figure import new_figure
 from jaxdist.types import Json
 
@@ -50,15 +50,14 @@ def plot_loss(
     """
     figure = loss_figure(records, baselines or {}, title=title, loss_unit=loss_unit)
     temporary = Path(path).with_suffix(".tmp")
-    try:
+    with os_errors_as(
+        RunError,
+        f"the loss curve cannot be written to {path}",
+        "the metrics themselves are safe: free some space or restore the directory, then "
+        "repeat the command with --resume",
+    ):
         figure.savefig(temporary, format="png")
         temporary.replace(path)
-    except OSError as error:
-        raise RunError(
-            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics themselves "
-            "are safe: free some space or restore the directory, then repeat the command with "
-            "--resume"
-        ) from error
 
 
 def loss_figure(

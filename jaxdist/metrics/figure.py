@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +42,10 @@ def save_figure(
       RunError: the files cannot be written.
     """
     paths = [Path(directory) / f"{name}.{format}" for format in formats]
-    try:
+    with os_errors_as(
+        RunError, f"cannot write the plot of {what} to {directory}", "choose another directory"
+    ):
         Path(directory).mkdir(parents=True, exist_ok=True)
         for path in paths:
             figure.savefig(path, format=path.suffix[1:])
-    except OSError as error:
-        raise RunError(
-            f"cannot write the plot of {what} to {directory}: {error.strerror}; "
-            "choose another directory"
-        ) from error
     return paths

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.types import JsonObject
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
@@ -41,10 +41,8 @@ def write_json(
     """
     values = {"schema": SCHEMA, **report}
     text = json.dumps(values, **{"indent": 2, "allow_nan": False, **dumps})
-    try:
+    with os_errors_as(RunError, f"cannot write the {what} to {path}", remedy):
         Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write the {what} to {path}: {error.strerror}; {remedy}") from error
 
 
 def plain(values: Mapping[str, float]) -> JsonObject:

@@ -14,12 +14,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 from jaxdist.config.files import parse_json, read_regular
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.events import EventFile
 from jaxdist.metrics.goodput import SPLIT as TIME
@@ -62,16 +62,15 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
         reached.
     """
     path = _metrics_file(Path(path))
-    try:
+    with os_errors_as(
+        RunError,
+        f"no metrics can be read from {path}",
+        "use the directory of a run that has started",
+    ):
         for record in _records(path):
             if any(value in _NON_FINITE for value in record.values()):
                 record = {key: _decode(key, value) for key, value in record.items()}
             yield record
-    except OSError as error:
-        raise RunError(
-            f"no metrics can be read from {path}: {error.strerror}; use the directory of a run "
-            "that has started"
-        ) from error
 
 
 def append(
@@ -128,7 +127,11 @@ class MetricsWriter(Records):
         self.path, self._admit = Path(directory) / FILE_NAME, admit
         self._resume_step, self._tell = resume_step, tell
         self._kept_splits: set[str] = set()
-        try:
+        with os_errors_as(
+            RunError,
+            f"cannot write metrics to {self.path}",
+            "make the run directory writable, or choose another directory",
+        ):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 self._rewind(resume_step)
@@ -141,11 +144,6 @@ class MetricsWriter(Records):
             self._identity = os.fstat(self._file.fileno())
             folder = self.path.parent / EVENTS_FOLDER
             self._events = EventFile(folder, resume_step=resume_step)
-        except OSError as error:
-            raise RunError(
-                f"cannot write metrics to {self.path}: {error.strerror}; "
-                "make the run directory writable, or choose another directory"
-            ) from error
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
         """Append a record.
@@ -236,14 +234,8 @@ class MetricsWriter(Records):
         temporary.replace(self.path)
 
 
-@contextmanager
-def _told(doing: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(
-            f"cannot {doing} {path}: {error.strerror}; free some space, then resume the run"
-        ) from error
+def _told(doing: str, path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(RunError, f"cannot {doing} {path}", "free some space, then resume the run")
 
 
 def _line(step: int, values: Mapping[str, float], split: str, now: float) -> str:

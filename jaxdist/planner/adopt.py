@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxdist.commands.import_model import config_values, synthetic_data
 from jaxdist.config import plain_yaml
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.experiment import load
 from jaxdist.inspect.times import show_seconds
 from jaxdist.interchange.source import open_source
@@ -69,10 +69,8 @@ def adopt(
         (found,) = plan(file, [], Asked([on], top=top, compiled=compiled), console=console)
     if not found.top or found.refused:
         raise RunError(f"{path} on {on}: {found.why_not()}")
-    try:
+    with os_errors_as(RunError, f"{out} cannot be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}") from error
     write_config(document, found.top[0].plan, out)
     rows: list[JsonObject] = []
     for i, one in enumerate(found.top):

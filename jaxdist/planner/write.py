@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import Document, plain_yaml, validate
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.planner.plan import Plan
 from jaxdist.types import Json
@@ -73,9 +73,5 @@ def write_config(document: Document, plan: Plan, path: Path) -> None:
     values = planned(document.values, plan)
     validate(Document(values), ExperimentConfig)
     head = f"# command:  jaxdist train {path}\n# plan:     {plan.words()}\n"
-    try:
+    with os_errors_as(RunError, f"cannot write the plan to {path}", "choose another file"):
         path.write_text(head + plain_yaml(values), encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"cannot write the plan to {path}: {error.strerror}; choose another file"
-        ) from error

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.types import Json
 from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec
@@ -60,16 +60,15 @@ def write_gate(run: Path, gate: GateAddress) -> Path:
       RunError: the file cannot be written.
     """
     path = run / FILE_NAME
-    try:
+    with os_errors_as(
+        RunError,
+        f"{path} cannot be written",
+        "make room on the disk, or allow this user to write there",
+    ):
         path.unlink(missing_ok=True)  # A killed run leaves its file behind.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(gate._asdict(), file)
-    except OSError as error:
-        raise RunError(
-            f"{path} cannot be written: {error.strerror or error}; make room on the disk, or allow "
-            "this user to write there"
-        ) from error
     return path
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
@@ -133,13 +133,12 @@ def read_token(path: Path) -> str:
     Raises:
       RunError: the file cannot be read, others may read it, or the token is too short.
     """
-    try:
+    with os_errors_as(
+        RunError,
+        f"token file {path} cannot be read",
+        "set strategy.processes.token to a file that this user may read",
+    ):
         token = _private(path).decode(errors="replace").strip()
-    except OSError as error:
-        raise RunError(
-            f"token file {path} cannot be read: {error.strerror}; set strategy.processes.token to "
-            "a file that this user may read"
-        ) from error
     if len(token) < TOKEN_LEAST or not token.isascii() or not token.isprintable():
         raise RunError(
             f"token file {path} has {len(token)} characters, but a token needs at least "

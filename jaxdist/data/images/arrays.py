@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config.files import read_regular
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 
 
 class Labelled(NamedTuple):
@@ -94,10 +94,8 @@ def _cifar_file(path: Path, files: _Cifar) -> Labelled:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with os_errors_as(DataError, f"data: {path} cannot be read"):
         return read_regular(path)
-    except OSError as error:
-        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
 def npz(path: Path) -> tuple[Labelled, Labelled | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.config.files import read_regular
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 
 _UINT8 = 0x08
 _MAX_DIMS = 4
@@ -67,10 +67,8 @@ def read_idx_content(path: Path) -> bytes:
     Raises:
       DataError: the file cannot be read or unpacked.
     """
-    try:
+    with os_errors_as(DataError, f"data: {path} cannot be read"):
         content = read_regular(path)
-    except OSError as error:
-        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
     return unpack_gzip(content, str(path)) if path.suffix == ".gz" else content
 
 

@@ -22,7 +22,7 @@ from jaxdist.config.schema import Config
 from jaxdist.data.cache import cache_directory, publish_folder
 from jaxdist.data.recommend.rows import parsed, table_of
 from jaxdist.data.source import ArraySource, Dataset
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 from jaxdist.runtime.environment import python_module
 
 PACKAGE = "recbole==1.2.1"
@@ -160,13 +160,12 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
         _fetch(folder)
     found: dict[str, bytes] = {}
     for name, digest in SHA256.items():
-        try:
+        with os_errors_as(
+            DataError,
+            f"data: {folder / name} cannot be read",
+            f"the file is in the wheel of {PACKAGE}, folder {FOLDER}",
+        ):
             found[name] = (folder / name).read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"data: {folder / name} cannot be read: {error.strerror}; the file is in the wheel "
-                f"of {PACKAGE}, folder {FOLDER}"
-            ) from error
         actual = hashlib.sha256(found[name]).hexdigest()
         if actual != digest:
             raise DataError(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxdist.data.permutation import mix
-from jaxdist.errors import DataError, did_you_mean
+from jaxdist.errors import DataError, did_you_mean, os_errors_as
 
 Value = TypeVar("Value")
 
@@ -101,10 +101,8 @@ def read_file(path: Path, what: str) -> bytes:
     Raises:
       DataError: the file cannot be read, or it is empty.
     """
-    try:
+    with os_errors_as(DataError, f"{what}: {path} cannot be read"):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{what}: {path} cannot be read: {error.strerror}") from error
     if not content:
         raise DataError(f"{what}: {path} is empty")
     return content

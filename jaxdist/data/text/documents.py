@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxdist.config.files import path_kind, read_regular
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
@@ -179,11 +179,9 @@ def read_text_file(path: Path) -> bytes:
     Raises:
       DataError: the file cannot be read.
     """
-    try:
+    with os_errors_as(DataError, f"data: {path} cannot be read"):
         # The mark belongs to the encoding of the file, and not to the text.
         return read_regular(path).removeprefix(codecs.BOM_UTF8)
-    except OSError as error:
-        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
 def _usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxdist.config.files import read_regular
 from jaxdist.config.schema import Config, Count
-from jaxdist.errors import DataError, closest
+from jaxdist.errors import DataError, closest, os_errors_as
 
 if TYPE_CHECKING:
     import tokenizers
@@ -225,13 +225,9 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     learned.train_from_iterator((_decode(document) for document in documents), trainer)
-    try:
+    with os_errors_as(DataError, f"{out} cannot be written", "choose another file"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(learned.to_str(pretty=True), encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"{out} cannot be written: {error.strerror}; choose another file"
-        ) from error
     return BpeTokenizer(out)
 
 

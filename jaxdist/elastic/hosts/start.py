@@ -19,7 +19,7 @@ from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.multi_host import MultiHost
 from jaxdist.elastic.hosts.rendezvous.address import open_rendezvous
 from jaxdist.elastic.hosts.rendezvous.contract import Token
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.heartbeat.fence import newest_of_all
 from jaxdist.runtime.gpus import divide_gpus, look
@@ -154,13 +154,12 @@ def read_host_token(path: Path) -> bytes:
     Raises:
       RunError: the file cannot be read, or the token is too short.
     """
-    try:
+    with os_errors_as(
+        RunError,
+        f"--token-file {path} cannot be read",
+        "use a file that has the token of all hosts",
+    ):
         token = path.read_bytes().strip()
-    except OSError as error:
-        raise RunError(
-            f"--token-file {path} cannot be read: {error.strerror or error}; use a file that has "
-            "the token of all hosts"
-        ) from error
     if len(token) < 16:
         raise RunError(
             f"--token-file {path} has {len(token)} bytes: use a token of at least 16 bytes that "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxdist.config.files import parse_json, read_regular
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.protocol import rack, server
 from jaxdist.param_server.protocol.messages import (
@@ -130,14 +130,13 @@ class OrderLog:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
+        with os_errors_as(
+            RunError,
+            f"order log {path} cannot be written",
+            "make room on the disk, or allow this user to write there",
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise RunError(
-                f"order log {path} cannot be written: {error.strerror}; make room on the disk, or "
-                "allow this user to write there"
-            ) from error
 
     def add(self, taken: ProtocolCall) -> None:
         """Append a call."""
@@ -157,12 +156,8 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
     Raises:
       RunError: the file cannot be read, or a line is not a call.
     """
-    try:
+    with os_errors_as(RunError, f"order log {path} cannot be read", "restore the file from a copy"):
         lines = read_regular(path).decode("utf-8", "replace").split("\n")
-    except OSError as error:
-        raise RunError(
-            f"order log {path} cannot be read: {error.strerror}; restore the file from a copy"
-        ) from error
     # The text after the last line break is empty, or is a line that a crash cut off.
     for number, line in enumerate(lines[:-1], 1):
         try:

@@ -21,7 +21,7 @@ from jaxdist.checkpoint import layout as names
 from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
 from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.files import read_json
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, os_errors_as
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.types import PyTree
@@ -43,7 +43,11 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
     directory = directory_of(run, server)
     staging = names.staging_directory(directory, shard.floor)
     tree = _tree(shard)
-    try:
+    with os_errors_as(
+        CheckpointError,
+        f"the shard of server {server} cannot be saved in {directory}",
+        "free some space, then resume the run",
+    ):
         # A crash may have left files of an earlier attempt, which are deleted here.
         shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
@@ -54,11 +58,6 @@ def write_shard(run: Path, server: int, shard: ShardState) -> None:
         (staging / names.METADATA).write_text(text, encoding="utf-8")
         seal(staging, step=shard.floor, metric=None, leaves=describe_arrays(tree))
         names.commit(staging, names.step_directory(directory, shard.floor))
-    except OSError as error:
-        raise CheckpointError(
-            f"the shard of server {server} cannot be saved in {directory}: "
-            f"{error.strerror or error}; free some space, then resume the run"
-        ) from error
 
 
 def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> ShardState:

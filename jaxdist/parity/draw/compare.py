@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.config import plain_yaml
-from jaxdist.errors import ConfigError, RunError, did_you_mean
+from jaxdist.errors import ConfigError, RunError, did_you_mean, os_errors_as
 from jaxdist.mesh import AXES
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.children import Ended, answers
@@ -120,9 +120,7 @@ def _written(outcome: DrawOutcome) -> Path:
       RunError: the file cannot be written.
     """
     path = WRONG / f"draw-{outcome.seed}.yaml"
-    try:
+    with os_errors_as(RunError, f"cannot write the config of a draw to {path}"):
         WRONG.mkdir(parents=True, exist_ok=True)
         path.write_text(plain_yaml(outcome.sections), encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write the config of a draw to {path}: {error.strerror}") from error
     return path

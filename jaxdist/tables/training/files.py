@@ -29,7 +29,7 @@ from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest,
 from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.document import flat
 from jaxdist.config.files import read_json
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, os_errors_as
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.keys import row_dtype
@@ -66,7 +66,11 @@ def write_tables(
     """
     directory = _directory(run, server)
     staging = names.staging_directory(directory, step)
-    try:
+    with os_errors_as(
+        CheckpointError,
+        f"the tables of server {server} cannot be saved in {directory}",
+        "free some space, then resume the run",
+    ):
         # A crash may have left files of an earlier attempt, which are deleted here.
         shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
@@ -77,11 +81,6 @@ def write_tables(
         leaves = describe_arrays({"rows": plain, "values": values})
         seal(staging, step=step, metric=None, leaves=leaves)
         names.commit(staging, names.step_directory(directory, step))
-    except OSError as error:
-        raise CheckpointError(
-            f"the tables of server {server} cannot be saved in {directory}: "
-            f"{error.strerror or error}; free some space, then resume the run"
-        ) from error
 
 
 class TableWriter:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from jaxdist.checkpoint.identity import CONFIG
-from jaxdist.errors import RunError, StoppedError
+from jaxdist.errors import RunError, StoppedError, os_errors_as
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.runtime.forks import ForkServer
@@ -55,15 +55,14 @@ def own_address(gate: GateAddress) -> str:
       RunError: the gate cannot be reached.
     """
     host, _, port = gate.address.rpartition(":")
-    try:
+    with os_errors_as(
+        RunError,
+        f"no process of the run answers at {gate.address}",
+        "check that the run is training, and that no firewall blocks the port",
+    ):
         given = host.strip("[]"), int(port)
         with socket.create_connection(given, timeout=CONNECT_SECONDS) as connection:
             return str(connection.getsockname()[0])
-    except OSError as error:
-        raise RunError(
-            f"no process of the run answers at {gate.address}: {error.strerror or error}; check "
-            "that the run is training, and that no firewall blocks the port"
-        ) from error
 
 
 def await_gate(run: Path, lock: Path, seconds: float) -> None:

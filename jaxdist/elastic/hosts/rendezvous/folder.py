@@ -18,12 +18,12 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from secrets import token_hex
 
 from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError, Token
+from jaxdist.errors import os_errors_as
 from jaxdist.types import Json
 
 KEEPER, SECRET = "keeper", "secret"
@@ -180,15 +180,12 @@ class FolderRendezvous:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RendezvousError(
-                f"the rendezvous {self.address} cannot be reached: {error.strerror or error}; the "
-                "rendezvous must be a directory in which all hosts can write"
-            ) from error
+    def _told(self) -> AbstractContextManager[None]:
+        return os_errors_as(
+            RendezvousError,
+            f"the rendezvous {self.address} cannot be reached",
+            "the rendezvous must be a directory in which all hosts can write",
+        )
 
 
 def find_problem(folder: Path) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
 from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError, Token, is_loopback
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, os_errors_as
 from jaxdist.types import Json
 
 PASSWORD, PASSWORD_FILE = "JAXDIST_REDIS_PASSWORD", "JAXDIST_REDIS_PASSWORD_FILE"
@@ -144,10 +144,8 @@ def find_password(environ: Mapping[str, str]) -> str | None:
     path = environ.get(PASSWORD_FILE)
     if path is None:
         return environ.get(PASSWORD)
-    try:
+    with os_errors_as(ConfigError, f"{PASSWORD_FILE} {path} cannot be read"):
         return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"{PASSWORD_FILE} {path} cannot be read: {error.strerror}") from error
 
 
 def check_secure(url: str, password: str | None) -> None:
