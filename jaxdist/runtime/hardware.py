@@ -1,38 +1,20 @@
 """The figures of known devices and links, from which a program's cost is computed.
 
-The peak FLOPs, memory bandwidth and links of TPUs and GPUs are from "How to Scale Your Model"
-(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), in which a TPU's hop takes about 1 us. The
-memory of a TPU is the memory that XLA calls available when it compiles for the TPU (libtpu 0.0.42).
-The memory of a GPU is from its data sheet. The clock of a TPU is the clock at which its matrix
-units (four of 128 x 128 in each core of v4, v5e and v5p, four of 256 x 256 in v6e) reach the peak.
-The link of a TPU to its host is PCIe, with the bandwidth in the same book. The latencies of NVLink
-and of a GPU's network are from NCCL's own tuning table (`hwLat`, ring, protocol Simple). The
-latency between TPU slices is assumed to equal the latency of a GPU's network.
-
-A chip of tpu7x (Ironwood) is two devices of jax, each with half of the chip's FLOPs, memory and
-network; the two devices share the chip's links. The FLOPs, memory bandwidth and network are from
-Google Cloud's page "TPU7x (Ironwood)" (2307 TFLOP/s, 7380 GB/s, 100 Gbit/s per chip). The page
-gives 1200 GB/s in both directions per chip for the links of tpu7x and of v5p, so the links are
-assumed to be equal. The memory is from libtpu 0.0.52. The clock is the clock at which four units of
-256 x 256 on each device reach the peak. The cost analysis of libtpu assumes 996 TFLOP/s per device,
-which these units reach at 1.9 GHz (and 394 TFLOP/s on v5p, at 1.5 GHz). The connection of the two
-devices of a chip is assumed to be as fast as the chip's six links together (`CHIPLET_LINKS`).
-
-The figures of the CPU are measured with `jaxdist bench collectives`, on fake devices in one process
-on two cores.
+The figures are in `hardware.toml`, with their sources.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from jaxdist.errors import JaxdistError, did_you_mean
 
-GIB = 2**30
 CHIPLET_LINKS = 6
 """The assumed bandwidth between the two devices of a chip, in links of the torus. With this
 bandwidth, the connection is never the bottleneck."""
@@ -96,111 +78,19 @@ class Device:
     host_bytes_per_second: float | None = None
 
 
-def _ici(bytes_per_second: float) -> Link:
-    return Link(1e-6, bytes_per_second, "torus")
+def _read() -> Iterator[Device]:
+    table = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
+    for name, figures in table["devices"].items():
+        given = {"memory_bytes": None, **figures}
+        given["flops_per_second"] = MappingProxyType(given["flops_per_second"])
+        for network in ("fast", "slow"):
+            link = dict(given[network])
+            given[network] = Link(**table["links"][link.pop("link")], **link)
+        yield Device(name, **given)
 
 
-def _nvlink(bytes_per_second: float) -> Link:
-    return Link(3.4e-6, bytes_per_second)
-
-
-def _network(bytes_per_second: float) -> Link:
-    return Link(14e-6, bytes_per_second)
-
-
-def _flops(**by_dtype: float) -> Mapping[str, float]:
-    return MappingProxyType(by_dtype)
-
-
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        device.name: device
-        for device in (
-            Device(
-                "v4",
-                _flops(bfloat16=2.75e14, int8=2.75e14),
-                2 * int(15.25 * GIB),
-                1.2e12,
-                _ici(4.5e10),
-                _network(6.25e9),
-                1.05e9,
-                1.6e10,
-            ),
-            Device(
-                "v5e",
-                _flops(bfloat16=1.97e14, int8=3.94e14),
-                int(15.75 * GIB),
-                8.1e11,
-                _ici(4.5e10),
-                _network(3.125e9),
-                1.5e9,
-                1.6e10,
-            ),
-            Device(
-                "v5p",
-                _flops(bfloat16=4.59e14, int8=9.18e14),
-                int(95.73 * GIB),
-                2.8e12,
-                _ici(9e10),
-                _network(6.25e9),
-                1.75e9,
-                1.6e10,
-            ),
-            Device(
-                "v6e",
-                _flops(bfloat16=9.2e14, int8=1.84e15),
-                int(31.24 * GIB),
-                1.6e12,
-                _ici(9e10),
-                _network(12.5e9),
-                1.75e9,
-                3.2e10,
-            ),
-            Device(
-                "tpu7x",
-                _flops(bfloat16=1.1535e15),
-                int(94.74 * GIB),
-                3.69e12,
-                _ici(9e10),
-                _network(6.25e9),
-                2.2e9,
-            ),
-            Device(
-                "a100",
-                _flops(bfloat16=3.12e14, float16=3.12e14, int8=6.24e14, float32=1.95e13),
-                80 * GIB,
-                2.0e12,
-                _nvlink(3e11),
-                _network(25e9),
-            ),
-            Device(
-                "h100",
-                _flops(bfloat16=9.9e14, float16=9.9e14, int8=1.98e15, float32=6.7e13),
-                80 * 10**9,
-                3.35e12,
-                _nvlink(4.5e11),
-                _network(50e9),
-            ),
-            Device(
-                "h200",
-                _flops(bfloat16=9.9e14, float16=9.9e14, int8=1.98e15, float32=6.7e13),
-                141 * 10**9,
-                4.8e12,
-                _nvlink(4.5e11),
-                _network(50e9),
-            ),
-            Device(
-                "cpu",
-                _flops(float32=9e10),
-                None,
-                3.1e10,
-                Link(2e-4, 7e8, "memory"),
-                Link(3e-4, 1.25e8),
-            ),
-        )
-    }
-)
-"""The known devices by short name; the slow link of the CPU is 1 Gbit/s Ethernet."""
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _read()})
+"""The known devices by short name."""
 
 _KINDS = (
     ("tpu v5 lite", "v5e"),
