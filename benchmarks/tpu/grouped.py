@@ -11,7 +11,7 @@ turn of a kernel's loop multiplies one tile of rows by one tile of an expert's k
 - The other regions clear the accumulator, once for each tile of the result. For `tgmm`, whose
   products contract the rows, this is rare and left out.
 
-The resulting fraction of the peak is copied to `jaxdist.cost.kernels`.
+The resulting fraction of the peak is copied to `jaxdist/cost/kernels.toml`.
 """
 
 from __future__ import annotations

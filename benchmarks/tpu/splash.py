@@ -11,7 +11,7 @@ block of keys:
 - The other regions clear and write the accumulators, once for each row of blocks, which is
   (n + 1) / 2 turns under a causal mask of n x n blocks.
 
-The resulting share of the peak is copied to `jaxdist.cost.kernels`.
+The resulting share of the peak is copied to `jaxdist/cost/kernels.toml`.
 """
 
 from __future__ import annotations

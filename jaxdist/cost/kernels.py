@@ -5,8 +5,8 @@ one per cycle) of the kernel's loop over blocks. An iteration takes at least one
 its bundles, and at least the cycles of its products in the matrix units. `python -m
 benchmarks.tpu.splash` and `python -m benchmarks.tpu.grouped` compile the kernels of splash
 attention and megablox alone. From the larger number of cycles, they compute the fractions of the
-peak below. Waits for memory are left out, since the operands of an iteration are fetched during the
-previous iteration.
+peak in `kernels.toml`. Waits for memory are left out, since the operands of an iteration are
+fetched during the previous iteration.
 
 All other kernels are assumed to run at the fraction `OTHERS` of the peak.
 """
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import le
+from pathlib import Path
 
 from jaxdist.hlo.estimates import Effort
 
@@ -44,55 +46,24 @@ class _Kernel:
     efficiency: Mapping[str, Mapping[int, float]]
 
 
+_TABLE = tomllib.loads(Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8"))
 SPLASH = {
-    "fwd": _Kernel(
-        2,
-        "block_q",
+    name: _Kernel(
+        kernel["products"],
+        kernel["side"],
         {
-            "v4": {512: 0.35, 1024: 0.45},
-            "v5e": {512: 0.68, 1024: 0.74, 2048: 0.77},
-            "v5p": {512: 0.60, 1024: 0.72, 2048: 0.70},
-            "v6e": {512: 0.22, 1024: 0.26, 2048: 0.28},
-            "tpu7x": {512: 0.23, 1024: 0.27, 2048: 0.28},
+            family: {int(block): share for block, share in shares.items()}
+            for family, shares in kernel["efficiency"].items()
         },
-    ),
-    "dq": _Kernel(
-        3,
-        "block_q_dq",
-        {
-            "v4": {512: 0.68, 1024: 0.81},
-            "v5e": {512: 0.93, 1024: 0.97, 2048: 0.98},
-            "v5p": {512: 0.89, 1024: 0.95, 2048: 0.97},
-            "v6e": {512: 0.35, 1024: 0.41, 2048: 0.44},
-            "tpu7x": {512: 0.35, 1024: 0.39, 2048: 0.43},
-        },
-    ),
-    "dkv": _Kernel(
-        4,
-        "block_q_dkv",
-        {
-            "v4": {512: 0.65, 1024: 0.75},
-            "v5e": {512: 0.92, 1024: 0.95, 2048: 0.97},
-            "v5p": {512: 0.88, 1024: 0.95, 2048: 0.96},
-            "v6e": {512: 0.36, 1024: 0.43, 2048: 0.46},
-            "tpu7x": {512: 0.34, 1024: 0.42, 2048: 0.47},
-        },
-    ),
+    )
+    for name, kernel in _TABLE["splash"].items()
 }
-"""The kernels of jax's splash attention for heads of size `HEAD`, compiled by libtpu 0.0.52. A head
-of 128 fills half of a matrix unit of 256 x 256 (v6e, tpu7x)."""
+"""The kernels of jax's splash attention for heads of size `HEAD`."""
 GROUPED = {
-    "gmm": {
-        (512, 1024, 1024): 0.96, (512, 1024, 512): 0.94, (512, 512, 512): 0.91,
-        (256, 1024, 512): 0.91,
-    },
-    "tgmm": {
-        (512, 1024, 1024): 0.92, (512, 1024, 512): 0.90, (512, 512, 512): 0.87,
-        (256, 1024, 512): 0.80,
-    },
-}  # fmt: skip
-"""For each kernel of megablox, the fraction of the peak on computed tiles in bfloat16, by tile
-(`python -m benchmarks.tpu.grouped`; v5p, libtpu 0.0.52)."""
+    name: {(rows, depth, width): share for rows, depth, width, share in tiles}
+    for name, tiles in _TABLE["grouped"].items()
+}
+"""For each kernel of megablox, the fraction of the peak on computed tiles in bfloat16, by tile."""
 GROUPED_ROWS = 512
 """The largest number of rows of a tile of megablox."""
 FEW_TILES = 7
