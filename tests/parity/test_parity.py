@@ -17,6 +17,7 @@ from mesh_rows import CELLS as WITHOUT
 from mesh_rows import FULL_CELLS, MORE_ZERO, REDUCTIONS, SLOW_ZERO, ZERO
 from typer.testing import CliRunner
 
+from benchmarks.pages.parity import parity_page
 from jaxdist.cli import app
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, RunError
@@ -36,7 +37,7 @@ from jaxdist.parity.cells import (
     possible_cells,
     valid_cells,
 )
-from jaxdist.parity.report import combination_line, from_json, parity_page, results_to_json
+from jaxdist.parity.report import combination_line, from_json, results_to_json
 from jaxdist.parity.run import (
     BUILT_IN,
     ParityResult,

@@ -18,6 +18,7 @@ import pytest
 from answering import answer
 from typer.testing import CliRunner
 
+from benchmarks.pages.parity_draw import draw_page
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.cli import app
 from jaxdist.collectives.algorithms.ring import Ring
@@ -32,7 +33,7 @@ from jaxdist.parity.draw import compare as parity_draws
 from jaxdist.parity.draw import run as parity_draw_run
 from jaxdist.parity.draw.draw import draw, seeds_of
 from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, model_key
-from jaxdist.parity.draw.report import draw_page, features_of, outcomes_from_json, outcomes_to_json
+from jaxdist.parity.draw.report import features_of, outcomes_from_json, outcomes_to_json
 from jaxdist.parity.draw.run import DrawOutcome, judge_draw
 from jaxdist.parity.draw.settings import SETTINGS
 from jaxdist.parity.run import single_device

@@ -1,0 +1,1 @@
+"""The pages of the documentation that are printed from recorded results."""
