@@ -80,6 +80,13 @@ def test_half_precision_loses_less_than_its_own_rounding():
     assert (np.abs(var / wanted - 1) < np.abs(wanted / before - 1) / 5).all()
 
 
+def test_a_constant_channel_has_no_negative_variance():
+    x = jnp.full((8, 7, 7, 3), np.array([0.1, 255.0, -77.5]), "bfloat16")
+    y, moved, grads = results(x, "bfloat16")
+    assert (moved["var"] >= DECAY).all()
+    assert all(np.isfinite(np.float64(leaf)).all() for leaf in jax.tree.leaves((y, grads)))
+
+
 @pytest.mark.parametrize(("dtype", "sums"), [("float32", 3), ("bfloat16", 2)])
 def test_devices_agree_with_one_device_in_few_sums(dtype, sums, devices):
     """A sum for the forward pass and one for the backward pass, or two and one in float32."""
