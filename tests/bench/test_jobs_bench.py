@@ -57,8 +57,8 @@ def test_a_head_says_how_a_run_reaches_which_target(tmp_path: Path) -> None:
 def test_a_command_that_fails_reaches_no_target(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"# command: jaxdist train {path}\n# target: held-out loss 1.0\nmodle: 1")
-    found, total = targets(None, [path])
-    assert (found.holds, total.holds) == (False, False)
+    found, _, total, cpu = targets(None, [path])
+    assert (found.holds, total.holds, cpu.holds) == (False, False, None)
     assert "failed: exit code 2" in found.note
 
 
