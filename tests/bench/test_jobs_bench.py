@@ -18,8 +18,8 @@ from jaxdist.experiment import load
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(JaxdistError, match="no part 'packin': did you mean 'packing'"):
-        bench(part=["packin"])
+    with pytest.raises(JaxdistError, match="no part 'packings': did you mean 'packing'"):
+        bench(part=["packings"])
     with pytest.raises(JaxdistError, match="no config 'mlp/digit': did you mean 'mlp/digits'"):
         bench(part=["targets:mlp/digit"])
     with pytest.raises(JaxdistError, match="only part targets has single configs, not packing"):
