@@ -60,9 +60,9 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts, "
-            "hybrid, jobs."
+            help="overhead, compile, startup, quickstart, attention, context, collectives, optim, "
+            "zero, pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, "
+            "experts, hybrid, jobs."
         ),
     ],
     json_file: shared.JsonFile = None,

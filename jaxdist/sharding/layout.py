@@ -368,8 +368,11 @@ class Layout:
             y_blD = gives(y_TD.reshape(x_blD.shape), of_tokens)
             return jax.lax.psum(y_blD, tensor) if tensor else y_blD
 
-        tokens = ("batch", "seq", "embed"), ("batch", "seq", None), ("batch", "seq", None)
-        dims = *tokens, *(of for of, _ in kernels)
+        # Every device needs whole features of the tokens and of the kernels, even if a rule splits
+        # the parameters along their features.
+        tokens = ("batch", "seq", None)
+        split = (tuple(d if d in ("experts", "mlp") else None for d in of) for of, _ in kernels)
+        dims = tokens, tokens, tokens, *split
         on_blocks = self.on_blocks(run, *dims)
         return on_blocks(x_BLD, ids_BLk, weights_BLk, *(kernel for _, kernel in kernels))
 

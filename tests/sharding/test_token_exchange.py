@@ -72,6 +72,22 @@ def test_all_exchanges_give_the_numbers_of_one_device(sizes, exchange, capacity)
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axis"),
+    [
+        ({"data": 4}, "data"),
+        pytest.param({"data": 2, "context": 2}, "context", marks=pytest.mark.full),
+        pytest.param({"tensor": 2, "data": 2}, "tensor", marks=pytest.mark.full),
+    ],
+)
+def test_a_rule_may_split_the_width_of_the_model(sizes, axis):
+    """Each device computes its experts with whole kernels, not with its parts of them."""
+    right, _ = gradients(no_hint)
+    ours, _ = gradients(layout_on(rules={"embed": axis}, **sizes))
+    for one, other in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
 def ragged_elsewhere(x, into, starts, sizes, places, received, *, axis_name):
     """What jax documents of `ragged_all_to_all`, for XLA on CPU, which has none."""
     del received
