@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks.core.report import Figure
+from benchmarks.param_server.local_wire import LocalWire
 from benchmarks.param_server.serving import served
 from jaxdist.experiment import build, load
 from jaxdist.experiment.config import Source
@@ -36,7 +37,6 @@ from jaxdist.tables.server import TableServer, TableShard
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.strategy.config import Hybrid
-from jaxdist.wire.local import LocalWire
 
 WORKERS, SERVERS, SEEDS = 2, 2, 3
 LATE: dict[str, Any] = {"reads": "ahead", "gradient_weight": "whole"}

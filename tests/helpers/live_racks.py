@@ -9,6 +9,7 @@ from typing import Any
 
 from live_servers import SECONDS, TOKEN, Servers
 
+from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.param_server.aggregation import Racks
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.aggregator import Aggregator
@@ -16,7 +17,6 @@ from jaxdist.param_server.live.client import Client, Timeouts
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.wire.contract import Wire
 from jaxdist.wire.frames import spec_for
-from jaxdist.wire.local import LocalWire
 from jaxdist.wire.rpc import RpcServer, RpcWire
 
 Around = Callable[[Wire], Wire]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import optax
 
+from benchmarks.param_server.local_wire import LocalWire
 from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.live.client import Client, Timeouts
@@ -24,7 +25,6 @@ from jaxdist.param_server.placement.ranges import placeable_tensors
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.wire.contract import Envelope, Hear, Session, Wire
 from jaxdist.wire.frames import spec_for
-from jaxdist.wire.local import LocalWire
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import Tls
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from live_servers import at_once
 
+from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.config.document import Document
 from jaxdist.config.schema import validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
@@ -31,7 +32,6 @@ from jaxdist.param_server.training.worker import Clocked, Measured, Worker, comp
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.statistics import with_statistics
 from jaxdist.wire.frames import spec_for
-from jaxdist.wire.local import LocalWire
 
 DIGITS = {
     "model": {"type": "mlp", "hidden": [16]},

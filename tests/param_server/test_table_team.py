@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.errors import RunError
 from jaxdist.runtime.children import Event
 from jaxdist.tables.training.team import TableTeam
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.wire.contract import WireError
 from jaxdist.wire.kept import Board, KeptSession, read_board, spec_of_board
-from jaxdist.wire.local import LocalWire
 
 
 class Played:

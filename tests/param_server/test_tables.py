@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document, validate
@@ -50,7 +51,6 @@ from jaxdist.train.evaluate import evaluate
 from jaxdist.train.strategy.config import Hybrid, Synchronous
 from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES
-from jaxdist.wire.local import LocalWire
 
 FORM = RowForm({"user": 300, "item": 100}, 4, 0.1)
 SEED = 7

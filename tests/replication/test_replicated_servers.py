@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.param_server.local_wire import LocalWire
 from benchmarks.param_server.pusher import delta, layout_of
 from benchmarks.param_server.replicated import killed
 from jaxdist.errors import RunError
@@ -29,7 +30,6 @@ from jaxdist.replication.decision import RangeView
 from jaxdist.replication.seat import Arbiter, Seat
 from jaxdist.wire.contract import Wire, WireError
 from jaxdist.wire.frames import spec_for
-from jaxdist.wire.local import LocalWire
 
 LENGTH = 64
 WHOLE = Asynchronous(gradient_weight="whole")
