@@ -1,9 +1,4 @@
-"""Families of published models: tables that match names and layouts of tensors with parameters.
-
-The letters in layouts are: V vocabulary, D embed, H heads, K kv_heads, d head_dim, F mlp, P
-positions, E experts. In the name of a tensor, `{layer}` is the number of a layer, an index of the
-parameter's first dim, and `{expert}` is the number of an expert, an index of the next dim.
-"""
+"""Families of published models: `families.toml`, and functions for keys of config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError, DataError, did_you_mean
 from jaxdist.interchange.encoders import ENCODERS
-from jaxdist.interchange.family import OTHER_MODEL, Family, Inputs, Row, block
+from jaxdist.interchange.family import OTHER_MODEL, Family, Inputs, read_family, table_rows
 from jaxdist.models.bert import BertConfig
 from jaxdist.models.build import ModelConfig, make_model
 from jaxdist.models.functional import Functional, functional
@@ -30,81 +25,8 @@ RUN_ONLY = (
 )  # fmt: skip
 """The options of models that do not change the function that a model computes."""
 
-
-LLAMA_ROWS: Mapping[str, Row] = {
-    "embedding": Row("model.embed_tokens.weight", "V D"),
-    "norm/scale": Row("model.norm.weight", "D"),
-    "output": Row("lm_head.weight", "V D -> D V"),
-    **block(
-        "model.layers.{layer}.",
-        {
-            "attention_norm/scale": ("input_layernorm.weight", "D"),
-            "attention/query": ("self_attn.q_proj.weight", "(H d) D -> D H d"),
-            "attention/key": ("self_attn.k_proj.weight", "(K d) D -> D K d"),
-            "attention/value": ("self_attn.v_proj.weight", "(K d) D -> D K d"),
-            "attention/out": ("self_attn.o_proj.weight", "D (H d) -> H d D"),
-            "attention/query_bias": ("self_attn.q_proj.bias", "(H d) -> H d"),
-            "attention/key_bias": ("self_attn.k_proj.bias", "(K d) -> K d"),
-            "attention/value_bias": ("self_attn.v_proj.bias", "(K d) -> K d"),
-            "attention/out_bias": ("self_attn.o_proj.bias", "D"),
-            "attention/query_norm/scale": ("self_attn.q_norm.weight", "d"),
-            "attention/key_norm/scale": ("self_attn.k_norm.weight", "d"),
-            "mlp_norm/scale": ("post_attention_layernorm.weight", "D"),
-            "mlp/gate": ("mlp.gate_proj.weight", "F D -> D F"),
-            "mlp/up": ("mlp.up_proj.weight", "F D -> D F"),
-            "mlp/down": ("mlp.down_proj.weight", "D F -> F D"),
-        },
-    ),
-}
+LLAMA_ROWS = table_rows("llama")
 """The rows of llama and of the families that use the same names; no model uses all rows."""
-
-MIXTRAL_ROWS: Mapping[str, Row] = {
-    **LLAMA_ROWS,
-    **block(
-        "model.layers.{layer}.block_sparse_moe.",
-        {
-            "mlp/router": ("gate.weight", "E D -> D E"),
-            "mlp/gate": ("experts.{expert}.w1.weight", "F D -> D F"),
-            "mlp/up": ("experts.{expert}.w3.weight", "F D -> D F"),
-            "mlp/down": ("experts.{expert}.w2.weight", "D F -> F D"),
-        },
-    ),
-}
-"""The rows of mixtral, whose rows for attention are the rows of llama."""
-
-_ATTENTION = {"query": 0, "key": 1, "value": 2}
-GPT2_ROWS: Mapping[str, Row] = {
-    "embedding": Row("transformer.wte.weight", "V D"),
-    "positions": Row("transformer.wpe.weight", "P D"),
-    "norm/scale": Row("transformer.ln_f.weight", "D"),
-    "norm/bias": Row("transformer.ln_f.bias", "D"),
-    "output": Row("lm_head.weight", "V D -> D V"),
-    **block(
-        "transformer.h.{layer}.",
-        {
-            "attention_norm/scale": ("ln_1.weight", "D"),
-            "attention_norm/bias": ("ln_1.bias", "D"),
-            "attention/out": ("attn.c_proj.weight", "(H d) D -> H d D"),
-            "attention/out_bias": ("attn.c_proj.bias", "D"),
-            "mlp_norm/scale": ("ln_2.weight", "D"),
-            "mlp_norm/bias": ("ln_2.bias", "D"),
-            "mlp/up": ("mlp.c_fc.weight", "D F"),
-            "mlp/up_bias": ("mlp.c_fc.bias", "F"),
-            "mlp/down": ("mlp.c_proj.weight", "F D"),
-            "mlp/down_bias": ("mlp.c_proj.bias", "D"),
-        },
-    ),
-    **{
-        f"blocks/attention/{name}{end}": Row(f"transformer.h.{{layer}}.attn.c_attn.{kind}", how, i)
-        for name, i in _ATTENTION.items()
-        for end, kind, how in (
-            ("", "weight", "D (3 H d) -> D H d"),
-            ("_bias", "bias", "(3 H d) -> H d"),
-        )
-    },
-}
-
-
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -219,126 +141,16 @@ def _written_mixtral(options: JsonObject) -> JsonObject:
     return {**_written_window(options), **found}
 
 
-KEYS: Mapping[str, str] = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "embed",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_size",
-    "intermediate_size": "mlp",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tied_head",
-}
-_MISSING: JsonObject = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_SILU = {"hidden_act": ("silu",)}
-_GELU = ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            LLAMA_ROWS,
-            KEYS,
-            {"norm": "rms"},
-            {**_SILU, "mlp_bias": (False,)},
-            _MISSING,
-            more=_llama,
-            written=_written_llama,
-        ),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            LLAMA_ROWS,
-            KEYS,
-            {"norm": "rms"},
-            _SILU,
-            _MISSING,
-            more=_windowed,
-            written=_written_window,
-        ),
-        Family(
-            "mixtral",
-            "MixtralForCausalLM",
-            MIXTRAL_ROWS,
-            KEYS,
-            {"norm": "rms"},
-            {**_SILU, "router_jitter_noise": (0.0, 0)},
-            {
-                **_MISSING,
-                "rms_norm_eps": 1e-5,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "router_aux_loss_coef": 0.001,
-            },
-            more=_mixtral,
-            written=_written_mixtral,
-        ),
-        Family(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            LLAMA_ROWS,
-            # The head size of a qwen2 model is embed / heads, since its config.json has no
-            # head_dim.
-            {key: own for key, own in KEYS.items() if key != "head_dim"},
-            {"norm": "rms", "biases": "qkv"},
-            _SILU,
-            {**_MISSING, "use_sliding_window": False},
-            more=_windowed,
-            written=_written_window,
-        ),
-        Family(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            LLAMA_ROWS,
-            KEYS,
-            {"norm": "rms", "qk_norm": True},
-            _SILU,
-            {**_MISSING, "head_dim": 128, "use_sliding_window": False},
-            more=_qwen3,
-            written=_written_qwen3,
-        ),
-        Family(
-            "gemma",
-            "GemmaForCausalLM",
-            LLAMA_ROWS,
-            KEYS,
-            {"norm": "rms_offset", "mlp_type": "geglu", "scale_embeddings": True},
-            {"hidden_act": _GELU, "use_bidirectional_attention": (None, False)},
-            {**_MISSING, "head_dim": 256, "tie_word_embeddings": True},
-            more=_llama,
-            written=_written_llama,
-        ),
-        Family(
-            "gpt2",
-            "GPT2LMHeadModel",
-            GPT2_ROWS,
-            {
-                "n_layer": "layers",
-                "n_embd": "embed",
-                "n_head": "heads",
-                "n_inner": "mlp",
-                "n_positions": "positions",
-                "layer_norm_epsilon": "norm_epsilon",
-                "tie_word_embeddings": "tied_head",
-            },
-            {"norm": "layer", "mlp_type": "gelu", "biases": "all"},
-            {
-                "activation_function": _GELU[::-1],
-                "scale_attn_weights": (True,),
-                "scale_attn_by_inverse_layer_idx": (False,),
-                "add_cross_attention": (False,),
-            },
-            {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-            (".attn.bias", ".attn.masked_bias"),
-            "transformer.",
-            more=lambda config: {"mlp": config["n_inner"] or 4 * config["n_embd"]},
-        ),
+        read_family("llama", more=_llama, written=_written_llama),
+        read_family("mistral", more=_windowed, written=_written_window),
+        read_family("mixtral", more=_mixtral, written=_written_mixtral),
+        read_family("qwen2", more=_windowed, written=_written_window),
+        read_family("qwen3", more=_qwen3, written=_written_qwen3),
+        read_family("gemma", more=_llama, written=_written_llama),
+        read_family("gpt2", more=lambda config: {"mlp": config["n_inner"] or 4 * config["n_embd"]}),
         *ENCODERS,
     )
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from jaxdist.errors import ConfigError
 from jaxdist.types import JsonObject
@@ -44,16 +47,6 @@ class Inputs(NamedTuple):
     vocab_size: int = 0
     classes: int = 0
     image: tuple[int, int, int] | None = None
-
-
-def block(prefix: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Row]:
-    """Return the rows of a block's parameters.
-
-    Args:
-      prefix: the start of the names of the block's tensors.
-      names: the rest of the tensor's name and the layout, by parameter.
-    """
-    return {f"blocks/{own}": Row(f"{prefix}{name}", how) for own, (name, how) in names.items()}
 
 
 def tokens_of(config: Mapping[str, Any]) -> Inputs:
@@ -114,8 +107,8 @@ class Family:
     architecture: str
     rows: Mapping[str, Row] | Callable[[Mapping[str, Any]], Mapping[str, Row]]
     keys: Mapping[str, str]
-    options: JsonObject
-    fixed: Mapping[str, tuple[Any, ...]]
+    options: JsonObject = field(default_factory=dict)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     missing: JsonObject = field(default_factory=dict)
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     prefix: str = "model."
@@ -169,3 +162,50 @@ class Family:
             **found,
             **self.written(options),
         }
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def table_rows(*names: str) -> Mapping[str, Row]:
+    """Return the row of each parameter from sections `rows` of `families.toml`, the last first."""
+    found: dict[str, Row] = {}
+    for name in names:
+        rows = dict(_TABLE["rows"][name])
+        blocks = dict(rows.pop("blocks"))
+        prefix = blocks.pop("prefix")
+        found |= {own: _row(*given) for own, given in rows.items()}
+        found |= {f"blocks/{n}": _row(f"{prefix}{t}", *how) for n, (t, *how) in blocks.items()}
+    return found
+
+
+def _row(tensor: str, layout: str, more: int | Literal["absent"] | None = None) -> Row:
+    return Row(tensor, layout, absent=True) if more == "absent" else Row(tensor, layout, more)
+
+
+def read_family(name: str, **functions: Any) -> Family:
+    """Return a family of `families.toml`.
+
+    Args:
+      name: the name of the family.
+      functions: the fields of `Family` that are functions, by name.
+    """
+    given = {key: _plain(value) for key, value in _TABLE["families"][name].items()}
+    given["fixed"] = {key: tuple(values) for key, values in given["fixed"].items()}
+    if "ignored" in given:
+        given["ignored"] = tuple(given["ignored"])
+    if isinstance(given["keys"], str):
+        given["keys"] = _TABLE["keys"][given["keys"]]
+    if "rows" in given:
+        given["rows"] = table_rows(*given["rows"])
+    return Family(name, **{**given, **functions})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the table, with None for the text "null"."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return None if value == "null" else value
