@@ -1,4 +1,4 @@
-"""A strict session: 8 fake devices, rank promotion raises, warnings are errors."""
+"""The settings of a test session: 8 fake devices, and rank promotion that raises."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from thin import thin_rows
 
 from jaxdist.runtime import compilation_cache, environment
 
-# Tests compile much and compute little: the first and the last of these halve the time. In one
-# piece a program compiles with a tenth less work; the other core has tests of its own to run.
-# Processes that tests start do without; most of `helpers/runs.py` have the first and the last.
+# Tests compile much and compute little. QUICK and OLD_LOOPS halve the time of a session. With
+# IN_ONE_PIECE, a program is compiled as one piece on one core, which is a tenth less work; other
+# cores run other tests. Processes that tests start do not have these flags, except QUICK and
+# OLD_LOOPS in most processes of `helpers/runs.py`.
 QUICK = "--xla_backend_optimization_level=0"
 IN_ONE_PIECE = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 environment.prepare(fake_devices=8)
-# Programs lack the lines of code of their operations, but in `tests/proofs`: a tenth of the time.
+# Except in `tests/proofs`, programs do not contain the lines of code of their operations. This
+# saves a tenth of the time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# For the workers of `-n`: glibc reads it when a process starts. A twentieth of the time.
+# glibc reads this variable when a process starts, so it has an effect in the workers of `-n`. It
+# saves a twentieth of the time.
 if tunables := environment.plan_tunables(os.environ, platform.libc_ver()[0]):
     os.environ["GLIBC_TUNABLES"] = tunables
 
@@ -44,7 +47,7 @@ from sharing import share_programs  # noqa: E402  (the same)
 from jaxdist.mesh import Device  # noqa: E402  (the same)
 from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)
 
-# Two folders have a conftest; as doctest modules they would have one name.
+# Two folders have a conftest, and as doctest modules both would have the same name.
 collect_ignore_glob = ["*/conftest.py"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -52,30 +55,36 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 share_contexts()
 share_programs()
 
-# What jax traces lives long: collected as often as Python does by itself, a tenth of the time goes.
+# Objects that jax creates while it traces live long. With Python's default thresholds, garbage
+# collection would take a tenth of the time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
 
 def read_flags_with(*added: str) -> None:
-    """XLA reads its flags once for a process; libtpu reads them later, and ends at one of CPUs."""
+    """Let XLA read XLA_FLAGS with added flags, and then restore the variable.
+
+    XLA reads its flags once in a process. libtpu reads the variable later, and would end the
+    process if the variable had flags of CPUs.
+    """
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = " ".join([flags, *added])
     jax.jit(jax.numpy.negative)(0)
     os.environ["XLA_FLAGS"] = flags
 
 
-# Later versions of XLA have but one way to make a fusion's loops.
+# The XLA of later versions of jax has no such flag.
 read_flags_with(IN_ONE_PIECE, *([OLD_LOOPS] if jax.__version_info__ < (0, 11) else []))
 CACHE = jax.config.jax_compilation_cache_dir
 
-# Each call of the command line would build all its commands anew, a tenth of a second.
+# Without this cache, each call of the command line would build all commands again, which takes a
+# tenth of a second.
 typer.main.get_command = cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs in this process share what they compile, though each has a cache of its own for data."""
+    """Let the runs of this process share a compilation cache; each has its own data cache."""
     folder, enable = tmp_path_factory.mktemp("programs"), compilation_cache.enable
     with patch.object(compilation_cache, "enable", lambda directory: enable(folder)):
         yield
@@ -83,8 +92,10 @@ def programs_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def own_compilation_cache() -> Iterator[None]:
-    """What a run in this process sets for jax ends with its test: programs for TPU are not read
-    back from a cache."""
+    """Restore the compilation cache after each test.
+
+    A run in this process sets another cache, from which later tests must not read programs.
+    """
     yield
     if jax.config.jax_compilation_cache_dir != CACHE:
         jax.config.update("jax_compilation_cache_dir", CACHE)
@@ -97,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 FIRST = ("tests/run", "tests/equivalence", "tests/bench", "tests/checkpoint")
-"""Folders whose files take long though they have few tests: begun last, one worker would wait."""
+"""Folders with few but long tests, which start first so that no worker waits at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by marks
@@ -123,14 +134,14 @@ def devices() -> list[Device]:
 
 @pytest.fixture(scope="session")
 def tpu_devices() -> list[Device]:
-    """Devices of a TPU that is compiled for without being there."""
+    """Return the devices of a TPU topology, for which programs are compiled without the TPU."""
     need_libtpu()
     return topology_devices("v5e:2x4")
 
 
 @pytest.fixture
 def mount_tmpfs() -> Iterator[Callable[[Path, int], Path]]:
-    """Makes a directory into a disk of so many bytes until the test ends."""
+    """Return a function that mounts a disk of a given size at a directory until the test ends."""
     mounted = []
 
     def mount(path: Path, size_bytes: int) -> Path:

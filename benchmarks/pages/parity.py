@@ -30,10 +30,11 @@ COMMAND = "jaxdist parity --json docs/parity.json"
 PAGE = "python -m benchmarks.pages.parity docs/parity.json > docs/parity.md"
 
 EXTENTS = {
-    "all": "all combinations without stages and with a whole sequence; for pipelines each "
-    "schedule, "
-    "mesh, activations and ZeRO stage up to 2; for the rest every two settings",
-    "every two settings": "every two settings",
+    "all": "all combinations without stages and with a whole sequence. For pipelines, the "
+    "comparison covers each schedule with each mesh, each value of `activations` and each ZeRO "
+    "stage up to 2. It also covers a selection of all other combinations, which contains every "
+    "pair of settings",
+    "every two settings": "a selection that contains every pair of settings",
 }
 """The description of each set of combinations, by the name of the set in the report."""
 
@@ -66,11 +67,11 @@ def parity_page(report: Mapping[str, Json]) -> str:
         "",
         *_reductions(results),
         "",
-        "Schedules of pipelines, by what their backward pass starts from:",
+        "Schedules of pipelines, with recomputed and with stashed activations:",
         "",
         *_schedules(results),
         "",
-        "The sequence between layers, on every device or split over `tensor`:",
+        "The sequence between layers, whole on every device or split over `tensor`:",
         "",
         *_sequences(results),
         "",

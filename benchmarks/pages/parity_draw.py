@@ -37,10 +37,9 @@ def draw_page(report: Mapping[str, Json], file: str = "docs/parity_draw.json") -
         f"`{page}`.",
         "",
         f"{len(outcomes)} configs were drawn at random. Each config trained {report['steps']} "
-        "steps on up to 8 fake CPU devices, and its numbers were compared with those of the same "
-        f"model on one device (jax {versions['jax']}, Python {versions['python']}). Then the state "
-        "was saved, "
-        "and loaded with a second plan that was drawn at random.",
+        "steps on up to 8 fake CPU devices, and its numbers were compared with the numbers of the "
+        f"same model on one device (jax {versions['jax']}, Python {versions['python']}). Then the "
+        "state was saved, and loaded with a second plan that was drawn at random.",
         "",
         *_bullets([*draw_verdict(outcomes).splitlines(), _replicas(outcomes)]),
         "",
@@ -77,7 +76,7 @@ def _refusals(outcomes: Sequence[DrawOutcome]) -> list[str]:
     if not refused:
         return []
     rows = [f"seed {o.seed}: {o.reason}" for o in refused]
-    return ["Refused, with the reason:", "", *_bullets(rows), ""]
+    return ["These draws were refused, each for the given reason:", "", *_bullets(rows), ""]
 
 
 def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:

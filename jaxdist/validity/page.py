@@ -35,9 +35,9 @@ def validity_page() -> str:
         "`+` means that two features can be combined. A number refers to the reason below why they",
         "cannot. A number in brackets applies only together with the third feature that the reason",
         "names. Settings that only a few reasons name, most of them settings of parameter servers,",
-        "have no line in the matrix. All other mistakes (axes whose product is not the number of",
-        "devices, heads or a vocabulary that do not divide) are reported with their numbers before",
-        "anything is compiled.",
+        "have no line in the matrix. All other mistakes are also reported before anything is",
+        "compiled, such as axes whose product is not the number of devices, or a number of heads",
+        "that is not a multiple of the size of its axis.",
         "",
         "| | " + " | ".join(str(i) for i in range(1, len(names) + 1)) + " |",
         "|---|" + "---|" * len(names),
@@ -45,7 +45,7 @@ def validity_page() -> str:
     for i, name in enumerate(names, 1):
         cells = [_cell(name, other) if j < i else "" for j, other in enumerate(names, 1)]
         lines.append(f"| {i} {name} | " + " | ".join(cells) + " |")
-    lines += ["", "Refused, with the reason and what to do instead:", ""]
+    lines += ["", "These combinations are refused, with a reason and a remedy (*Instead*):", ""]
     for number, row in enumerate(ROWS, 1):
         lines += ["", f"## {row.heading}", ""] if row.heading else []
         groups = ", with ".join(" or ".join(f"`{name}`" for name in group) for group in row.groups)

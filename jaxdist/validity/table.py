@@ -49,7 +49,7 @@ def violations(facts: Facts) -> list[str]:
     >>> from jaxdist.collectives.algorithms.hierarchical import Hierarchical
     >>> print(*violations(Facts({"data": 8}, ("data",), Hierarchical(type="hierarchical"))))
     ... # doctest: +ELLIPSIS
-    parallel.reduce.type hierarchical with mesh {data: 8}: it sums inside the fast network ...
+    parallel.reduce.type hierarchical with mesh {data: 8}: this reduction sums ...
     """
     return [problem for row in ROWS if (problem := row.problem(facts)) is not None]
 

@@ -1,4 +1,4 @@
-"""Optimizers that keep an average of the parameters, and what is to be evaluated."""
+"""An optimizer that keeps an average of the parameters, and functions that return the average."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class Averaged(NamedTuple):
 
 
 def averaged(rate, decay=0.5):
-    """SGD, and an exponential average of what it makes of the parameters."""
+    """Return SGD that also keeps an exponential average of the updated parameters."""
     inner = optax.sgd(rate)
 
     def init(params):

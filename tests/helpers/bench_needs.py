@@ -1,4 +1,4 @@
-"""What a measurement against torch cannot do without."""
+"""Marks that skip a test if torch or a second core is missing."""
 
 import pytest
 

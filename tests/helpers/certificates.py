@@ -1,4 +1,4 @@
-"""Certificates of a test's own."""
+"""Certificates that a test creates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def openssl(folder: Path, *arguments: str) -> None:
 
 
 def certified(folder: Path, name: str = "IP:127.0.0.1,DNS:localhost") -> TlsConfig:
-    """A new authority, and a certificate for this machine, or another name, that it signed."""
+    """Create an authority in `folder`, and a certificate for `name` that the authority signs."""
     folder.mkdir()
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     own = ("-subj", "/CN=localhost", "-addext", f"subjectAltName={name}")

@@ -1,4 +1,4 @@
-"""Rows of a sweep by name: few of them in quick tests, and the rest in full ones or on demand."""
+"""The division of the rows of a sweep into quick rows and full or slow rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 
 def quick(*few: str, of: Iterable[str], slow: bool = False) -> list[Any]:
-    """The names of a table, of which all but few are marked: slow are those that few stand for."""
+    """Return the names `of` as parameters of a test, all marked except the names in `few`.
+
+    The mark is `full`, or `slow` if `slow` is true.
+    """
     names = list(of)
     assert set(few) <= set(names), few
     rest = pytest.mark.slow if slow else pytest.mark.full

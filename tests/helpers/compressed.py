@@ -1,4 +1,4 @@
-"""Compressed reductions of what all devices have, stacked."""
+"""Compressed reductions of the stacked arrays of all devices."""
 
 import jax
 from jax.sharding import PartitionSpec
@@ -11,7 +11,10 @@ def of_one(tree):
 
 
 def reducer(mesh, axis="data", **options):
-    """(gradients and state of all devices) to (results of all devices, state, finite)."""
+    """Return a function from (gradients, state) to (results, state, finite), for all devices.
+
+    Each array has the arrays of all devices, stacked along dim 0.
+    """
 
     def one(grads, state):
         own = jax.tree.map(lambda x: x[0], grads)

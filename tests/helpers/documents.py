@@ -1,4 +1,4 @@
-"""README and docs as their examples: fenced blocks, commands, links."""
+"""Readers of the examples in README and docs: fenced blocks and commands."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ INDENTED = re.compile(r"^    ((?:\S.* && )?jaxdist .+)$", re.M)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Fenced blocks of a page in one language, in order."""
+    """Return the fenced blocks of a page in a language, in the order of the page."""
     return [body for _, name, body in FENCE.findall(page.read_text()) if name == language]
 
 
 def commands(page: Path) -> list[str]:
-    """Command lines that begin with `jaxdist`, in blocks and in sentences."""
+    """Return the command lines of a page that begin with `jaxdist`, in blocks and in sentences."""
     text = page.read_text()
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     prompts = [line for block in blocks(page, "console") for line in block.splitlines()]

@@ -1,7 +1,8 @@
-"""Agents of several hosts on this machine, whose processes are small scripts in place of training.
+"""Agents of several hosts on this machine, whose processes are small scripts that do not train.
 
-As a program: `python elastic_hosts.py JSON`, one host. What a process was told it appends to MARKS.
-It ends well when the file END is there, and takes a step every few milliseconds until then.
+The program `python elastic_hosts.py JSON` runs the agent of one host. Each process appends the
+settings that it received to the file MARKS. It then takes a step every few milliseconds until the
+file END exists, and exits with code 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 MARKS, END, CRASH = "marks", "end", "crash"
 SECONDS = 60.0
 ELASTIC = {"lease_seconds": 3.0, "settle_seconds": 0.3, "stuck_host_seconds": 1.0}
-"""Leases that a loaded machine keeps; a host that it starved for longer comes back at once."""
+"""Leases that are long enough for a loaded machine; a host that loses its lease returns soon."""
 
 PROCESS = """
 import json, os, signal, sys, time
@@ -35,7 +36,7 @@ from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Activity
 from jaxdist.runtime.forks import await_fork, hold_signals
 
-agent = os.getppid()  # and not of what forks for it
+agent = os.getppid()  # read before the fork, after which the parent is another process
 hold_signals()
 if not await_fork():
     sys.exit()
@@ -52,7 +53,7 @@ if index == 0:
     (folder / "run.json").unlink(missing_ok=True)  # each run of a test has this folder
     write_identity(folder, run)
 place.snapshots.mkdir(exist_ok=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # the exit code of a run that has saved
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 told = {
     "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),
@@ -70,15 +71,17 @@ with Publisher(place.status(index), index) as publisher:
         step += 1
         publisher.step(step)
         time.sleep(0.005)
-        stuck = {path.name for path in folder.glob(f"stuck-{place.generation}-*")}  # one look
+        # A single search, so that both conditions below see the same files.
+        stuck = {path.name for path in folder.glob(f"stuck-{place.generation}-*")}
         if stuck:
-            # A collective keeps real processes at one step. These count on their own, and the one
-            # that began later would be the furthest behind, whichever of them is stuck.
+            # A collective keeps real processes at the same step. Each of these processes counts its
+            # own steps, so the process that began last would count as the furthest behind, even if
+            # another process is stuck.
             publisher.step(100 * place.generation + 99)
         if f"stuck-{place.generation}-{index}" in stuck:
             publisher.phase(Activity.INPUT_WAIT)
             time.sleep(60)
-        if stuck:  # as who waits in a collective
+        if stuck:  # like a process that waits in a collective
             publisher.wait()
             time.sleep(60)
         if (folder / f"crash-{place.generation}-{index}").exists():
@@ -90,7 +93,7 @@ place.done.touch()
 
 
 class Play:
-    """Hosts in a folder."""
+    """The agents of several hosts, which share a folder."""
 
     def __init__(self, folder: Path, rendezvous: str | None = None, **config: Any) -> None:
         self.folder, self.rendezvous = folder, rendezvous or str(folder / "meet")
@@ -99,7 +102,12 @@ class Play:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, **given: Any) -> subprocess.Popen[str]:
-        """An agent, of so many processes."""
+        """Start the agent of a host, and return its process.
+
+        Args:
+          name: the name of the host.
+          given: further settings of the agent; `values` replaces the config.
+        """
         config = self.folder / f"config-{name}.yaml"
         config.write_text(json.dumps(given.pop("values", self.values)))
         told = {"rendezvous": self.rendezvous, "name": name, "config": str(config), **given}
@@ -115,13 +123,13 @@ class Play:
         return process
 
     def marks(self) -> list[dict[str, Any]]:
-        """What processes were told, in the order in which they began."""
+        """Return the settings that each process received, in the order in which they began."""
         path = self.folder / MARKS
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def wait(self, holds: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        """The marks of the newest generation, when they are as they should be."""
+        """Wait until `holds` accepts the marks of the newest generation, and return the marks."""
         deadline = time.monotonic() + SECONDS
         found: list[dict[str, Any]] = []
         while time.monotonic() < deadline:
@@ -140,7 +148,7 @@ class Play:
         raise AssertionError(f"{found}; {said}")
 
     def wait_for(self, parts: list[str], marks: list[dict[str, Any]]) -> None:
-        """Return when all these processes' folders of snapshots have these parts."""
+        """Wait until the folder of snapshots of each process in `marks` has all of `parts`."""
         missing = [Path(one["snapshots"], part) for one in marks for part in parts]
         deadline = time.monotonic() + SECONDS
         while missing := [path for path in missing if not path.exists()]:
@@ -148,11 +156,11 @@ class Play:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Let all processes end well."""
+        """Let all processes exit with code 0."""
         (self.folder / END).touch()
 
     def kill(self) -> None:
-        """End what a failed test has left behind."""
+        """Kill the agents that a failed test has left running."""
         for process in self.started:
             kill(process)
             process.communicate()
@@ -168,14 +176,14 @@ def playing(folder: Path, rendezvous: str | None = None, **config: Any) -> Itera
 
 
 def begun_by(pid: int) -> list[int]:
-    """What a process has started, and what those have."""
+    """Return the ids of all descendants of a process."""
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     children = [int(line) for line in found.stdout.split()]
     return children + [below for child in children for below in begun_by(child)]
 
 
 def kill(process: Process) -> None:
-    """As a host is lost: the agent and all that it has started, at one moment."""
+    """Kill an agent and all its descendants at the same moment, as if its host were lost."""
     members = begun_by(process.pid)
     with suppress(ProcessLookupError):
         process.kill()

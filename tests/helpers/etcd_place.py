@@ -1,4 +1,4 @@
-"""An etcd server of a test's own."""
+"""An etcd server that a test starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from redis_place import free_port
 def etcd_server(
     folder: Path, files: Mapping[str, Path] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Its address and process; the test is skipped where there is no such server.
+    """Start an etcd server, and yield its address and process; skip the test if etcd is missing.
 
     Args:
-      files: the files of TLS, by option of etcd; None for plain text.
+      files: the TLS files by the name of their etcd option, or None for a server without TLS.
     """
     binary = shutil.which("etcd")
     if binary is None:

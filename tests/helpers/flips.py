@@ -1,4 +1,4 @@
-"""Memory that forgets: one bit of one device's replica of an array, changed."""
+"""A simulated memory fault: a flipped bit in one device's replica of an array."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from jaxdist.run.hooks.loop import LoopHook, Moment
 
 
 def bits_of(leaf: jax.Array) -> int:
-    """How many bits of one device's shard can flip; of a bool but its value."""
+    """Return the number of bits in a device's shard that can be flipped; a bool has one bit."""
     shard = leaf.addressable_shards[0].data
     return shard.size * (1 if leaf.dtype == np.bool_ else 8 * leaf.dtype.itemsize)
 
 
 def with_bit_flipped(leaf: jax.Array, bit: int, device: jax.Device) -> jax.Array:
-    """The array as it is, but for bit number `bit` of the shard that `device` holds, if it is of
-    this process."""
-    # Copied: XLA:CPU may hand out the memory itself.
+    """Return a copy of an array in which bit number `bit` of the shard on `device` is flipped.
+
+    If `device` belongs to another process, the array is returned unchanged.
+    """
+    # The shards are copied, because XLA:CPU may return its own memory, which must not change.
     parts = {shard.device: np.array(shard.data) for shard in leaf.addressable_shards}
     if device not in parts:
         return leaf
@@ -37,11 +39,14 @@ def with_bit_flipped(leaf: jax.Array, bit: int, device: jax.Device) -> jax.Array
 
 @dataclass
 class Flip(LoopHook):
-    """Flips a bit of one device's replica of a parameter, after all other hooks of a step.
+    """A hook that flips a bit of one device's replica of a parameter, after all other hooks.
 
     Attributes:
-      steps: after which; each passes once.
-      flipped: how often it has.
+      steps: the steps after which a bit is flipped; each step counts once, even if it is repeated.
+      bit: the number of the flipped bit in the shard.
+      at_device: the number of the device.
+      leaf: the index of the parameter.
+      flipped: the number of bits that were flipped so far.
     """
 
     steps: list[int]
@@ -66,7 +71,7 @@ class Flip(LoopHook):
 
 @contextmanager
 def flipping(flip: Flip) -> Iterator[Flip]:
-    """Runs of `jaxdist train` in this process have such a device."""
+    """Within the block, add a `Flip` to the hooks of each `jaxdist train` in this process."""
     plain = job.hooks_of
 
     def hooks(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small programs for the ledger to read, and short forms of what it says."""
+"""Small programs whose ledgers are tested, and short forms of ledgers."""
 
 import dataclasses
 from collections import Counter
@@ -16,16 +16,16 @@ class Program:
     mesh: Mesh
 
     def array(self, *dims, spec=None, dtype=jnp.float32):
-        """An argument; replicated unless a spec is given."""
+        """Return the shape of an argument, which is replicated if `spec` is None."""
         sharding = NamedSharding(self.mesh, P() if spec is None else spec)
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     def compile(self, function, *arguments):
-        """A function of global arrays."""
+        """Compile a function of global arrays."""
         return jax.jit(function).lower(*arguments).compile()
 
     def compile_local(self, function, *arguments, out=None):
-        """A function of each device's own arrays; all arguments whole on every device."""
+        """Compile a function of each device's own arrays; its results are replicated by default."""
         specs = tuple(argument.sharding.spec for argument in arguments)
         mapped = jax.shard_map(
             function,
@@ -37,7 +37,7 @@ class Program:
         return self.compile(mapped, *arguments)
 
     def ledger(self, function, *arguments, out=None) -> Ledger:
-        """The ledger of a function of each device's own arrays."""
+        """Return the ledger of a function of each device's own arrays."""
         return ledger(self.compile_local(function, *arguments, out=out), self.mesh)
 
 
@@ -46,7 +46,7 @@ def ring(size):
 
 
 def traffic(found: Ledger):
-    """(kind, axes) to bytes sent in one run."""
+    """Return the bytes that a device sends in one run, by (kind, axes) of the collective."""
     total = Counter()
     for one in found.collectives:
         total[one.kind, one.axes] += one.times_high * one.sent_bytes

@@ -1,4 +1,4 @@
-"""A model that jaxdist has no table for: linen, with names and orders of its own."""
+"""A linen model that no table of jaxdist describes, because its names and layouts differ."""
 
 import jax.numpy as jnp
 from flax import linen

@@ -1,4 +1,4 @@
-"""Ledgers and inspections made by hand, and a small model."""
+"""Ledgers and inspections with given values, and a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Racks in this process: aggregators in front of servers, and clients of theirs."""
+"""Racks in this process: aggregators, their servers, and clients of the aggregators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Racked:
     """Servers and the aggregators of racks, over gRPC or within the process.
 
     Args:
-      around: what every wire goes through.
+      around: a function that wraps every wire.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Servers in this process, wires to them, and a network that loses, doubles and delays."""
+"""Servers in this process, wires to the servers, and a network that loses and copies messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECONDS = 30.0
 
 
 class Servers:
-    """The servers of some parameters; `rpc` puts gRPC in front of them."""
+    """Servers that hold given parameters; with `rpc`, clients reach the servers by gRPC."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Servers:
 
 
 def at_once(work: Callable[[int], None], workers: int) -> None:
-    """Run `work(number)` in a thread for each; the first error is raised here."""
+    """Run `work(number)` in a thread for each worker, and raise the first error of a thread."""
     errors: list[BaseException] = []
 
     def guarded(number: int) -> None:
@@ -114,10 +114,10 @@ def at_once(work: Callable[[int], None], workers: int) -> None:
 
 @dataclass
 class Faults:
-    """What a network does to a tenth of the envelopes: it loses, doubles, or holds them back.
+    """The faults of a network, which loses, copies or delays a tenth of the envelopes.
 
     Attributes:
-      seen: envelopes that were sent.
+      seen: the number of envelopes that were sent.
     """
 
     seed: int
@@ -152,7 +152,7 @@ class Faults:
 
 @dataclass
 class FaultyWire:
-    """A wire whose envelopes suffer faults, both ways."""
+    """A wire whose envelopes suffer faults in both directions."""
 
     wire: Wire
     faults: Faults

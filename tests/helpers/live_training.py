@@ -1,4 +1,4 @@
-"""A config trained by servers and workers in this process."""
+"""Training of a config by servers and workers in this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIGITS = {
 
 
 class Training:
-    """A run in threads: `run` does all its clocks."""
+    """A run whose servers and workers are threads; the method `run` runs all clocks."""
 
     def __init__(self, log: Path | None = None, sections: Any = None, **strategy: Any) -> None:
         given = {"type": "parameter_server", "workers": 2, **strategy}
@@ -96,7 +96,7 @@ class Training:
     def _rack(
         self, number: int, workers: tuple[int, ...], log: Path | None = None
     ) -> list[Aggregator]:
-        """Its aggregators, one for each server."""
+        """Return the aggregators of a rack, one for each server."""
         codes = self.sharded.codes or [None] * self.cluster.servers
         given = zip(self.sharded.layouts, self._wires(self.servers), codes, strict=True)
         model, racks = self.cluster.consistency, len(self.cluster.racks)
@@ -147,7 +147,7 @@ class Training:
         self.close()
 
     def leave(self, client: int, slot: int) -> None:
-        """A client of a rack has left for good."""
+        """Tell the aggregators of a client's rack that the client has left and will not return."""
         for one in self.racks[rack] if (rack := self.cluster.rack_of(slot)) is not None else ():
             one.leave(client)
 
@@ -170,16 +170,17 @@ class Training:
         ]
 
     def state(self) -> Any:
-        """The program's state at the end, on the host."""
+        """Return the program's state at the end of the run, on the host."""
         step = self.experiment.total_steps
         return jax.tree.map(np.asarray, self.sharded.whole(self.shards, self.start, step))
 
 
 def replay_of(run: Training, workers: list[Any], folder: Path) -> Replay:
-    """The replay of a finished run from the logs of its servers in a folder.
+    """Return the replay of a finished run from the logs of its servers.
 
     Args:
       workers: the worker of each client, by the client's number.
+      folder: the folder with the logs.
     """
     steps, servers = run.cluster.local_steps, range(len(run.servers))
 

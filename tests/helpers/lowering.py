@@ -1,4 +1,4 @@
-"""One context of MLIR for many programs in place of one for each."""
+"""A context of MLIR that many programs share, instead of a context for each program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that are compared with one device: tests of them, and of what is left to parity."""
+"""Plans that tests compare with one device, and plans that only `jaxdist parity` compares."""
 
 import itertools
 
@@ -10,7 +10,7 @@ CELLS = [
 ]
 FULL_CELLS = [("gpt-grouped-untied-remat", {"data": 2, "tensor": 4})]
 MORE_CELLS = [row for row in itertools.product(("gpt", "cnn", "mlp"), MESHES) if row not in CELLS]
-"""What those, and the rows below, stand for; so is `MORE_ZERO`, which the full tests have."""
+"""Rows that the rows of `CELLS` replace in quick tests."""
 
 
 SPLIT = {"data": {"dcn": 2, "ici": 4}}
@@ -31,7 +31,8 @@ ZERO = [
     ("cnn", {"data": 8}, {"type": "xla"}, {"stage": 1}, {}),
     ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
     ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
-    # A tensor axis splits the only dim of biases that divides, and of the last kernel.
+    # The tensor axis splits the only dim of the biases, and of the last kernel, that is a multiple
+    # of the axis size.
     ("mlp", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 2, "whole_below": 0}, {}),
     ("mlp", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3, "whole_below": 0}, {}),
 ]

@@ -1,4 +1,4 @@
-"""Workers and one range on a network that loses, copies, delays and reorders, from a seed."""
+"""Workers and a range on a simulated network that loses, copies and reorders messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.param_server.protocol.messages import Acknowledge, Apply, Drop, Pub
 
 @dataclass
 class Chaos:
-    """Chances of what the network does to a message."""
+    """The probabilities of the faults that the network applies to a message."""
 
     loses: float = 0.0
     copies: float = 0.0
@@ -24,9 +24,9 @@ class Chaos:
 
 @dataclass
 class Team:
-    """N workers that train w towards 0 with gradient(w, client, clock) and a server of plain SGD.
+    """N workers that train w towards 0 with gradient(w, client, clock), and a server with SGD.
 
-    All that happens is drawn from `rng`; time is the number of events.
+    All events are drawn from `rng`, and the time is the number of events.
     """
 
     model: object
@@ -63,7 +63,7 @@ class Team:
         self.do(server.leave(self.model, self.state, number, self.now))
 
     def move(self):
-        """The range moves: a new epoch, which clients hear of by other ways."""
+        """Begin a new epoch of the range, and tell all clients about it without the network."""
         epoch = self.state.epoch + 1
         self.log.append(("moved", epoch, self.now))
         self.state = server.range_in_epoch(self.state, epoch)
@@ -72,7 +72,7 @@ class Team:
         }
 
     def do(self, step):
-        """What the server's edge does."""
+        """Carry out the effects of a step of the server."""
         self.state = step.state
         for effect in step.effects:
             if isinstance(effect, Apply):
@@ -119,7 +119,7 @@ class Team:
         assert isinstance(reply, Publish | Refuse | Acknowledge) or reply.clock >= 0
 
     def act(self, number):
-        """A worker computes, or asks, or says again what was not answered."""
+        """Let a worker compute, pull, or send again the messages that were not answered."""
         state = self.clients[number]
         if state.clock >= self.steps:
             self.again(number)
@@ -133,7 +133,7 @@ class Team:
             self.send(("message", message, None))
 
     def again(self, number):
-        """Seldom, so that what the network holds does not grow."""
+        """Send unanswered messages again, with probability 0.1 so that the queue does not grow."""
         if self.rng.random() > 0.1:
             return
         for message in worker.retries(self.clients[number]):
@@ -141,7 +141,7 @@ class Team:
 
     def compute(self, number, state):
         w = self.copies[number]
-        # What a copy says of its version is what the server had then.
+        # The copy must equal the server's parameters at the version that the copy names.
         np.testing.assert_array_equal(w, self.values[state.version])
         self.reads.append((number, state.clock, state.version, state.floor))
         if self.model.ahead and not state.pulling and state.room:
@@ -149,7 +149,7 @@ class Team:
             self.send(("message", message, None))
         change = self.gradient(w, number, state.clock)
         tokens = self.tokens(number, state.clock)
-        if not tokens:  # as a mean over nothing is
+        if not tokens:  # the mean over no tokens is NaN
             change = change * np.nan
         self.clients[number], message = worker.push(state, tokens=tokens)
         self.payloads[number, message.stamp.sequence] = change
@@ -187,7 +187,7 @@ class Team:
 
 
 def replayed(team):
-    """The parameters of a server that is given the log of another."""
+    """Return the parameters of a server that processes the log of another server."""
     twin = Team(team.model, 0, team.gradient, start=team.start, learning_rate=team.learning_rate)
     twin.state, twin.payloads = server.begin(team.workers), team.payloads
     for kind, thing, now in team.log:

@@ -1,4 +1,4 @@
-"""A small decoder on any mesh, trained for a few steps."""
+"""A small decoder that tests train on any mesh for a few steps."""
 
 import itertools
 from functools import partial
@@ -11,7 +11,10 @@ from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
 
 STEPS, PARAMS_ATOL = 3, 1e-4
-"""A tenth of a step's largest change: an element whose gradient is rounding noise moves by less."""
+"""The number of steps, and the tolerance of parameters: a tenth of the largest change in a step.
+
+An element whose gradient is only rounding noise changes by less than this tolerance.
+"""
 GPT = {"type": "gpt", "layers": 6, "embed": 32, "heads": 4, "mlp": 64, "vocab_multiple": 8}
 ADAMW = {"type": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0}
 TOKENS = {
@@ -41,9 +44,11 @@ def experiment(mesh, *given, **options):
 
 
 def trained(made, begun=None):
-    """Losses of the steps and of an evaluation after them, and the last parameters.
+    """Return the losses of the steps and of an evaluation after them, and the last parameters.
 
-    `begun` is the state to begin with, of `drawn`; None draws one.
+    Args:
+      made: the experiment.
+      begun: the first state, from `drawn`, or None to draw a state.
     """
     program = made.program
     state = program.init() if begun is None else put_state(program, begun)
@@ -58,7 +63,7 @@ def trained(made, begun=None):
 
 
 def drawn(made):
-    """The state that one device draws, on the host."""
+    """Return the initial state of an experiment, on the host."""
     return jax.device_get(made.program.init())
 
 

@@ -1,4 +1,4 @@
-"""Two small models in parts, and what one device finds for them.
+"""Two small models in parts, and their gradients on one device.
 
 Dims: M microbatches, R rows, L sequence, D embed, V vocab.
 """
@@ -33,7 +33,7 @@ GPT = GptConfig(type="gpt", layers=LAYERS, embed=D, heads=2, mlp=32, vocab_multi
 
 
 def mlp(hint=no_hint, *, dropout=0.0, remat=False):
-    """Residual tanh layers between a table and the same table transposed."""
+    """Return a model of residual tanh layers between a table and the same table, transposed."""
 
     def blocks(params, x_RLD, visit):
         keys = None
@@ -75,7 +75,7 @@ def mlp(hint=no_hint, *, dropout=0.0, remat=False):
 
 
 def gpt(hint=no_hint, config=GPT):
-    """The package's own decoder with a tied head."""
+    """Return the decoder of `jaxdist.models.gpt` with a tied head."""
     model = functional(lambda rngs: config.build(rngs, vocab_size=VOCAB, hint=hint))
 
     def taken_apart(tree):
@@ -104,7 +104,8 @@ def gpt(hint=no_hint, config=GPT):
 
     def params(key):
         made = model.init(key)[0]
-        # Of size 1, lest the first norm magnify the rounding of its gradient.
+        # The size is 1, because the first norm would otherwise magnify the rounding of its
+        # gradient.
         return taken_apart({**made, "embedding": made["embedding"] / 0.02})
 
     names = [name for name, _ in flatten_with_names(model.params)]
@@ -131,7 +132,7 @@ def batch(microbatches):
 
 @cache
 def alone(name, microbatches):
-    """Parameters, and (chunk gradients `[layers, ...]`, shared gradients, total) of one device."""
+    """Return the parameters, and (layer gradients, shared gradients, total loss) on one device."""
     parts, params, _ = MODELS[name]()
     layers, shared = jax.jit(params)(jax.random.key(0))
 
@@ -156,7 +157,7 @@ def on_mesh(sizes, devices=None):
 
 
 def to_chunks(layers, ticks):
-    """Leaves `[layers, ...]` as `[chunks, layers of each, ...]` in the order of the stages."""
+    """Reshape leaves `[layers, ...]` to `[chunks, layers of a chunk, ...]`, ordered by stage."""
     chunks = jax.tree.map(lambda x: x.reshape(ticks.chunks, -1, *x.shape[1:]), layers)
     return to_stages(chunks, ticks.placement)
 
@@ -167,7 +168,7 @@ def from_chunks(places, ticks):
 
 
 def specs_of(layout, dims, *lead):
-    """Partition specs by dims; those in `lead` stand before the dims that are named."""
+    """Return partition specs for named dims; the dims in `lead` come first and are not split."""
 
     def spec(found):
         return layout.spec((*(None for _ in lead), *(d for d in found if d not in lead)))
@@ -176,7 +177,7 @@ def specs_of(layout, dims, *lead):
 
 
 def structs(tree, shardings):
-    """What `jax.device_put` does, for shapes."""
+    """Return shapes with shardings, as `jax.device_put` returns arrays with shardings."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tree,
@@ -185,7 +186,7 @@ def structs(tree, shardings):
 
 
 def program(name, ticks, layout, key=None):
-    """A jitted function of (chunk params, shared, batch), and its placed arguments' function."""
+    """Return a jitted step of (chunk params, shared, batch), and a function that shards these."""
     parts, _, dims = MODELS[name](layout)
     data = tuple(axis for axis in ("data",) if axis in layout.mesh.axis_names)
     everywhere, chunks = PartitionSpec(), PartitionSpec("stage")
@@ -231,7 +232,7 @@ def program(name, ticks, layout, key=None):
 
 
 def executable(name, ticks, layout):
-    """The step of a model, compiled ahead of time."""
+    """Compile the step of a model ahead of time."""
     step, place = program(name, ticks, layout)
     layers, shared = jax.eval_shape(MODELS[name]()[1], jax.random.key(0))
     chunks = jax.eval_shape(lambda layers: to_chunks(layers, ticks), layers)
@@ -240,5 +241,5 @@ def executable(name, ticks, layout):
 
 
 def compiled(name, ticks, layout):
-    """The ledger of that."""
+    """Return the ledger of the compiled step of a model."""
     return ledger(executable(name, ticks, layout), layout.mesh)

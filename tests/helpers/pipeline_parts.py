@@ -1,4 +1,4 @@
-"""Models of a user's own that are parts, for `model: {type: import}`, and an optimizer."""
+"""User models that consist of parts, for `model: {type: import}`, and an optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ _INIT = nnx.initializers.normal(0.2)
 
 
 class Tied(nnx.Module):
-    """A table that is used twice, by two parts; and one that no part uses."""
+    """A model with a table that two parts use, and with a table that no part uses."""
 
     def __init__(self, rngs, *, table="float32", fault=None):
         made = _INIT(rngs.params(), (64, 16), jnp.float32).astype(table)
@@ -43,5 +43,5 @@ class Tied(nnx.Module):
 
 
 def sm3(rate):
-    """A vector for each dim of each parameter."""
+    """Return SM3, whose state has a vector for each dim of each parameter."""
     return optax.chain(optax.scale_by_sm3(), optax.scale_by_learning_rate(rate))

@@ -1,4 +1,4 @@
-"""Schedules by name, and some that no generator gives."""
+"""Schedules by name, and greedy schedules that no generator of the package returns."""
 
 from jaxdist.pipeline_schedules.derived import eager
 from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
@@ -27,7 +27,10 @@ TABLES = {
 
 
 def greedy(name, placement, microbatches, *, split=False, in_flight=4):
-    """What comes to hand: backward before forward, weight halves where nothing else is."""
+    """Return a schedule in which each stage runs any ready task in each tick.
+
+    Backward tasks precede forward tasks, and tasks of weight gradients come last.
+    """
     chunks, stages = len(placement), max(placement) + 1
     kinds = (I, F, W) if split else (B, F)
     left = {Task(k, c, m) for k in kinds for c in range(chunks) for m in range(microbatches)}

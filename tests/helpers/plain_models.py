@@ -1,4 +1,4 @@
-"""Transformers that a user of flax would write, with no dims named; two know jaxdist not at all."""
+"""Transformers that a user of flax would write, without names of dims; two do not use jaxdist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, VOCAB = 16, 64
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and an MLP, of flax's own layers."""
+    """A pre-norm block of attention and an MLP, from layers of flax."""
 
     def __init__(self, rngs: nnx.Rngs, *, dropout: float = 0.0) -> None:
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What stands before and after the blocks."""
+    """The layers before and after the blocks."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -44,7 +44,7 @@ class Ends(nnx.Module):
 
 
 class Listed(Ends):
-    """Blocks in a list, run one by one."""
+    """A model with a list of blocks, which run one after another."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int = 4) -> None:
         super().__init__(rngs)
@@ -58,7 +58,7 @@ class Listed(Ends):
 
 
 def vmapped(rngs: nnx.Rngs, layers: int, **settings: Any) -> nnx.Module:
-    """The blocks of a stack, made as flax's own guide does."""
+    """Return a stack of blocks, created as in the guide of flax."""
 
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -69,7 +69,7 @@ def vmapped(rngs: nnx.Rngs, layers: int, **settings: Any) -> nnx.Module:
 
 
 class Vmapped(Ends):
-    """Blocks stacked by `nnx.vmap` and run by `nnx.scan`."""
+    """A model whose blocks are stacked by `nnx.vmap` and run by `nnx.scan`."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int = 4) -> None:
         super().__init__(rngs)
@@ -87,7 +87,7 @@ class Vmapped(Ends):
 
 
 class Helped(Ends, Stacked):
-    """The same blocks with the trunk that jaxdist gives, stacked by `stack` or by `nnx.vmap`."""
+    """A model with the trunk of jaxdist, whose blocks are stacked by `stack` or by `nnx.vmap`."""
 
     def __init__(
         self, rngs: nnx.Rngs, layers: int = 4, *, by_vmap: bool = False, dropout: float = 0.0

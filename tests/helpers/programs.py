@@ -19,7 +19,7 @@ from jaxdist.trees import flatten_with_names
 def build_program(
     module, loss, optim, batch, mesh, *, steps=10, microbatches=1, reduce=None, zero=0, **explicit
 ):
-    """`explicit` are fields of `Explicit`; `zero` is a stage."""
+    """Build the program of a model; `explicit` has fields of `Explicit`, and `zero` is a stage."""
     devices = jax.devices()[: math.prod(mesh.values())]
     layout = make_layout(ShardingConfig(), build_mesh(MeshConfig.model_validate(mesh), devices))
     model = functional(module)
@@ -39,7 +39,7 @@ def build_program(
 
 
 def exchange_of(model, layout, zero, reduce, **explicit):
-    """By an algorithm over the axis data, or by XLA."""
+    """Return the exchange over the axis data: by the algorithm `reduce`, or by XLA for None."""
     whole = param_shardings(layout, model.params, model.dims)
     if reduce is None:
         return XlaExchange(whole, zero)
@@ -60,10 +60,12 @@ def by_rows(layout, values):
 
 
 def put_state(program, state):
-    """A state as steps compute with it, on the host, laid where the program keeps it: to draw one
-    on each mesh costs more than to train."""
+    """Return a state of the host, placed in the shardings of a program.
+
+    Tests reuse a state, because it takes longer to draw a state on each mesh than to train.
+    """
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
-    # Copied, since the step is given the memory of its state to reuse.
+    # The state is copied, because a step reuses the memory of its state.
     return jax.device_put(program.home.stored(jax.tree.map(np.array, state)), shardings)
 
 

@@ -1,4 +1,4 @@
-"""A Redis server of a test's own."""
+"""A Redis server that a test starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Its address and process; the test is skipped where there is no such server."""
+    """Start a Redis server, and yield its address and process; skip the test without Redis."""
     pytest.importorskip("redis", reason="the extra redis is not installed")
     binary = shutil.which("redis-server")
     if binary is None:

@@ -1,7 +1,7 @@
 """Workers, replicated servers and an arbiter on a simulated network, all drawn from a seed.
 
-A server's parameters are the tuple of all pushes that it has applied, in order, so that a copy
-tells its whole history.
+The parameters of a server are the tuple of all pushes that it has applied, in order, so that a copy
+of the parameters shows the server's whole history.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ARBITER = "arbiter"
 
 @dataclass
 class Node:
-    """A server: a leader, or a follower, and its parameters."""
+    """A server with its role (leader or follower) and its parameters."""
 
     number: int
     role: Leader | Follower
@@ -38,7 +38,7 @@ class Node:
 
 
 class World:
-    """Runs until all workers have taken their steps, or until the range is lost."""
+    """A simulation that runs until all workers have taken their steps or the range is lost."""
 
     def __init__(self, model, seed, workers=3, steps=4, faults=True):
         self.rng, self.model, self.steps = random.Random(seed), model, steps
@@ -82,13 +82,13 @@ class World:
     def decide(self, kind, server, number):
         found = getattr(self.view, kind)(server, number)
         if found is None:
-            self.lost = server not in self.nodes  # a leader alone that lives is left in peace
+            self.lost = server not in self.nodes  # a single leader that is alive is not replaced
             return
         self.takeovers += found.epoch > self.view.epoch
         changed, self.view = found is not self.view, found
         self.tell()
         if kind == "synced" and changed and self.faults and self.rng.random() < 0.3:
-            self.nodes.pop(found.leader, None)  # the follower has only just become one
+            self.nodes.pop(found.leader, None)  # immediately after the follower became one
 
     def tell(self):
         for node in self.nodes:
@@ -114,7 +114,7 @@ class World:
                 self.handle(node, client, thing)
 
     def handle(self, node, client, thing):
-        """A worker's message: ("resume", sequence), "join", "leave", or of the protocol."""
+        """Process a worker's message: ("resume", sequence), "join", "leave", or a pull or push."""
         state = node.role.range
         match thing:
             case ("resume", sequence):
@@ -232,7 +232,7 @@ class World:
     # what goes wrong
 
     def timer(self, node):
-        """Entries are sent again, and silence is reported, perhaps without reason."""
+        """Send entries again, and report servers as failed, sometimes although they are alive."""
         role = node.role
         if isinstance(role, Leader):
             if role.deposed:
@@ -254,7 +254,7 @@ class World:
         view, alive = self.view, self.nodes
         pair = [one for one in (view.leader, view.follower) if one is not None]
         if draw < 0.3:
-            # One of the two, if both live and the one that stays leads in the arbiter's view.
+            # Remove one of the two servers if both are alive, so that the other one can lead.
             if len(pair) == 2 and all(one in alive for one in pair):
                 del self.nodes[self.rng.choice(pair)]
         elif draw < 0.36:
@@ -269,7 +269,7 @@ class World:
         elif draw < 0.9 and len(self.clients) > 1:
             client = self.rng.choice([*self.clients])
             del self.clients[client]
-            self.left.append(client)  # the arbiter tells the leader, see `run`
+            self.left.append(client)  # `run` sends the leader a message about it
         else:
             number, self.next_client = self.next_client, self.next_client + 1
             self.clients[number] = worker.ClientState(number, self.view.epoch)
@@ -277,7 +277,7 @@ class World:
             self.say(number, "join")
 
     def isolate(self):
-        """The leader and a worker hear no arbiter, to whom the follower gives the leader up."""
+        """Cut the leader and a worker off from the arbiter; the follower reports the leader."""
         leader, follower = self.view.leader, self.view.follower
         if follower in self.nodes and leader in self.nodes:
             client = self.rng.choice([*self.clients])
@@ -285,7 +285,7 @@ class World:
             self.send(follower, ARBITER, ("failed", leader, self.view.number))
 
     def swap(self):
-        """The follower leads as asked, though nothing failed, and the leader follows it anew."""
+        """Make the follower the leader, although nothing failed, and the leader a new follower."""
         leader, follower = self.view.leader, self.view.follower
         if follower in self.nodes and leader in self.nodes:
             self.decide("failed", leader, self.view.number)
@@ -331,7 +331,7 @@ class World:
         raise AssertionError(f"stuck: {self.view}, {[*self.nodes]}, {self.clients}")
 
     def check(self):
-        """Acknowledged pushes are in the history of the last leader, each once."""
+        """Check that the history of the last leader has each acknowledged push exactly once."""
         if self.lost or self.view.leader not in self.nodes:
             return
         final = self.nodes[self.view.leader].applied

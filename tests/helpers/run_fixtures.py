@@ -12,7 +12,7 @@ from runs import Jaxdist, close_warm
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiled programs that the processes of all tests share."""
+    """Return the folder of the compilation cache that the processes of all tests share."""
     cache = tmp_path_factory.mktemp("compiled")
     yield cache
     close_warm(cache)
@@ -27,7 +27,7 @@ def jaxdist(tmp_path: Path, compiled: Path) -> Iterator[Jaxdist]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> tuple[Path, str]:
-    """The folder of a run of this process, done, and what it printed."""
+    """Train in this process, and return the folder of the finished run and its output."""
     command = Jaxdist(tmp_path_factory.mktemp("finished"), compiled)
     command.config()
     done = command.here("train", "config.yaml")
@@ -37,6 +37,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> tuple[
 
 @pytest.fixture
 def trained(jaxdist: Jaxdist, finished: tuple[Path, str]) -> Jaxdist:
-    """A working directory with a copy of that run."""
+    """Return a command line whose working directory has a copy of the run of `finished`."""
     shutil.copytree(finished[0], jaxdist.folder, dirs_exist_ok=True)
     return jaxdist

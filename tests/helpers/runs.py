@@ -1,4 +1,4 @@
-"""Runs of the command line, in processes of their own or here, and what they leave on disk."""
+"""Runs of the command line, in new processes or in this process, and readers of their files."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 CLOCKS = ("time", "step_seconds")
 LEAST = "--xla_backend_optimization_level=0"
-"""Of XLA: a process compiles for a third less time; `fresh` ones have XLA's own settings."""
+"""A flag of XLA with which a process compiles in two thirds of the time; `fresh` ones lack it."""
 OLD_LOOPS = "--xla_cpu_use_fusion_emitters=false"
-"""Of XLA before jax 0.11: a program compiles in a third of the time."""
+"""A flag of XLA before jax 0.11, with which a program compiles in a third of the time."""
 QUICK = LEAST if jax.__version_info__ >= (0, 11) else f"{LEAST} {OLD_LOOPS}"
 LOAD_LIBTPU = ("adopt", "audit", "inspect", "plan", "prove")
-"""The commands that may compile for TPUs: libtpu ends at a flag of CPUs."""
+"""The commands that may compile for TPUs; libtpu ends the process if it reads a flag of CPUs."""
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Where it is set each process would compile the sources of an editable install: half a second."""
+"""A variable that children must not have: with it, each process compiles the package's sources."""
 
 
 class Finished(NamedTuple):
@@ -60,20 +60,20 @@ class Finished(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Standard error as one line; a traceback is never what a user should see."""
+        """Standard error as one line, which must not contain a traceback."""
         assert "Traceback" not in self.err, self.err
         return " ".join(self.err.split())
 
 
 class Jaxdist:
-    """The command line in one working directory; `kill` ends what a failed test left behind."""
+    """The command line in a working directory; `kill` ends processes that a test left running."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self.run = folder / RUN
         self._started: list[Process] = []
         self._cache = cache
-        # The session's own settings must not reach the child; its compiled programs may.
+        # The child must not have the settings of this session, but may use its compiled programs.
         foreign = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "GLIBC_TUNABLES", NO_BYTECODE)
         self._environ = {k: v for k, v in os.environ.items() if k not in foreign} | {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -82,7 +82,11 @@ class Jaxdist:
         }
 
     def config(self, sections: Any = DIGITS, **changes: Any) -> None:
-        """Write config.yaml: `sections`, each updated, or replaced by one with a type."""
+        """Write config.yaml with `sections` and `changes`.
+
+        A section of `changes` updates the section of the same name, or replaces it if the change
+        has a type.
+        """
         merged = dict(sections)
         for key, value in changes.items():
             merged[key] = value if "type" in value else {**merged.get(key, {}), **value}
@@ -96,12 +100,14 @@ class Jaxdist:
         terminal: int | None = None,
         fresh: bool = False,
     ) -> Process:
-        """Begin `jaxdist args...`, in a session of its own where it gets a terminal.
+        """Start `jaxdist args...`, and return its process.
 
-        It is forked from a process that has imported all already and optimizes little when it
-        compiles, unless it is to be `fresh`.
+        By default the process is forked from a process that has imported everything, and compiles
+        without most optimizations. With `fresh`, a new Python process starts and compiles with
+        XLA's defaults. With `terminal`, the process has a new session with that terminal.
         """
-        # A child ignores what its parent ignores: nohup does, and libtpu once it is loaded.
+        # A child ignores each signal that its parent ignores. The parent may ignore SIGHUP, because
+        # of nohup or because libtpu is loaded.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         environ = {**self._environ, "XLA_FLAGS": xla_flags}
         if not fresh:
@@ -128,11 +134,11 @@ class Jaxdist:
         return process
 
     def __call__(self, *args: object, **options: Any) -> Finished:
-        """`jaxdist args...` to its end."""
+        """Run `jaxdist args...` to its end."""
         return finish(self.start(*args, **options))
 
     def here(self, *args: object) -> Finished:
-        """`jaxdist args...` in this process: the 8 devices that it has, and `--devices 8`."""
+        """Run `jaxdist args...` in this process, which has 8 fake devices."""
         out, err, code = io.StringIO(), io.StringIO(), 0
         settings = {"COLUMNS": "80", "JAXDIST_CACHE": str(self.folder / "cache")}
         with (
@@ -148,7 +154,7 @@ class Jaxdist:
         return Finished(code, out.getvalue(), err.getvalue())
 
     def train(self, *args: object, **options: Any) -> Finished:
-        """`jaxdist train config.yaml args...` to its end."""
+        """Run `jaxdist train config.yaml args...` to its end."""
         return self("train", "config.yaml", *args, **options)
 
     def kill(self) -> None:
@@ -161,14 +167,17 @@ _WARM: dict[Path, Warm] = {}
 
 
 def warm(cache: Path, environ: Mapping[str, str]) -> Warm:
-    """What forks the processes that have this cache: their variables differ in what jax reads."""
+    """Return the process that forks the processes with this compilation cache.
+
+    Each cache has its own such process, because jax reads the variable of the cache at its import.
+    """
     if cache not in _WARM:
         _WARM[cache] = Warm(environ, cache.with_name(f"{cache.name}-warm.log"))
     return _WARM[cache]
 
 
 def close_warm(cache: Path) -> None:
-    """End what has forked the processes that have this cache."""
+    """End the process that forks the processes with this compilation cache."""
     if cache in _WARM:
         _WARM.pop(cache).close()
 
@@ -179,14 +188,14 @@ def finish(process: Process) -> Finished:
 
 
 def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:
-    """The records of a run but those of its time; a torn last line is a failure here."""
+    """Return the records of a run, except goodput; an incomplete last line is an error."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in lines if record["split"] != SPLIT]
     return [{k: v for k, v in record.items() if k not in without} for record in records]
 
 
 def wait_for_step(process: Process, run: Path, step: int) -> int:
-    """Return the number of records when `step` has been recorded; the process must be alive."""
+    """Wait until `step` is recorded, and return the number of records; fail if the process ends."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     file = run / "metrics.jsonl"
     while time.monotonic() < deadline:
@@ -200,19 +209,19 @@ def wait_for_step(process: Process, run: Path, step: int) -> int:
 
 
 def kill_at_step(process: Process, run: Path, step: int) -> None:
-    """SIGKILL once `step` has been recorded."""
+    """Kill a process by SIGKILL when `step` has been recorded."""
     wait_for_step(process, run, step)
     process.kill()
     assert finish(process).code == -signal.SIGKILL
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that have a checkpoint."""
+    """Return the steps of a run that have a checkpoint."""
     return steps_present(run / "checkpoints")
 
 
 def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint by name."""
+    """Return the arrays of a checkpoint, by name."""
     path = step_directory(run / "checkpoints", step).absolute()
     manifest = read_manifest(path)
     place = SingleDeviceSharding(jax.devices()[0])
@@ -224,7 +233,7 @@ def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
-    """Equal metrics, checkpoints kept, and newest state, bit for bit."""
+    """Assert that two runs have the same metrics, the same checkpoints and newest state."""
     assert metrics(run) == metrics(reference)
     assert steps(run) == steps(reference)
     newest = steps(run)[-1]

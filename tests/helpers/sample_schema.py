@@ -37,7 +37,7 @@ class Data(Config):
     files: list[Path]
     """Files to read."""
     window: int = Field(ge=1)
-    """Tokens a window."""
+    """The number of tokens in a window."""
     shuffle: bool = True
     """Whether the order is random."""
 
@@ -71,11 +71,11 @@ class Run(Config):
     devices: PositiveInt | Literal["auto"] = "auto"
     """Devices to use."""
     stages: list[Split] = Field(default_factory=list)
-    """Splits, one a stage."""
+    """The splits, one for each stage."""
     name: str = "run"
     """Name of the run."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Passed on as they are."""
+    """Arguments of any type, which are passed on unchanged."""
 
 
 BASE = """\

@@ -1,4 +1,4 @@
-"""Run a function of one device's arrays on fake devices; the algorithms of the contract's table."""
+"""Functions that run a function of one device's arrays on fake devices, and all algorithms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEVELS = (
 
 
 def label(value):
-    """A parameter's name in a test's id."""
+    """Return the name of an algorithm for the id of a test."""
     if isinstance(value, Hierarchical):
         return f"{label(value.inside)}-in-{label(value.across)}"
     if isinstance(value, Ring):
@@ -39,14 +39,17 @@ def label(value):
 
 
 def mesh_of(sizes):
-    """{axis: size} over the first devices, all axes auto."""
+    """Return a mesh of auto axes with these sizes, over the first devices."""
     devices = jax.devices()[: math.prod(sizes.values())]
     types = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
 def mapped(function, sizes, *, check_vma=False, jit=True):
-    """`function` of one device's tree, as a function of the trees of all, stacked along dim 0."""
+    """Return `function`, of one device's tree, as a function of all devices' stacked trees.
+
+    Arguments and results of all devices are stacked along dim 0.
+    """
     spec = PartitionSpec(tuple(sizes))
 
     def one(tree):
@@ -60,5 +63,5 @@ def mapped(function, sizes, *, check_vma=False, jit=True):
 
 
 def run(function, tree, sizes, **options):
-    """The results of all devices, stacked along dim 0, as numpy."""
+    """Run `function` on all devices; return the results, stacked along dim 0, as numpy arrays."""
     return jax.tree.map(np.asarray, mapped(function, sizes, **options)(tree))

@@ -1,4 +1,4 @@
-"""Programs that equal one another are compiled once in a process."""
+"""A cache by which equal programs are compiled once in a process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from jax._src import compiler
 
 PROGRAMS = 32
-"""The number of compiled programs that are kept for programs that equal them."""
+"""The number of compiled programs that the cache holds."""
 
 
 def share_programs() -> None:
-    """Compile a program once if a test builds it again: with the same text, names of scopes,
-    options and devices, XLA would make the same of it.
+    """Compile a program only once, even if a test builds the program again.
 
-    Such a program is still traced and lowered anew.
+    Two programs are equal if they have the same text, names of scopes, options and devices. An
+    equal program is still traced and lowered again.
     """
     compile_anew = compiler.backend_compile_and_load
     kept: OrderedDict[tuple[object, ...], Any] = OrderedDict()

@@ -1,6 +1,6 @@
-"""A plugin: at the end, how long the tests of each folder took.
+"""A plugin of pytest that prints, at the end, the time that the tests of each folder took.
 
-The variable FOLDER_SECONDS names a file, to which this is added for `.ci/times.py`.
+The variable FOLDER_SECONDS names a file, to which the times are added for `.ci/times.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 class Spent:
-    """Sums the durations of setup, call and teardown, those of `-n` workers too."""
+    """The sums of the durations of setup, call and teardown, also of tests in `-n` workers."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -35,7 +35,7 @@ class Spent:
             self.write(Path(path))
 
     def write(self, path: Path) -> None:
-        """Add a line for each folder to a file: its seconds, a tab, its name."""
+        """Add a line for each folder to a file, with the folder's seconds, a tab, and its name."""
         with path.open("a") as file:
             for folder, seconds in self._ordered():
                 file.write(f"{seconds:.1f}\t{folder}\n")
@@ -45,13 +45,13 @@ class Spent:
 
 
 def counts_here(config: pytest.Config) -> bool:
-    """Return whether this process counts seconds; a worker of `-n` leaves that to the main one."""
+    """Return whether this process counts seconds; with `-n`, only the main process does."""
     asked = config.getoption("durations") or "FOLDER_SECONDS" in os.environ
     return bool(asked) and not hasattr(config, "workerinput")
 
 
 def folder_of(nodeid: str) -> str:
-    """The room that a test is of.
+    """Return the folder to which the seconds of a test are added.
 
     >>> folder_of("tests/bench/core/test_lab.py::test_a_lab[1/2]")
     'tests/bench'

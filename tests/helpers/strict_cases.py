@@ -1,7 +1,7 @@
-"""Runs in strict mode, drawn at random: the bits that they end with on a number of devices.
+"""Runs in strict mode, drawn at random, whose final bits tests compare between device counts.
 
-As a program, `strict_cases.py FIRST LAST` compares those cases with XLA's own flags, which the
-session's are not.
+The program `strict_cases.py FIRST LAST` compares the cases of these seeds with the default flags of
+XLA, which differ from the flags of a test session.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ELEMENTWISE = ("adamw", "sgd", "guarded", "masters", "scaled")
 
 
 class Normed(nnx.Module):
-    """Running statistics, and dropout."""
+    """A model with running statistics and dropout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.down = nnx.Linear(64, 24, rngs=rngs), nnx.Linear(24, 10, rngs=rngs)
@@ -68,7 +68,7 @@ class Normed(nnx.Module):
 
 
 class Linen(nn.Module):
-    """The same in flax's older way."""
+    """A model of flax linen with running statistics and dropout."""
 
     @nn.compact
     def __call__(self, image: jax.Array, train: bool) -> jax.Array:
@@ -82,7 +82,7 @@ def linen(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """A config in strict mode, without its mesh."""
+    """Draw a config in strict mode, without a mesh."""
     draw = random.Random(seed)
     shards, stage = draw.choice([4, 6, 8, 12]), draw.choice([0, 0, 1, 2, 3])
     kind = draw.choice(ELEMENTWISE if stage else list(OPTIMIZERS))
@@ -130,7 +130,7 @@ def built(sections: dict[str, Any], mesh: dict[str, Any], count: int) -> Experim
 
 
 def prints(found: Experiment) -> dict[str, str]:
-    """Digests of what a run logs, of its state as the model knows it, and of its evaluation."""
+    """Train, and return digests of logged values, of the unpadded state, and of an evaluation."""
     program, outer = found.program, found.program.outer
     state, logged = program.init(), []
     with found.loader.batches() as batches:
@@ -155,12 +155,12 @@ def _digest(pieces: list[bytes]) -> str:
 
 
 def on_all(sections: dict[str, Any]) -> dict[int, dict[str, str]]:
-    """By number of devices, of those that there are and that divide the shards."""
+    """Return the digests by number of devices, for all numbers that divide the number of shards."""
     return {n: prints(built(sections, {"data": n}, n)) for n in _counts(sections)}
 
 
 def on_some(sections: dict[str, Any], *, greatest: bool) -> dict[int, dict[str, str]]:
-    """The same of the least and the middle one of those numbers, and of the greatest if asked."""
+    """Return the digests for the least and the middle number of devices; see `greatest`."""
     counts = _counts(sections)
     chosen = (counts[0], counts[len(counts) // 2], *counts[-1:] * greatest)
     return {n: prints(built(sections, {"data": n}, n)) for n in chosen}
@@ -172,7 +172,7 @@ def _counts(sections: dict[str, Any]) -> list[int]:
 
 
 def compare(first: int, last: int) -> int:
-    """The number of cases that differ on some number of devices; each is told."""
+    """Print the result of each case, and return the number of cases whose digests differ."""
     wrong = 0
     for seed in range(first, last):
         found = on_all(drawn(seed))

@@ -1,4 +1,4 @@
-"""Runs that need no training."""
+"""Results of study runs that tests create without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def outcome(trial: Trial, accuracy: float, *, diverged: bool = False) -> TrialOu
 def cell(
     name: str, batch_size: int, *accuracies: float | None, tuned: bool = False, rate: float = 0.1
 ) -> StudyCell:
-    """A cell of one run for each accuracy; None is a run that diverged."""
+    """Return a cell with one run for each accuracy; None stands for a run that diverged."""
     outcomes = tuple(
         outcome(Trial(name, batch_size, seed, rate, 0), value or 0.1, diverged=value is None)
         for seed, value in enumerate(accuracies)

@@ -1,4 +1,4 @@
-"""The marker `every(n)`, which lets each n-th row of a table run in place of all."""
+"""The marker `every(n)`, with which only every n-th row of a table stays in its group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 def thin_rows(items: list[pytest.Item]) -> None:
     """Mark the rows that `every(n)` leaves out.
 
-    In a quick test, the row after one that stays becomes `full`. So does a row with a value that no
-    row before it and none of those has; the others become `slow`. In a full test, all that are left
-    out become `slow`. Rows that carry `full` already are counted apart, so that each n-th of them
-    stays in its part.
+    Every n-th row stays in its group. In a quick test, the row after such a row becomes `full`, and
+    so does a row with a value that no quick or full row has so far; all other rows become `slow`.
+    In a full test, all rows except every n-th row become `slow`. If only some rows of a test are
+    `full`, quick and full rows are counted separately.
     """
     tables: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -40,6 +40,6 @@ def _thin(rows: list[pytest.Item], is_full: bool) -> None:
 
 
 def values_of(row: pytest.Item) -> set[tuple[str, str]]:
-    """The values of a row's columns, each with the column's name."""
+    """Return the values of a row's columns, each with the column's name."""
     given = getattr(row, "callspec", None)
     return {(name, repr(value)) for name, value in given.params.items()} if given else set()

@@ -1,20 +1,20 @@
-"""Programs of ticks, written by hand: a forward and a backward conditional, and a transfer."""
+"""Texts of programs with a loop over ticks, which have conditionals and a transfer."""
 
 from jaxdist.hlo.parse import parse
 
 PATH = "jit(f)/while/body/"
-"""Of the tick's body, as jax writes it."""
+"""The beginning of the scope names in the body of the loop, as jax writes the names."""
 
 
 def work(name, cycles, *, source=""):
-    """An instruction that takes so many cycles."""
+    """Return an instruction with an estimate of `cycles`."""
     metadata = f', metadata={{op_name="{source}"}}' if source else ""
     config = f'backend_config={{"estimated_cycles":"{cycles}"}}'
     return f"%{name} = f32[8] copy(%p){metadata}, {config}"
 
 
 def branch(conditional, number, cycles, *, inner=()):
-    """The computation of a branch: work of so many cycles, and what stands in it."""
+    """Return the computation of a branch, with the lines `inner` and an instruction of `cycles`."""
     name = conditional.replace("/", ".")
     scopes = f"/cond/branch_{number}_fun/".join(f"tick.{s}" for s in conditional.split("/"))
     source = f"{PATH}{scopes}/cond/branch_{number}_fun/add"
@@ -25,7 +25,7 @@ def branch(conditional, number, cycles, *, inner=()):
 
 
 def conditional(name, count, *, outer=1):
-    """A conditional of so many branches, in the branch `outer` of the one that encloses it."""
+    """Return a conditional of `count` branches, in branch `outer` of its enclosing conditional."""
     dotted = name.replace("/", ".")
     scopes = f"/cond/branch_{outer}_fun/".join(f"tick.{s}" for s in name.split("/"))
     branches = ", ".join(f"%{dotted}.branch.{number}" for number in range(count))
@@ -37,13 +37,16 @@ def conditional(name, count, *, outer=1):
 
 
 def ticked(branches, *, ticks, every=2, outside=5, nested=None, trips=None):
-    """A program with a loop of ticks.
+    """Return a parsed program with a loop over ticks.
 
     Args:
-      branches: by conditional, the cycles of each of its branches.
-      every: cycles in each turn, whatever is taken.
-      outside: cycles before the loop, and after it.
-      nested: by conditional's name, the conditionals (with branches) inside its branch 1.
+      branches: the cycles of each branch, by conditional.
+      ticks: the number of iterations of the loop.
+      every: the cycles of each iteration outside of the conditionals.
+      outside: the cycles before the loop, and after the loop.
+      nested: the cycles of each branch of the conditionals inside of branch 1, by the name
+        `OUTER/INNER`.
+      trips: the number of iterations that the program states, or None for `ticks`.
     """
     texts, body = [], []
     for name, cycles in branches.items():

@@ -1,4 +1,4 @@
-"""LAMB and LARS in float64 numpy, written from the formulas; each leaf is one layer."""
+"""LAMB and LARS in float64 numpy, written from the papers' formulas; each leaf is one layer."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ def norm(x):
 
 
 def lamb_paper(weights, grads, *, lr, b1, b2, eps, decay):
-    """Algorithm 2 with phi the identity: the weights after each gradient in turn."""
+    """Return the weights after each gradient, by algorithm 2 with the identity as phi."""
     w, m, v = np.asarray(weights, np.float64), 0.0, 0.0
     for t, g in enumerate(np.asarray(grads, np.float64), 1):
         m = b1 * m + (1 - b1) * g
@@ -20,7 +20,10 @@ def lamb_paper(weights, grads, *, lr, b1, b2, eps, decay):
 
 
 def lars_paper(weights, grads, *, lr, momentum, eta, decay):
-    """lambda = eta |w| / (|g| + decay |w|); v = momentum v + lr lambda (g + decay w); w -= v."""
+    """Return the weights after each gradient, by the following formulas.
+
+    lambda = eta |w| / (|g| + decay |w|); v = momentum v + lr lambda (g + decay w); w -= v
+    """
     w, v = np.asarray(weights, np.float64), 0.0
     for g in np.asarray(grads, np.float64):
         defined = norm(w) and norm(g)
@@ -31,7 +34,7 @@ def lars_paper(weights, grads, *, lr, momentum, eta, decay):
 
 
 def lamb_timm(weights, grads, *, lr, b1, b2, eps, decay, max_grad_norm):
-    """timm's `Lamb` (always_adapt off, no trust clip): a dict of leaves, decay by name."""
+    """Return the weights by timm's `Lamb` (always_adapt off, no trust clip), with decay by name."""
     w = {name: np.asarray(x, np.float64) for name, x in weights.items()}
     m, v = dict.fromkeys(w, 0.0), dict.fromkeys(w, 0.0)
     for t, given in enumerate(grads, 1):
@@ -52,7 +55,10 @@ def lamb_timm(weights, grads, *, lr, b1, b2, eps, decay, max_grad_norm):
 
 
 def lars_timm(weights, grads, *, lr, momentum, eta, eps, decay, nesterov=False):
-    """timm's `Lars` (always_adapt off, no trust clip): the rate is applied after the momentum."""
+    """Return the weights by timm's `Lars` (always_adapt off, no trust clip).
+
+    The learning rate is applied after the momentum.
+    """
     w, buffer = np.asarray(weights, np.float64), None
     for rate, g in zip(lr, np.asarray(grads, np.float64), strict=True):
         if decay != 0:

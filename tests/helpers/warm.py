@@ -1,7 +1,7 @@
-"""The command line in processes that are forked from one that has imported all already.
+"""Processes of the command line that are forked from a process that has imported everything.
 
-To import what training needs takes a process two seconds of a core. Run as a module, this is what
-forks, as `jaxdist.cli.standby` is for the processes of an agent; the tests have `Warm`.
+The imports of training take two seconds of a core. Run as a program, this module is the process
+that forks, like `jaxdist.cli.fork_server` for the processes of an agent. Tests use `Warm`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from jaxdist.runtime.forks import Forked, ForkServer, await_fork, hold_signals
 
 HELPERS = Path(__file__).parent
 MOST_BYTES = 1 << 24
-"""More than any process of a test prints."""
+"""The largest number of bytes that is read of a process's output."""
 
 
 class Warm(ForkServer):
-    """What forks; it comes up with its first process.
+    """The process that forks processes of the command line; it starts with the first of them.
 
     Args:
-      environ: the variables that jax reads when it is imported must be those of all processes.
-      log: where its own standard error goes.
+      environ: the variables of the process; all forked processes must have the same values for
+        variables that jax reads when it is imported.
+      log: the file for the standard error of the process.
     """
 
     def __init__(self, environ: Mapping[str, str], log: Path) -> None:
@@ -41,17 +42,17 @@ class Warm(ForkServer):
         self._environ["GLIBC_TUNABLES"] = tunables
 
     def start(self) -> None:
-        """Let it import."""
+        """Start the process, which then imports everything."""
         with patch.dict(os.environ, self._environ, clear=True):
             super().start()
 
     def begin(
         self, args: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int | None
     ) -> Command:
-        """Begin `jaxdist args...` in a folder.
+        """Start `jaxdist args...` in a folder.
 
         Args:
-          stdout: a descriptor; None keeps the output until the process ends.
+          stdout: the descriptor for standard output, or None to keep the output in a file.
         """
         out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (Command closes)
         ours, theirs = socket.socketpair()
@@ -65,7 +66,7 @@ class Warm(ForkServer):
 
 
 class Command(Forked):
-    """A forked process, and what it prints."""
+    """A forked process of the command line, with its output."""
 
     def __init__(
         self, server: Warm, pid: int, args: list[str], files: tuple[IO[bytes], IO[bytes]]
@@ -75,7 +76,7 @@ class Command(Forked):
         self._said: tuple[str, str] | None = None
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed, when it has ended: standard output and error."""
+        """Wait for the end of the process, and return its standard output and standard error."""
         self.wait(timeout)
         if self._said is None:
             out, err = map(_text, self._files)
@@ -85,7 +86,7 @@ class Command(Forked):
         return self._said
 
     def printed(self) -> str:
-        """What it has printed so far on standard output."""
+        """Return the standard output of the process so far."""
         return self._said[0] if self._said else _text(self._files[0])
 
 
@@ -97,7 +98,7 @@ Process = subprocess.Popen[str] | Command
 
 
 def main() -> None:
-    """Fork; and in a forked process be the command, as if it had just been started."""
+    """Import everything, fork on request, and run the command in each forked process."""
     hold_signals()
     from jaxdist.cli import main as command
     from jaxdist.cli import runs
@@ -116,16 +117,18 @@ def main() -> None:
     for opened, standard in ((nowhere, 0), (stdout, 1)):
         os.dup2(opened, standard)
         os.close(opened)
-    tunables = os.environ["GLIBC_TUNABLES"]  # as the command sets them, which would begin it anew
+    # Without these tunables the command would restart itself to set them.
+    tunables = os.environ["GLIBC_TUNABLES"]
     os.environ.clear()
     os.environ.update(order["environ"], GLIBC_TUNABLES=tunables)
-    # `jaxdist.wire` sets it when it is imported, which it was before; gRPC is imported later.
+    # `jaxdist.wire` sets this variable when it is imported. The import was before the fork, and
+    # gRPC reads the variable later.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.chdir(order["folder"])
     sys.argv = ["jaxdist", *order["args"]]
 
     def prepare(*, fake_devices: int | None = None) -> None:
-        """Set what XLA reads with its first program: of jax all is set that it reads earlier."""
+        """Set the variables that XLA reads with its first program; jax has read all others."""
         os.environ.update(
             environment.plan_environment(
                 dict(os.environ),

@@ -158,7 +158,7 @@ REFUSED = {
     "nonfinite": (
         {},
         optim(type="sgd", skip_nonfinite=True),
-        r"optim.skip_nonfinite = True .* servers drop and count every push with a NaN .* set false",
+        r"optim.skip_nonfinite = True .* servers drop and count every push with a .*finite: false",
     ),
     "replicas": (
         {},

@@ -262,4 +262,4 @@ def test_a_batch_that_shrinks_needs_a_rule_for_the_learning_rate(jaxdist: Jaxdis
     done = jaxdist.here("train", "config.yaml", "--devices", 8, "mesh.data=8")
     assert done.code == 2
     assert "elastic.batch rescale with optim.scale_from null: " in done.message
-    assert "a rule must scale the learning rate with it; set optim.scale_from" in done.message
+    assert "must adapt the learning rate to the batch size; set optim.scale_from" in done.message

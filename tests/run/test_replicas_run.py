@@ -167,7 +167,7 @@ def test_what_cannot_be_found_is_said(sections, said):
         ({"train": {**TRAIN, "check_replicas": {"every": 4, "max_restores": 2}}}, "no effect with"),
         (
             {"strategy": {"type": "parameter_server", "workers": 2}, "train": TRAIN},
-            "strategy.type parameter_server: it compares replicas that take every step together",
+            "strategy.type parameter_server: this setting compares replicas that take every step",
         ),
     ],
 )

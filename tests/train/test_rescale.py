@@ -110,7 +110,7 @@ RAMP = {"start_batch_size": 2, "increment": 2, "ramp_examples": 16}
 @pytest.mark.parametrize(
     ("given", "scale", "strict", "words"),
     [
-        ({}, None, False, "must scale the learning rate with it; set optim.scale_from, or set el"),
+        ({}, None, False, "adapt the learning rate to the batch size; set optim.scale_from, or"),
         ({"batch_ramp": RAMP}, 1, False,
          r"rescale with train\.batch_ramp.* leave train\.batch_ramp"),
         ({"phases": [{"batch_size": 8, "examples_fraction": 1.0, "learning_rate": 0.1}]}, 1, False,
