@@ -118,7 +118,7 @@ ONEBIT = {**ADAMW, "type": "onebit_adam", "freeze_step": 3}
     ("optim", "compression", "setting", "message"),
     [
         (ADAMW, {**SIGN, "error_feedback": {"type": "momentum"}}, "error_feedback",
-         "which has momentum 0.9 of its own: both the optimizer and the error feedback would apply "
+         "which itself has momentum 0.9: both the optimizer and the error feedback would apply "
          "momentum to the gradient; set optim: {type: sgd"),
         (ADAMW, MOMENTUM, "error_feedback", "update is linear in its input; set optim"),
         ({**ONEBIT, "b1": 0.8}, {**MOMENTUM, "warmup_steps": 3}, "error_feedback",

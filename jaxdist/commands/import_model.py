@@ -253,7 +253,7 @@ def _streamed(leaves: Sequence[Leaf]) -> Iterator[Streamed]:
 
 
 def _with_dtype(source: Source, leaves: Sequence[Leaf]) -> JsonObject:
-    """Return the content of config.json, with the dtype of the largest tensor as the dtype.
+    """Return a model's config.json, with the dtype of the model's largest tensor as the dtype.
 
     `export` reads this dtype.
     """

@@ -90,7 +90,7 @@ class Agent:
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._ask_to_stop):
             server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
-            server.start()  # The server's imports take seconds, during which the hosts meet.
+            server.start()  # The fork server's imports take seconds; meanwhile the hosts meet.
             try:
                 return self._generations(folder, server)
             finally:

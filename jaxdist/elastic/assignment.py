@@ -207,4 +207,4 @@ class SingleHost:
         """Do nothing, since there is no other machine to inform."""
 
     def close(self) -> None:
-        """Do nothing, since a single machine holds no resources."""
+        """Do nothing, since a run on a single machine holds no resources of other machines."""

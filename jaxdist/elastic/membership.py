@@ -87,7 +87,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Host:
-    """The state of a host.
+    """The state that a host keeps about its last lease and generation.
 
     Attributes:
       stopped: the newest generation that the host has stopped; the host never resumes it.
@@ -171,7 +171,7 @@ class Registry:
     quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
-        """Return the state for a leader that has read the registry and may have another clock.
+        """Return the registry as a new leader continues it; the leader's clock may be another.
 
         If the generation is active, the earlier leader may have granted leases after it wrote the
         registry. Every member is therefore assumed to hold a lease.
@@ -240,9 +240,9 @@ class Registry:
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
         """Return the state at time `now`, without the registrations and leases that have expired.
 
-        If a member of the generation has expired, the generation gets no further leases. If the
-        generation can grow, it is asked to pause. When it gets no further leases and none is left,
-        the next generation starts.
+        If the registration of a member has expired, its generation gets no further leases. If the
+        generation can grow, its members are asked to pause. When the generation gets no further
+        leases and no lease on it is left, the next generation starts.
         """
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
@@ -273,8 +273,8 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # The hosts are in the order of joining. So the hosts that joined earlier remain: they have
-        # the newest snapshots.
+        # The hosts are in the order of joining. Therefore the hosts that joined earlier remain,
+        # which have the newest snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 

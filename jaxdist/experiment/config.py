@@ -155,7 +155,7 @@ def at_setting(document: Document, *path: Key) -> Iterator[None]:
         problems = [Problem((*path, *one.setting), str(one)) for one in all_found]
         raise problems_error(document, problems) from error
     except (MemoryError, OverflowError) as error:
-        problem = Problem(path, f"too large for this machine: {error}")
+        problem = Problem(path, f"too large for this machine ({error}): use a smaller value")
         raise problems_error(document, [problem]) from error
 
 

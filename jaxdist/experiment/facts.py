@@ -70,7 +70,7 @@ def config_facts(
 def model_facts(
     config: ExperimentConfig, layout: Layout, dims: Mapping[str, Dims], model: Functional
 ) -> Facts:
-    """Return the facts about a config, including those that need its model."""
+    """Return the facts about a config, including the facts that require its model."""
     buffers = tuple(name for name, _ in flatten_with_names(model.buffers))
     return replace(config_facts(config, layout, dims), buffers=buffers)
 

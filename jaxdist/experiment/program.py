@@ -312,7 +312,7 @@ def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
 
 
 def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
-    """Trace the parts of a program that may raise errors, so that errors precede compilation."""
+    """Trace the parts of a program that may raise errors, to find the errors before compilation."""
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     if program.exchange.explicit:
         with at("parallel", "reduce"):

@@ -64,7 +64,7 @@ class RowInterpreter:
     axes: tuple[str, ...]
 
     def ties(self, jaxpr: Any, given: Sequence[Flow]) -> tuple[list[Flow], list[str]]:
-        """Return the flows of the results, and descriptions of the operations that tie rows.
+        """Return how each result depends on rows, and describe the operations that tie rows.
 
         Args:
           jaxpr: the trace.
@@ -285,7 +285,8 @@ def check_rows(
         # The check calls the user's code with a number of rows that never occurs in the user's
         # data, so the code may raise any exception.
         return (
-            f"cannot determine whether the model computes across the examples of a batch: {error}",
+            "cannot determine whether the model computes across the examples of a batch, "
+            f"because the model fails for a batch of another size: {error}",
         )
     if not place:
         return ()
@@ -322,8 +323,8 @@ def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Ex
         )
     raise ConfigError(
         f"the model or its loss computes across the examples of a batch ({place}), but {cut}, so "
-        f"the result would not be that of the whole batch. {remedy}, or set parallel.batch_norm: "
-        "local (statistics of each part)",
+        f"the result would differ from the result for the whole batch. {remedy}, or set "
+        "parallel.batch_norm: local (statistics of each part)",
         setting=("batch_norm",),
     )
 

@@ -88,7 +88,7 @@ def scale_by_frozen_adam(
         nu = jax.tree.map(partial(second_moment, b2, count <= freeze_step), state.nu, updates)
         one, two = jnp.float32(1), jnp.float32(1)
         if bias_correction:
-            # The frozen moment keeps the correction of the step at which it was frozen.
+            # The frozen moment keeps the bias correction of the step in which it was frozen.
             one, two = _weight(b1, count), _weight(b2, jnp.minimum(count, freeze_step))
 
         def direction(m: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:

@@ -116,7 +116,7 @@ def print_difference(difference: Difference, console: Console) -> None:
     console.print(f"after  {difference.after.config}", soft_wrap=True, markup=False)
     console.print()
     if difference.changes:
-        made = table("What changed, on each device in one step", "", "what", "before", "after", "x")
+        made = table("Changes on each device in one step", "", "what", "before", "after", "x")
         previous = None
         for change in difference.changes:
             label = "" if change.of == previous else change.of

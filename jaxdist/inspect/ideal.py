@@ -91,5 +91,7 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
         passes = "once a step" if once else "for both passes"
         notes.append(f"parallel.zero.stage 3 gathers parameters {passes}")
     if stage >= 2 and count > 1:
-        notes.append(f"each of train.microbatches {count} sends its own gradients")
+        notes.append(
+            f"each of the {count} microbatches (train.microbatches) sends its own gradients"
+        )
     return tuple(notes)

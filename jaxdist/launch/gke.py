@@ -2,8 +2,8 @@
 
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
 processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an
-eviction, the loss of a spot node, a drain) is not counted. Servers on machines of their own are a
-further job of the set, which Kubernetes restarts pod by pod, as it restarts the workers of
+eviction, the loss of a spot node, a drain) is not counted. Servers on separate machines are a
+further job of the set. Kubernetes restarts each of its pods alone, as it restarts the workers of
 `strategy.type: parameter_server`. The rendered API is jobset.x-k8s.io/v1alpha2, which JobSet 0.6
 and newer versions support.
 """
@@ -235,7 +235,7 @@ class Gke(Engine):
     def _jobset(self, job: Job) -> JsonObject:
         labels: JsonObject = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
         if job.servers or (job.apart and self.slices * self._hosts(job) > 1):
-            # Other pods do not know the name that a pod has for itself.
+            # A pod's own host name has no address in other pods, so servers get the pod's DNS name.
             own = f"strategy.processes.host={self._host(job, WORKERS, '0')}"
             job = replace(job, overrides=(*job.overrides, own))
         train, *serve = job.groups("--distributed")

@@ -16,7 +16,7 @@ SETTINGS = "ray.json"
 
 
 class RayServers(Config):
-    """The settings of the servers that run on nodes of their own."""
+    """The settings of parameter servers that run on separate nodes."""
 
     cpus: PositiveFloat = 1.0
     """The number of CPUs of each server."""
@@ -50,8 +50,8 @@ class Ray(Engine):
         return self.address is None
 
     def render(self, job: Job) -> Rendered:
-        # The command lacks the interpreter, because each actor adds the interpreter of its own
-        # node.
+        # The command lacks the interpreter, because each actor adds the interpreter of the node on
+        # which it runs.
         program = ("-P", "-m", job.module)
         train, *serve = job.groups("--distributed", program=program)
         given = {

@@ -1,4 +1,4 @@
-"""The placement of a run's servers on machines of their own."""
+"""The placement of a run's servers on separate machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.wire.config import stays_on_machine
 
 
 def with_servers(job: Job, engine: Engine, nodes: int) -> Job:
-    """Return a job whose servers run on machines of their own.
+    """Return a job whose servers run on separate machines.
 
     Args:
       nodes: the number of machines for servers.

@@ -156,7 +156,7 @@ class Slurm(Engine):
             f"--job-name={_job_name(job)}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
-            "--distribution=block:block",  # Mesh neighbors are then close.
+            "--distribution=block:block",  # Neighbors on the mesh are near.
             f"--time={self.time}",
             f"--signal=B:USR1@{self.notice_seconds}",
             "--requeue",

@@ -54,7 +54,10 @@ def _new_folder(base: Path, name: str) -> Path:
             number += 1
             folder = base / f"{name}.{number}"
         except OSError as error:
-            raise RunError(f"cannot make {folder}: {error.strerror}") from error
+            raise RunError(
+                f"the folder {folder} of the launch cannot be created: {error.strerror}; start the "
+                "launch in a directory in which you may write"
+            ) from error
 
 
 def installed(one: Engine) -> None:

@@ -147,7 +147,7 @@ def defer(
 
 @dataclass(frozen=True)
 class SplitDim:
-    """The dim of a tensor that ZeRO splits; the attributes are those of `ShardedParameter`."""
+    """The dim of a tensor that ZeRO splits, with the attributes of `ShardedParameter`."""
 
     dim: int
     spec: PartitionSpec

@@ -69,7 +69,7 @@ def adopt(
         (found,) = plan(file, [], Asked([on], top=top, compiled=compiled), console=console)
     if not found.top or found.refused:
         raise RunError(f"{path} on {on}: {found.why_not()}")
-    with os_errors_as(RunError, f"{out} cannot be written"):
+    with os_errors_as(RunError, f"{out} cannot be written", "choose another file with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_config(document, found.top[0].plan, out)
     rows: list[JsonObject] = []

@@ -113,7 +113,7 @@ class PlanMemory:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The bytes that the plan takes on a device, which are the sum of all parts."""
         return math.fsum(self.parts().values())
 
     def offloaded(self) -> PlanMemory:
@@ -127,7 +127,7 @@ class PlanMemory:
         return replace(self, optimizer=passing, host=self.optimizer, copied=2 * self.optimizer)
 
     def resting(self, parameters: RestingBytes) -> PlanMemory:
-        """Return the memory with chosen parameters on the host."""
+        """Return the memory of the plan if the given parameters rest in the host's memory."""
         return replace(
             self,
             parameters=self.parameters - parameters.held + parameters.passing,

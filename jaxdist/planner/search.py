@@ -49,7 +49,7 @@ RESTING = "parallel.zero.offload_parameters needs reductions by XLA, and no stag
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan with its memory and time by formula.
+    """A plan, with the memory and the step time that the formulas predict.
 
     Attributes:
       plan: the plan.
@@ -103,9 +103,9 @@ class SearchResults:
 
 
 def search(model: Model, target: Target) -> SearchResults:
-    """Return all valid plans for a model on a target, sorted, with their memory and time.
+    """Search all plans for a model on a target, and predict the memory and time of valid plans.
 
-    The result also has the number of refused plans for each reason.
+    The result has the valid plans in order, and the number of refused plans for each reason.
     """
     formulas = formulas_of(model)
     valid: list[Judged] = []

@@ -100,7 +100,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
+        """The seconds of a step, which are the sum of all parts."""
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:

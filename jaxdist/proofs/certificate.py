@@ -93,7 +93,7 @@ class Proof:
 
     @property
     def differs(self) -> bool:
-        """Whether any number of the plan or of a neighbour differs from a single device's."""
+        """Whether any number of the plan or of a neighbour differs from a single device."""
         return any(one.wrong for one in (*self.numbers, *self.near))
 
     @property
@@ -204,7 +204,7 @@ class Kept(Hook):
 
 
 def current(config_file: Path, overrides: Sequence[str], devices: int) -> Kept:
-    """Check that a config has a valid certificate, and return the hook that copies the certificate.
+    """Check that a config has a valid certificate, and return the hook that copies it into the run.
 
     A certificate is valid for the same config, mesh and package versions if its verdict is
     "proved".

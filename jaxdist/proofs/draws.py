@@ -45,9 +45,9 @@ def repeated(
     rows = np.arange(len(next(iter(batch.values()))))
     own_rows = {MICROBATCHES: rows.reshape(-1, microbatches).T, DEVICES: rows.reshape(devices, -1)}
     for name, (first_part, *parts) in own_rows.items():
-        # Keys of `index // 2` or `index % 2` repeat on some parts only. Such repetitions show only
-        # if a single part exchanges its rows with part 0: the loss then stays equal, although it
-        # changes if all parts exchange their rows.
+        # A wrong program may give equal keys to only some parts, for example if it derives keys
+        # from `index // 2` or `index % 2`. Therefore each part by itself exchanges its rows with
+        # part 0: the loss stays equal if these two parts have equal keys.
         for part in parts:
             order = rows.copy()
             order[first_part], order[part] = part, first_part

@@ -28,8 +28,8 @@ Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 INPUTS = "pass the whole state of training as the first argument, and return it first"
 MUTABLE = f"{INPUTS}; a step that changes flax.nnx objects in place needs nnx.split and nnx.merge"
 STATEFUL = (
-    "traced a second time, the step is another program: it uses Python objects that it changes; "
-    "pass them as arrays in the state"
+    "a second trace of the step gives another program, because the step changes Python objects "
+    "that it uses; pass these objects as arrays in the state"
 )
 UNKNOWN_SCALE = (
     "no step on one device was passed (one_device=), so only a different order of the examples "
@@ -218,7 +218,11 @@ def _compared(
         found = _run(step, begun, batches, placed)
         expected = [_run(reference, one, theirs, like) for one in begins]
     except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-        return Compared(plan, undecided=f"a step failed: {first_line(error)}")
+        return Compared(
+            plan,
+            undecided=f"the step failed: {first_line(error)}; run it once on the given state and "
+            "batch, and fix the error",
+        )
     cuts = ["over devices", *(axis for axis, size in mesh.shape.items() if size > 1)]
     worst = worst_of((*batches,), found, *expected, limit=limit_of(cuts, rows))
     return Compared(plan, worst, steps=(*batches,))

@@ -260,7 +260,7 @@ class Reference:
 
 
 def _other(sections: Mapping[str, Json], program: Program, *, weighted: bool) -> str:
-    """Return the reason why a plan's numbers may differ from a single device's.
+    """Return the reason why a plan's numbers may differ from the numbers of a single device.
 
     The result is empty if the numbers must be equal.
 

@@ -46,7 +46,7 @@ def prove(
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      near: the number of neighbours to compare.
+      near: the number of neighbours (plans with three changed settings) to compare.
       seed: the seed of the examples' weights and of the choice of neighbours.
       json_file: a second file for the certificate, or None to write none.
       console: the console for the table.
@@ -74,7 +74,8 @@ def prove(
 def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
     """Return the types, the compared numbers and the compared bytes of an experiment.
 
-    The neighbours are not compared if the plan with unequal weights cannot be compared.
+    Neighbours (plans with three changed settings) are not compared if the plan cannot be compared
+    for examples with unequal weights.
 
     Args:
       experiment: the experiment at its full size.
@@ -105,9 +106,10 @@ def _proof(experiment: Experiment, near: int, seed: int, say: Say) -> Proof:
 def _near(
     reference: Reference, sections: JsonObject, count: int, seed: int, say: Say
 ) -> Iterator[Compared]:
-    """Yield comparisons of neighbours until there are `count`.
+    """Yield the comparisons of up to `count` neighbours with a single device.
 
-    At most `TRIES * count` neighbours are tried, so that fewer than `count` may be compared.
+    At most `TRIES * count` neighbours are tried, so the result may have fewer than `count`
+    comparisons.
     """
     tried = itertools.islice(neighbours(sections, seed), TRIES * count)
     compared = ((changed, reference.compare(changed, other)[0]) for changed, other in tried)

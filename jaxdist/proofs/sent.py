@@ -57,7 +57,7 @@ class Unasked:
     sent_bytes: float
 
     def __str__(self) -> str:
-        over = ", ".join(self.axes) if self.axes else "groups of no axis"
+        over = ", ".join(self.axes) if self.axes else "groups that are not along a mesh axis"
         return (
             f"{self.where}: {self.kind} over {over} that no code asked for, "
             f"{self.sent_bytes:,.0f} B, for {self.operation}"

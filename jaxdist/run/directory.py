@@ -174,7 +174,7 @@ def directory_identity(directory: RunDirectory) -> Identity:
 
 
 def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> LockedDirectory:
-    """Take the directory of a run that is resumed, or that ended before it wrote anything."""
+    """Lock the directory of a run that is resumed, or that ended before it wrote anything."""
     directory = RunDirectory(path)
     lock = RunLock(path, say=say)
     try:

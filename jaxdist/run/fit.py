@@ -49,7 +49,7 @@ class FitResult:
 
     @property
     def step(self) -> int:
-        """The number of steps taken, including those before a resume."""
+        """The number of steps taken, including the steps before a resume."""
         return int(self.state.step)
 
     @property

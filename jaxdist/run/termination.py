@@ -69,7 +69,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self, reason: str) -> None:
-        """Ask the run to stop for a hook; the run is then complete, and is not restarted.
+        """Ask the run to stop at a hook's request; the run is then complete, and is not restarted.
 
         The call has no effect if the run was asked to stop before.
         """

@@ -109,9 +109,10 @@ class Choice:
 
     @property
     def take(self) -> str:
-        """The first exchange in `seconds` that is nearly as fast as the fastest one (see `CLEAR`).
+        """The first exchange in `seconds` that is nearly as fast as the fastest (see `CLEAR`).
 
-        `seconds` begins with the all-reduce, and goes from strict to loose consistency models.
+        The first key of `seconds` is the all-reduce. The consistency models follow, the strictest
+        first.
         """
         fastest = min(self.seconds.values())
         return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
@@ -216,7 +217,7 @@ def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
     lines = [
         f"{config.workers} workers, {config.servers} servers, {config.parameter_bytes:,.0f} bytes "
         f"of parameters, {config.step_seconds:g} s for a gradient",
-        "milliseconds of a step of all workers; nothing hides behind the backward pass",
+        "milliseconds of a step of all workers, if no message overlaps with the backward pass",
         "",
         head + "".join(f" {name:>{width}}" for name, width in widths.items()) + "  take",
     ]

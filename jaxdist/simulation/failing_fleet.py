@@ -139,7 +139,7 @@ class Simulated:
 
 
 def snapshots_with(fleet: FleetConfig, every: float) -> Saves:
-    """Return saves after every `every` seconds, with checkpoints at the configured interval."""
+    """Return a plan that saves a snapshot every `every` seconds, and checkpoints as configured."""
     return Saves(every, max(round(fleet.checkpoint_every / every), 1))
 
 

@@ -248,8 +248,8 @@ def _caption(experiment: Experiment, rows: Sequence[VariantResult], notes: Seque
             "seeds.",
             f"Change against {first.variant.name!r}, seed by seed; '?' where not all seeds agree "
             "with the verdict.",
-            f"Bytes that a device sends in a step, over {first.sent_bytes:,.0f} of "
-            f"{first.variant.name!r}, after any warm-up.",
+            "Bytes that a device sends in a step after any warm-up, relative to the "
+            f"{first.sent_bytes:,.0f} bytes of {first.variant.name!r}.",
             *notes,
         ]
     )

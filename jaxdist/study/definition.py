@@ -23,7 +23,7 @@ momentum. For "other", compressed messages contain only gradients."""
 
 
 def _once(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Return sorted values.
+    """Return the values in ascending order; a value that occurs twice is an error.
 
     Raises:
       ValueError: a value is given more than once.

@@ -18,7 +18,7 @@ RULE = "lamb"
 LARGEST_WARMUP = 0.2
 """The fraction of warm-up in a run at the largest batch size, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
-"""The number of runs, each with another seed, whose mean decides about a learning rate."""
+"""The number of runs, each with another seed, by whose mean a search compares learning rates."""
 FACTOR, EXTENSIONS = 2.0, 8
 """FACTOR: the ratio of successive learning rates in a search. EXTENSIONS: the number of rates that
 a search may try after its first three rates.

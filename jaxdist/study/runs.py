@@ -88,7 +88,7 @@ def runs_of(
 
 
 class Done(Protocol):
-    """The results of a study."""
+    """The results of a study, which can be printed and written as JSON."""
 
     def text(self) -> str:
         """Return the caption, the table and the conclusions."""

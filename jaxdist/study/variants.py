@@ -53,7 +53,8 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
       taken: the names that are already in use.
 
     Raises:
-      ConfigError: a text has no name or no setting, or a name does not fit the table or is in use.
+      ConfigError: a text has no name or no setting, or a name is too long for a table, has a
+        character that a table cannot show, or is in use.
 
     >>> parse_variants(["half=optim.learning_rate=1e-3 optim.schedule={type: linear}"], taken=[])
     (Variant(name='half', overrides=('optim.learning_rate=1e-3', 'optim.schedule={type: linear}')),)
@@ -82,7 +83,8 @@ def named_variants(
       what: the source of the variants, for error messages.
 
     Raises:
-      ConfigError: a name does not fit the table, or is in use.
+      ConfigError: a name is too long for a table, has a character that a table cannot show, or is
+        in use.
     """
     found: list[Variant] = []
     for name, overrides in pairs:

@@ -61,7 +61,7 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
             if strategy == "parameter_server":
                 raise ConfigError(
                     "parameter servers begin with parameters that the seed determines, and save "
-                    "the state in files of their own: leave the setting out, or use another "
+                    "the state in separate files: leave the setting out, or use another "
                     "strategy.type"
                 )
             part_names(program, patterns)

@@ -143,7 +143,7 @@ class Program:
 
     @property
     def _resting_shardings(self) -> PyTree:
-        """The shardings of the stored parameters, in the memory that holds each parameter."""
+        """The shardings of the stored parameters, each in the memory that holds the parameter."""
         whole, zero = self.exchange.placements.params, self.exchange.zero
         if zero is None or not zero.resting:
             return whole
@@ -402,8 +402,8 @@ class Program:
 
         def between(stored: TrainState) -> TrainState:
             state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
-            # As in a step, each device computes its share, which is then sent to the devices that
-            # store it.
+            # As in a step, each device computes its share of the new parameters, which is then sent
+            # to the devices that store them.
             trained, frozen = self.model.divided(state.params)
             _, shares = self.exchange.shares(trained, trained)
             given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)

@@ -150,7 +150,7 @@ SECTIONS: Mapping[str, Feature] = {
     ),
     "an optimizer with momentum": Feature(
         lambda f: f.optim.momentum > 0,
-        lambda f: f"{_optim(f)}, which has momentum {f.optim.momentum:g} of its own",
+        lambda f: f"{_optim(f)}, which itself has momentum {f.optim.momentum:g}",
     ),
     "an optimizer that is not linear": Feature(
         lambda f: bool(f.optim.type) and f.optim.type not in LINEAR, _optim

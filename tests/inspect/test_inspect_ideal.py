@@ -145,7 +145,7 @@ def test_the_bound_in_bfloat16_over_two_networks_and_over_none() -> None:
 BF16 = {"compute_dtype": "bfloat16"}
 WIDE = "parameters and their gradients are float32"
 BOTH = "parallel.zero.stage 3 gathers parameters for both passes"
-EACH = "each of train.microbatches 2 sends its own gradients"
+EACH = "each of the 2 microbatches (train.microbatches) sends its own gradients"
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("no data axis", {"tensor": 2}, {}, "but no axis splits the batch"),
     ("stages", {"data": 2, "stage": 2}, {}, "in the order of their schedule"),
     ("context", {"data": 2, "context": 2}, {}, "the bits of its gradients may depend"),
-    ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "an order of their own"),
+    ("reduction", {"data": 2}, {"reduce": {"type": "ring"}}, "in a fixed order"),
     ("messages", {"data": 2}, {"compression": {"type": "sign"}}, "set parallel.compression: null"),
     ("ici", TWO, {"zero": {"stage": 1, "scope": "ici"}}, "zero.scope: all"),
     ("tensor and zero", {"data": 2, "tensor": 2}, {"zero": {"stage": 1}}, "the norm of gradients"),

@@ -549,7 +549,7 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
         ({"strategy": {**_HYBRID, "most_rows": 40}}, "most_rows 40 is too small for 2 servers"),
         ({"strategy": {**_HYBRID, "most_rows": 96, "ranges": 4}}, "96 is too small for 4 ranges"),
         ({"strategy": {**_HYBRID, "ranges": 1}}, "ranges 1 is less than servers 2"),
-        ({"strategy": {**_HYBRID, "ranges": 4, "processes": {"port": 4000}}}, "port of its own"),
+        ({"strategy": {**_HYBRID, "ranges": 4, "processes": {"port": 4000}}}, "a separate port"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_tables_on_servers_is_refused(

@@ -222,7 +222,7 @@ def _ring(facts: FileContents, experiment: Experiment) -> None:
         "BUCKETS": tuple(map(tuple, plan_buckets(leaves, fusion_bytes(ring)))),
         "SPLIT": split,
     }
-    # Each parameter has a spec of its own, since the file looks for the dim that is split.
+    # The file gets a separate spec for each parameter, since it looks up the dim that is split.
     if zero:
         placements = experiment.program.exchange.placements
         facts.values["SHARDS"] = _specs(placements.shares, each=True)

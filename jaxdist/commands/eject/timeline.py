@@ -1,4 +1,4 @@
-"""The timeline of a pipeline schedule, whose stages begin each tick together."""
+"""The timeline of a pipeline schedule in which all stages begin each tick together."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class CopyServer:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """A server on one address, or on all IPv4 and IPv6 addresses."""
+    """The server of a host's snapshots, at one address or at all IPv4 and IPv6 addresses."""
 
     allow_reuse_address = True
     # `server_close` does not wait for daemon threads, even if their transfers are in progress.

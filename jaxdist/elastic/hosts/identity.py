@@ -21,7 +21,7 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """Return the description by which another host checks that the two hosts fit.
+    """Return the description by which another host checks that the two hosts are compatible.
 
     Args:
       values: the values of the config, with its overrides.

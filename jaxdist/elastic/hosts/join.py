@@ -83,8 +83,8 @@ def _meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         if members.election.term is not None:
             return
         found = compatibility_of(members.rendezvous)
-        # A live leader renews its record at the rendezvous, so a record that has changed since this
-        # host first saw one is that of a live leader. This host compares itself only with such a
+        # A live leader renews its record at the rendezvous. If the record has changed since this
+        # host first read it, the leader is alive. This host compares itself only with a live
         # leader.
         if found is not None and first not in (None, found[0]):
             check_compatibility(compatibility, found[1], members.rendezvous.address)

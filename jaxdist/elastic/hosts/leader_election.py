@@ -196,7 +196,7 @@ class LeaderElection:
         return True
 
     def answer(self) -> None:
-        """Send the answers of this turn."""
+        """Send the leader's answers to the messages of hosts."""
         term = self.term
         assert term is not None
         for host, message in term.answers.items():

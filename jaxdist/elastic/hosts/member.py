@@ -77,7 +77,7 @@ class Membership:
 
     @property
     def beat_seconds(self) -> float:
-        """The time between two turns, in seconds."""
+        """The time between two messages of this host to the rendezvous, in seconds."""
         # A host sends many messages for each lease, so that it keeps the lease if a few messages
         # are lost.
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)

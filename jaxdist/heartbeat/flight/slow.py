@@ -1,4 +1,4 @@
-"""The detection, from all statuses, of a slow process, which delays the other processes.
+"""The detection of a process that is slow and delays the others, from the statuses of all.
 
 Processes that take every step together have the same step time, so the step time does not show
 which process is slow. Three measures show the slow process; the first measure gives the most
@@ -116,7 +116,7 @@ def find_slow(found: Sequence[Flight]) -> list[Slow]:
 
 
 def _done(phases: Sequence[Phase]) -> dict[int, int]:
-    """Return the time at which a process finished each step, by step."""
+    """Return the time, in nanoseconds, at which a process finished each step, by step."""
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:

@@ -93,7 +93,7 @@ class Messages:
         after: Callable[[Any], Any] = lambda total: total,
         out_specs: Specs,
     ) -> tuple[Any, CompressionState]:
-        """Compute mean gradients, and the next state.
+        """Return the mean gradients, and the state of compression for the next step.
 
         Args:
           grads: the gradients of each device, with a leading dim over the axes over which the

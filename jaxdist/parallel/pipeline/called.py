@@ -28,7 +28,7 @@ class _Asked(StandIn):
 
 
 class _AskedRouted(_Asked):
-    """A stand-in for a model with routers."""
+    """A stand-in for a model with routers, which also reports the arguments of `measured`."""
 
     # A loss reads this head, but never runs it: the loss computes the head's input first, and the
     # call of `measured` for this input raises.

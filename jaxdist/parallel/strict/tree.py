@@ -44,7 +44,7 @@ class LocalTree:
 
     @property
     def levels(self) -> int:
-        """The number of levels of a block's tree."""
+        """The number of levels of the tree in which the shards of one block are added up."""
         return self.block.bit_length() - 1
 
     @property
@@ -183,7 +183,7 @@ def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -
 
 
 def turns(count: int, turn: Callable[[jax.Array, PyTree], PyTree], begun: PyTree) -> PyTree:
-    """Run a loop that XLA never merges with the code around it, otherwise like `lax.fori_loop`.
+    """Run a loop like `lax.fori_loop` that XLA never merges with the code around the loop.
 
     A barrier hides the number of iterations from XLA, which would otherwise inline a loop with a
     single iteration.

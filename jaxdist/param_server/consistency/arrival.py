@@ -31,7 +31,7 @@ class DelayCompensation(Config):
     """
 
     strength: PositiveFloat = 0.04
-    """The factor of the correction, lambda in the paper."""
+    """The factor by which the correction is multiplied (lambda in arXiv 1609.08326)."""
     decay: Beta | None = None
     """The decay of a running mean of squared gradients. The correction is divided by the root of
     the mean; with null, the correction is not divided."""

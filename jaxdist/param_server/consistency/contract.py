@@ -77,7 +77,7 @@ class WeightedChange:
 
 @dataclass(frozen=True)
 class Merge:
-    """An optimizer update by a sum of weighted changes, in a fixed order, divided by `total`.
+    """An optimizer update: a sum of weighted changes in a fixed order, divided by `total`.
 
     Attributes:
       parts: the changes, in the order of addition, or an empty tuple if no change of a round
@@ -198,7 +198,7 @@ class Consistency(Config):
 
     @abstractmethod
     def fresh(self, floor: int, clock: int) -> bool:
-        """Return whether a worker at `clock` may compute from a version with this floor."""
+        """Return whether a worker at `clock` may compute from a version whose floor is `floor`."""
         ...
 
     def admits(self, clocks: Clocks, client: int) -> bool:
@@ -211,7 +211,7 @@ class Consistency(Config):
 
     @property
     def publishes(self) -> bool:
-        """Whether the server sends new versions to all members when the floor advances."""
+        """Whether the server sends the new version to all members when `Clocks.floor` increases."""
         return False
 
     @property

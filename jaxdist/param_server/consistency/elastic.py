@@ -30,7 +30,7 @@ class Elastic(Consistency):
     """The name that selects this model in a config."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
-    """The number of steps that a worker takes from one exchange to the next, tau in the paper."""
+    """The number of steps that a worker takes from one exchange to the next (tau in the paper)."""
     alpha: PositiveFloat | None = None
     """The fraction of the distance between worker and centre by which an exchange moves both; null
     takes beta divided by the number of workers."""

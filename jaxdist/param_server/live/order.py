@@ -139,7 +139,7 @@ class OrderLog:
             self._file = path.open("w", encoding="utf-8")
 
     def add(self, taken: ProtocolCall) -> None:
-        """Append a call."""
+        """Append a call of the protocol to the log."""
         self._file.write(json.dumps(_fields(taken)) + "\n")
 
     def flush(self) -> None:

@@ -91,8 +91,8 @@ class ServerShard:
         self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState]:
         params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
-        # A server does not know these values, so zeros replace them. An optimizer that reads them
-        # was refused at the start.
+        # A server knows neither the norm of all gradients nor the loss, so zeros replace them. An
+        # optimizer that reads either value was refused at the start.
         nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
         updates, state = self._transform.update(grads, state, params, **nothing)
         if rate:  # The factor applies to the whole update, including its weight decay.

@@ -67,14 +67,14 @@ class ClientState:
 
 
 class Sending(NamedTuple):
-    """The next state, and the message to send."""
+    """The state of a client after it sends a message, and the message."""
 
     state: ClientState
     message: Message
 
 
 class Heard(NamedTuple):
-    """The next state, and the effect of a reply.
+    """The state of a client after a reply from its server, and the effects of the reply.
 
     Attributes:
       takes: whether the reply's payload is the worker's new copy of the parameters.
@@ -90,7 +90,7 @@ class Heard(NamedTuple):
 
 
 def ready(model: Consistency, state: ClientState) -> bool:
-    """Return whether the worker may compute from its copy."""
+    """Return whether the worker may compute from its copy of the parameters."""
     if state.version is None or (state.pulling and not model.ahead):
         return False
     if state.admitted < 0:

@@ -40,9 +40,9 @@ class RackState:
     """The state of an aggregator for one range, without arrays.
 
     Attributes:
-      inner: the state towards the workers. The versions of this state are the rounds of the rack,
-        numbered like the rack's pushes.
-      outer: the state towards the servers.
+      inner: the state of the protocol with the workers. The versions of this state are the rounds
+        of the rack, numbered like the rack's pushes.
+      outer: the state of the protocol with the servers.
       read: the oldest version that workers received for the open round, or None before the first
         answer.
       answers: the answers to workers, held back until workers may compute from the rack's own copy.
@@ -79,7 +79,7 @@ RackEffect = Forward | Ask | Drop | Reply
 
 
 class RackStep(NamedTuple):
-    """The next state, and the effects in order; replies go to workers.
+    """The state of a rack after a call of the protocol, and the call's effects, in order.
 
     Attributes:
       takes: whether the reply's payload is the rack's new copy of the parameters.
@@ -190,7 +190,7 @@ def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
 
 
 def _released(model: Consistency, state: RackState) -> RackStep:
-    """Release the answers if workers may compute from the rack's copy.
+    """Send the answers that were held back if workers may compute from the rack's copy.
 
     If workers may not compute yet, the rack pulls new parameters, unless a pull is pending
     already.

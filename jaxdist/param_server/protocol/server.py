@@ -57,7 +57,7 @@ class RangeState:
 
 
 class Step(NamedTuple):
-    """The next state, and the effects in order."""
+    """The state of a range after a call of the protocol, and the call's effects, in order."""
 
     state: RangeState
     effects: tuple[Effect, ...] = ()

@@ -13,7 +13,7 @@ from jaxdist.wire.ports import Place
 
 
 class Starts(Protocol):
-    """A function that starts a process with a setup."""
+    """A function that starts a process and sends the process its setup."""
 
     def __call__(self, role: Role, number: int, /, **setup: object) -> RunProcess: ...
 

@@ -93,8 +93,9 @@ def _moved_by(
     begun = jax.make_jaxpr(transform.init)(shapes)
     carried: Sequence[bool] = depends_on(begun.jaxpr, mine)
     step = jax.make_jaxpr(update)(shapes, state, shapes, number, number)
-    # State carries a dependence into later updates. The step is therefore examined again until no
-    # further leaf of the state is found to depend on `half`.
+    # Through the optimizer's state, an update may depend on parameters that only an earlier update
+    # has read. The step is therefore examined again until no further leaf of the state is found to
+    # depend on the parameters in `half`.
     while True:
         found = depends_on(step.jaxpr, [*mine, *carried, *mine, True, True])
         more = [a or b for a, b in zip(carried, found[len(leaves) :], strict=True)]

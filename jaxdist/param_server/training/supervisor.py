@@ -133,7 +133,8 @@ class Supervisor:
         except CheckpointError as error:
             if steps_present(self.directory / "shards" / "server_0"):
                 self.prepared.note(
-                    f"the servers begin with the parameters of the checkpoint: {error}"
+                    "the servers begin with the parameters of the checkpoint, not with the "
+                    f"states that they saved: {error}"
                 )
             for layout, shard in zip(
                 self.sharded.layouts, self.sharded.parted(state, self.first), strict=True
@@ -309,7 +310,7 @@ class Supervisor:
                 raise RunError(f"{event.child}: {what['error']}")
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
-        """Report each clock, do the work due after clocks in `due`, and return the last state."""
+        """Report each clock, save and evaluate after clocks in `due`, and return the last state."""
         hooks, clock = self.prepared.hooks, self.first
         while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):

@@ -54,14 +54,14 @@ class Clocked:
 
 
 class PushComputation(Protocol):
-    """A computation from parameters to the change that is pushed."""
+    """A computation of the change that a worker pushes, from the parameters that it has read."""
 
     def begin(self, flats: Flats) -> Flats | None:
         """Accept new parameters; return the change if it needs no batch, and otherwise None."""
         ...
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
-        """Return the change, and the sums of the loss's measured values.
+        """Return a worker's change of the parameters, and the sums of the loss's values.
 
         Args:
           batches: the worker's parts of the batches of a clock.

@@ -120,7 +120,11 @@ def _written(outcome: DrawOutcome) -> Path:
       RunError: the file cannot be written.
     """
     path = WRONG / f"draw-{outcome.seed}.yaml"
-    with os_errors_as(RunError, f"cannot write the config of a draw to {path}"):
+    with os_errors_as(
+        RunError,
+        f"cannot write the config of a draw to {path}",
+        "start the command in a directory in which you may write",
+    ):
         WRONG.mkdir(parents=True, exist_ok=True)
         path.write_text(plain_yaml(outcome.sections), encoding="utf-8")
     return path

@@ -121,7 +121,10 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
     again = [f"jaxdist parity --draw 1 --seed {outcome.seed}", f"jaxdist train {file}"]
     text = [*(f"  {command}" for command in again), "", plain_yaml(outcome.sections)]
     if outcome.checkpoint == "differs":
-        text += ["# what it saves, this loads:", plain_yaml(outcome.reader)]
+        text += [
+            "# The draw's checkpoint is loaded with this second config:",
+            plain_yaml(outcome.reader),
+        ]
     return "\n".join(text)
 
 

@@ -139,7 +139,7 @@ def _compare(drawn: Draw) -> JsonObject:
             "reason": f"replicas of {name} are {apart:.1e} apart",
         }
     try:
-        # The reader only loads a state, so its step need not be traced.
+        # The second plan only loads a state, so its step need not be traced.
         reader = built(drawn.reader, traced=False)
     except JaxdistError as error:
         return {**judged, "checkpoint": "refused", "reason": _reason(error)}
@@ -187,7 +187,7 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
             own = np.asarray(shard.data, np.float64)
             other = first.setdefault(str(shard.index), own)
             if not np.array_equal(own, other, equal_nan=True):
-                with np.errstate(all="ignore"):  # Elements may be zero, infinite or NaN.
+                with np.errstate(all="ignore"):  # Zeros, infinities and NaNs would warn.
                     apart = np.abs(own - other).max() / np.abs(other).max()
                 worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
     return worst

@@ -168,7 +168,8 @@ def _elements(
     for tensor, count in tensors:
         if stacked and not tensor.stacked:
             continue
-        # Experts are split over axis expert, and `shared` devices split other parameters.
+        # The parameters of experts are split over axis expert. Other parameters with a dim embed
+        # are split over `shared` devices.
         others = 1 if tensor.split is not None or tensor.embed is None else shared
         found += count * elements_of(tensor, expert, parts, count, others)[1]
     return found
@@ -230,7 +231,8 @@ class TracedFormulas:
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         # Activations are of one microbatch, but the device has the data of all microbatches.
         rows = model.batch // (plan.replicas * count)
-        # What is kept outside scans, such as logits, is gone before the blocks' backward passes.
+        # Values that are kept outside scans, such as logits, are freed before the blocks' backward
+        # passes.
         block = max(0.0, self._block_bytes(plan, rows) - rows * model.ends_bytes)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,

@@ -16,7 +16,7 @@ class Op:
     """An equation of a program, with the values of its operands along the axis of a `Pass`.
 
     Attributes:
-      at: the pass.
+      at: the pass, which follows values along one mesh axis.
       eqn: the equation.
       values: the operands.
       name: the name of the primitive.

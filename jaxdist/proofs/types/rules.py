@@ -121,7 +121,7 @@ RULES: dict[str, Rule] = {
     "scatter-add": products.scatter_add,
     "scatter": products.scatter,
     "bitcast_convert_type": bitcast,
-    # The counted dim is the only one along which an iota differs.
+    # The elements of an iota differ only along the dim that it counts.
     "iota": lambda op: k.Value(k.WHOLE, op.every - {op.params["dimension"]}),
     **dict.fromkeys(_ALONG.split(), along),
     # Random keys and bits are the same on every device unless a key or counter differs.

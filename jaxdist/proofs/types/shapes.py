@@ -95,7 +95,7 @@ def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
         fits = (d for d, tail in tails.items() if tail == within or tail * after[d] > within)
         dim = next(fits, news[0])
         dims.add(dim)
-        # The new dim may merge the sharded part with some of the elements of each row.
+        # An index of the new dim may contain several elements of a row of the sharded part.
         inner = inner if tails[dim] == within else max(within // tails[dim], 1)
     return k.Shard(frozenset(dims), inner) if dims else None
 

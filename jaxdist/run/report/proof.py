@@ -21,7 +21,10 @@ def read_proof(directory: RunDirectory) -> JsonObject | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunError(f"{directory.proof} is not a certificate: {error}") from error
+        raise RunError(
+            f"{directory.proof} is not a certificate: {error}; restore the file from a copy, or "
+            "remove it"
+        ) from error
     return found
 
 

@@ -1,1 +1,1 @@
-"""A parameter server in virtual time: real gradients; speeds, links and faults from a config."""
+"""Parameter servers in virtual time, with real gradients and with simulated links and faults."""

@@ -50,7 +50,7 @@ class Values:
 
     @property
     def watched(self) -> bool:
-        """Whether the model bounds values."""
+        """Whether the consistency model has a `value_bound` on a worker's unapplied changes."""
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
     def of(self, change: Shard) -> float:

@@ -149,8 +149,8 @@ class Network:
         self._plan += 1
         if self._flows:
             plan, next_end = self._plan, min(flow.ends for flow in self._flows)
-            # The time of the end is passed on, since now + (next_end - now) may round to an earlier
-            # time.
+            # `_finish` receives the exact time of the end, since the timeline's time, now +
+            # (next_end - now), may be rounded to an earlier time.
             self.timeline.after(next_end - now, lambda: self._finish(plan, next_end))
 
     def _finish(self, plan: int, end: float) -> None:

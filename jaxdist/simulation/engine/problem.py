@@ -1,4 +1,4 @@
-"""The interfaces of a simulation's problem and update rule, in numpy arrays, and plain SGD."""
+"""The interfaces of a simulation's problem and update rule, with numpy arrays; and plain SGD."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class ShardNode:
         self._refresh(self.state.clocks.version)
 
     def _refresh(self, version: int) -> None:
-        """Raise the floor of a version to the smallest number of clocks of any member."""
+        """Raise a version's floor to the smallest number of changes applied from any member."""
         members = self.state.members
         known = min((self._applied[client] for client in members), default=0)
         self.book.floors[version] = max(known, self.book.floors[version])

@@ -33,7 +33,7 @@ def thinned(curve: Sequence[Point], most: int) -> list[Point]:
 
 def _staleness(report: Report) -> Iterator[str]:
     per_step, counts = report.updates_per_step, report.staleness
-    unit = f"; {per_step} updates are a step of all" if per_step > 1 else ""
+    unit = f"; {per_step} updates are a step of all workers" if per_step > 1 else ""
     yield (
         f"staleness in updates: mean {report.mean_staleness:.3g}, at most "
         f"{max(counts, default=0)}{unit}"

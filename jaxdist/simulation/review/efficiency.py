@@ -29,7 +29,7 @@ _CALLS: dict[Architecture, tuple[Operation, ...]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a curve.
+    """A point of a curve of efficiency over the number of devices.
 
     Attributes:
       seconds: the time of a step, in seconds.
@@ -64,7 +64,7 @@ def _point(config: ReviewConfig, name: Architecture, devices: int, seconds: floa
 
 
 def _servers(config: ReviewConfig, workers: int) -> float:
-    """Return the seconds of a step in which all workers wait for one another."""
+    """Return the seconds of a step with parameter servers, if all workers wait for one another."""
     if not 2 <= workers <= MOST_WORKERS:
         return busiest_card_seconds(config, workers)
     equal = Speeds("equal")

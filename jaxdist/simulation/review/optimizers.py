@@ -1,4 +1,4 @@
-"""The comparison of optimizers by the largest batch of full quality, by memory and by stability."""
+"""The comparison of optimizers by the largest batch that keeps quality, by memory and stability."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
 
 
 def _limit(scaling: RecordedScaling) -> float:
-    """Return the limit of a good mean: the best mean at the base batch, worse by `MARGIN`."""
+    """Return the worst acceptable mean: the best mean at the base batch, worsened by `MARGIN`."""
     means = [cells[0].mean for cells in scaling.cells.values() if cells[0].mean is not None]
     if not means:
         raise ConfigError(

@@ -56,13 +56,14 @@ class Review:
         yield "## Efficiency by architecture"
         yield ""
         yield (
-            "Time of a device's own work over the time of a step, with equal work on every device: "
-            f"{show_bytes(config.parameter_bytes)} of parameters, {config.step_seconds:g} s of "
-            f"work, {config.gbits:g} Gbit/s. {config.servers} servers are simulated with up to "
-            f"{MOST_WORKERS} workers, and computed from the bytes of their cards beyond. Ring and "
-            "ZeRO are the cost model's, and 1F1B is simulated with "
-            f"{config.microbatches} microbatches and a stage for each of up to {config.layers} "
-            "layers. Nothing hides behind the work: these are lower bounds."
+            "The time of a device's own work, divided by the time of a step. All devices have "
+            f"equal work: {show_bytes(config.parameter_bytes)} of parameters, "
+            f"{config.step_seconds:g} s of work, {config.gbits:g} Gbit/s. For up to {MOST_WORKERS} "
+            f"workers, {config.servers} parameter servers are simulated; for more workers, the "
+            "time follows from the bytes of the busiest network card. The cost model gives the "
+            f"times of ring and ZeRO. 1F1B is simulated with {config.microbatches} microbatches "
+            f"and with one stage for each layer, for up to {config.layers} layers. No message "
+            "overlaps with the work, so these efficiencies are lower bounds."
         )
         yield ""
         found = {(point.architecture, point.devices): point for point in self.points}
@@ -89,8 +90,9 @@ class Review:
         yield "## Communication patterns"
         yield ""
         yield (
-            "What the busiest device sends in a step, in units of all parameters, read from "
-            f"compiled programs ({_program(self.config)}). A worker of parameter servers sends its "
+            "The amount that the busiest device sends in a step, in units of all parameters, "
+            "read from compiled programs ({_program(self.config)}). A worker of parameter "
+            "servers sends its "
             "gradients; the busiest server sends its parameters to each worker."
         )
         yield ""

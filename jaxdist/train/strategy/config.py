@@ -23,7 +23,7 @@ RowConsistency = Annotated[BSP | SSP | Asynchronous, Field(discriminator="type")
 
 
 class Synchronous(Config):
-    """A strategy in which all processes take every step together; only steps change parameters."""
+    """A strategy whose processes take every step together; nothing else changes parameters."""
 
     type: Literal["synchronous"] = "synchronous"
     """The name that selects this strategy in a config."""
@@ -128,7 +128,7 @@ class Hybrid(Config):
         if self.range_count > self.servers and self.processes.port:
             raise ValueError(
                 f"strategy.processes.port {self.processes.port} does not work with ranges "
-                f"{self.ranges}: each range has a port of its own; set strategy.processes.port: 0"
+                f"{self.ranges}: each range needs a separate port; set strategy.processes.port: 0"
             )
         if self.replicas > 1 and self.processes.port:
             raise ValueError(

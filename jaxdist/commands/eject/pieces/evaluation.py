@@ -1,4 +1,4 @@
-"""Run: the loop, on the devices of one process."""
+"""Run: the training loop, in one process that uses all its devices."""
 
 from typing import Any
 

@@ -19,14 +19,14 @@ KV_HEADS = 2  # K, each shared by H / K query heads
 HEAD_SIZE = 32  # d
 MLP = 384  # F
 VOCAB = 257
-PADDED_VOCAB = 320  # V, a multiple that divides over a mesh; padding has no probability
+PADDED_VOCAB = 320  # V, padded so that it divides over a mesh; padding has no probability
 ROPE_THETA = 10000.0  # base of the frequencies of the rotary positions
 ATTENTION_WINDOW = 64  #: window # earlier positions that each position attends to
 SCAN_UNROLL = 2  #: unroll # layers in one iteration of the loop over them
 
 
 def init_params(key: jax.Array) -> dict[str, Any]:
-    """Return float32 parameters; those of the layers are stacked, [LAYERS, ...]."""
+    """Return float32 parameters; the parameters of layers are stacked, [LAYERS, ...]."""
     embedding = 0.02 * jax.random.normal(jax.random.fold_in(key, 0), (VOCAB, EMBED))
     output = 0.02 * jax.random.normal(jax.random.fold_in(key, 3), (EMBED, VOCAB))  #: untied
     return {
@@ -38,7 +38,7 @@ def init_params(key: jax.Array) -> dict[str, Any]:
 
 
 def init_block(key: jax.Array) -> dict[str, Any]:
-    """Return the parameters of a layer, with small outputs: 2 LAYERS outputs are summed."""
+    """Return a layer's parameters; output kernels are small, as 2 LAYERS outputs are added up."""
 
     def draw(number: int, width: int, *shape: int) -> jax.Array:
         return width**-0.5 * jax.random.normal(jax.random.fold_in(key, number), shape)
@@ -97,7 +97,7 @@ def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
     y_BLHd = jax.nn.dot_product_attention(  #: window
         q_BLHd, k_BLKd, v_BLKd, is_causal=True, local_window_size=(ATTENTION_WINDOW, 0)
     )
-    # Each device has some of the heads, and of F below; XLA sums over `tensor`.  #: tensor
+    # Each device has a part of the heads, and below a part of F; XLA sums over `tensor`.  #: tensor
     x_BLD += jnp.einsum("BLHd,HdD->BLD", y_BLHd, w["attention"]["out"])
     x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
     h_BLD = norm(x_BLD, w["mlp_norm"]["scale"])

@@ -1,4 +1,4 @@
-"""Data: read by jaxdist."""
+"""Data: the examples, which jaxdist reads."""
 
 import numpy as np
 from pydantic import TypeAdapter

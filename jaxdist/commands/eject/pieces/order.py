@@ -1,4 +1,4 @@
-"""Data: a new order of the examples in each epoch, computed without storage."""
+"""Data: a new order of the examples in each epoch, which is computed without a stored table."""
 
 import math
 from typing import Any

@@ -38,6 +38,6 @@ def all_gather(block: jax.Array) -> jax.Array:
 
 
 def ring_sum(x: jax.Array) -> jax.Array:
-    """Return the sum of all x [n]; a device sends 2 (DEVICES - 1) / DEVICES n numbers."""
+    """Return the sum of all devices' x [n]; each sends 2 (DEVICES - 1) / DEVICES n numbers."""
     blocks = jnp.pad(x, (0, -x.size % DEVICES)).reshape(DEVICES, -1)
     return all_gather(reduce_scatter(blocks)).reshape(-1)[: x.size]

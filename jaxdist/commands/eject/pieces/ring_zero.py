@@ -19,7 +19,7 @@ PARAMS = P()  # sharding of the parameters
 SHARDS = {"embedding": P("data")}  #: apart # sharding of gradients and moments: shares
 GRADS = PARAMS  # sharding of the gradients
 MOMENTS = (PARAMS, PARAMS)  # sharding of the optimizer's state
-SPLIT = {0: 0, 2: 0}  # the dim of each parameter along which devices share it, if they do
+SPLIT = {0: 0, 2: 0}  # the dim along which devices share a parameter, by the parameter's number
 
 
 # The ring's result is equal on all devices, which JAX cannot prove: hence check_vma=False.

@@ -86,7 +86,7 @@ class Rendezvous(Protocol):
     address: str
 
     def token(self) -> str:
-        """Return the current token."""
+        """Return the token of the rendezvous, which names the leader."""
         ...
 
     def secret(self) -> bytes:
@@ -111,7 +111,7 @@ class Rendezvous(Protocol):
         ...
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if the value does not exist."""
+        """Return the value with the given name, or None if there is no such value."""
         ...
 
     def names(self, kind: str) -> list[str]:
@@ -119,7 +119,7 @@ class Rendezvous(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Delete a value if it exists."""
+        """Delete the value with the given name, if it exists."""
         ...
 
 

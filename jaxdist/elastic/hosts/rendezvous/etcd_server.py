@@ -87,7 +87,7 @@ class EtcdRendezvous:
         self._call("kv/put", {"key": self._key(name), "value": _coded(json.dumps(value))})
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if the value does not exist."""
+        """Return the value with the given name, or None if there is no such value."""
         found = self._range(name)
         return json.loads(found[0][1]) if found else None
 
@@ -98,7 +98,7 @@ class EtcdRendezvous:
         return sorted(key.removeprefix(f"{self._prefix}{kind}/") for key, _ in found)
 
     def drop(self, name: str) -> None:
-        """Delete a value."""
+        """Delete the value with the given name."""
         self._call("kv/deleterange", {"key": self._key(name)})
 
     def _key(self, name: str) -> str:

@@ -156,7 +156,7 @@ class FolderRendezvous:
             os.replace(staging, path)
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if the value does not exist."""
+        """Return the value with the given name, or None if there is no such value."""
         with self._told():
             try:
                 return json.loads(self._path(name).read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ class FolderRendezvous:
         return sorted(name.removesuffix(".json") for name in found if not name.startswith("."))
 
     def drop(self, name: str) -> None:
-        """Delete a value."""
+        """Delete the value with the given name."""
         with self._told(), suppress(FileNotFoundError):
             self._path(name).unlink()
 

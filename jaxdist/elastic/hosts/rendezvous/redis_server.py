@@ -105,7 +105,7 @@ class RedisRendezvous:
             self._server.hset(f"{self._prefix}:{kind}", key, json.dumps(value))
 
     def get(self, name: str) -> Json:
-        """Return a value, or None if the value does not exist."""
+        """Return the value with the given name, or None if there is no such value."""
         kind, _, key = name.partition("/")
         with self._told():
             found = self._server.hget(f"{self._prefix}:{kind}", key)
@@ -117,7 +117,7 @@ class RedisRendezvous:
             return sorted(self._server.hkeys(f"{self._prefix}:{kind}"))
 
     def drop(self, name: str) -> None:
-        """Delete a value."""
+        """Delete the value with the given name."""
         kind, _, key = name.partition("/")
         with self._told():
             self._server.hdel(f"{self._prefix}:{kind}", key)

@@ -121,7 +121,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """Always None: parameters are stored as in the model, and packed in each step."""
+        """None, because parameters are stored in the model's form and packed in each step."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:

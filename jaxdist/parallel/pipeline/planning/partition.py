@@ -201,7 +201,7 @@ def live_counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 class _Problem:
-    """A search for the best division, with cumulative sums of the costs of layers."""
+    """A search for the best division of layers into chunks, with cumulative sums of their costs."""
 
     def __init__(
         self, layers: LayerCosts, placement: tuple[int, ...], live: Sequence[float] | None

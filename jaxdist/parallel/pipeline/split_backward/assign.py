@@ -192,9 +192,9 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
     made_in_b = [own and early[i - consts] for i, own in enumerate(carried)]
     assignment = assign(
         body.jaxpr,
-        # Some sums (gradients of weights that layers share) are carries of W's scan only, and are
-        # at hand in W. A carry of B's scan is neither at hand nor outside: W's scan does not have
-        # it, and B's scan keeps it for each iteration if W needs it.
+        # Some sums (gradients of weights that layers share) are carries of W's scan only, so W can
+        # read them (`at_hand`). A carry of B's scan is neither `at_hand` nor `outside`: W's scan
+        # does not have it, so B's scan keeps it for each iteration if W needs it.
         at_hand=[own and not made for own, made in zip(carried, made_in_b, strict=True)],
         outside=[not own for own in carried],
         in_b=early,

@@ -1,4 +1,4 @@
-"""Optimizer: the learning rate."""
+"""Optimizer: the learning rate of each step."""
 
 import jax
 import jax.numpy as jnp
