@@ -285,7 +285,7 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
          {"reduce": HIERARCHICAL, "zero": {"stage": 1, "scope": "ici"}},
          r"type hierarchical with parallel\.zero\.scope ici: .*; set parallel\.reduce\.type: ring"),
         ({"data": 4, "stage": 2}, None, {"zero": {"stage": 3, "prefetch": True}},
-         r"zero\.prefetch true with mesh \{data: 4, stage: 2\}: .*\.gather chooses between step"),
+         r"zero\.prefetch true with mesh \{data: 4, stage: 2\}: .*\.gather determines when"),
         ({"data": 4, "stage": 2}, None, {"zero": {"stage": 3}, "reduce": RING},
          r"stage 3 with mesh .*stage: 2\} with parallel\.reduce\.type ring: .*type: xla, or "),
         ({"data": 4, "stage": 2}, None, {"zero": {"stage": 2}, "reduce": RING},
