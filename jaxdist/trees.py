@@ -38,7 +38,7 @@ def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTre
     >>> divide({"a": {"x": 1, "y": 2}, "b": 3}, {"a/x", "b"})
     ({'a': {'y': 2}}, {'a': {'x': 1}, 'b': 3})
     """
-    # Without names any tree is allowed, not only nested dictionaries.
+    # Without names to take out, `tree` may be any pytree, and not only nested dictionaries.
     if not names:
         return tree, {}
     parts: tuple[dict[str, PyTree], dict[str, PyTree]] = ({}, {})

@@ -92,7 +92,8 @@ class _LocalSession:
             self._closed = True
         self._worker.close()
         for end in (self._worker, self._server):
-            # A callback may close the session in the session's thread, which cannot join itself.
+            # A callback may close the session from within the session's thread, and a thread cannot
+            # join itself.
             if threading.current_thread() is not end.thread:
                 end.thread.join()
 

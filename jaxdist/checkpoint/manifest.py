@@ -109,7 +109,7 @@ def record_of(path: Path, *, durable: bool = False) -> FileRecord:
       OSError: the path is not a regular file, or the file cannot be read.
     """
     kind = path_kind(path)
-    if kind is not None:  # A pipe would block, and a device might be endless.
+    if kind is not None:  # A read could block on a pipe, or never end on a device file.
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
@@ -156,8 +156,8 @@ def seal(
     names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:
         files = dict(zip(names, pool.map(record, names), strict=True))
-    # The format is the lowest that can describe the content, so that earlier versions of jaxdist
-    # can still read a checkpoint without cuts or without a generation.
+    # The manifest gets the lowest format that can describe the content. Earlier versions of jaxdist
+    # can then still read a checkpoint that has no cut arrays or no generation.
     more: Any = {"format": 3, "cuts": cuts} if cuts else {}
     if generation is not None:
         more |= {"format": 4, "generation": generation}

@@ -188,7 +188,7 @@ class Known:
                 self._on_event(f"{source} is damaged: the file is written again instead of linked")
                 return False
             os.link(source, path)
-        except OSError:  # The file is gone, or links to it are impossible.
+        except OSError:  # The earlier file is gone, or the file system refuses links.
             return False
         return True
 

@@ -166,7 +166,9 @@ class CheckpointStore:
         # The outcome is a failure until the thread reports another outcome. If the thread dies, the
         # outcome of the previous save must not count for this save.
         self._outcome = _Outcome(
-            f"saving step {step} in {self.directory} did not finish", met=False
+            f"saving step {step} in {self.directory} did not finish: read the log for the "
+            "reason, then resume the run",
+            met=False,
         )
         pending = _Pending(step, finite, leaves, whole)
         self._thread = threading.Thread(
@@ -273,7 +275,8 @@ class CheckpointStore:
         for step in sorted(torn):
             path = layout.step_directory(self.directory, step)
             self._on_event(
-                f"{path} has no valid manifest, so the directory does not count as a checkpoint"
+                f"{path} has no valid manifest, so the directory does not count as a "
+                "checkpoint: delete it, or restore its files"
             )
 
     def _finish(self, pending: _Pending) -> None:
@@ -314,7 +317,8 @@ class CheckpointStore:
             return self._writer.place(staging, known), None
         except Exception as error:
             failure = self._abandon(pending.step, error)
-            if not self._primary:  # Process 0 finds that files are missing, but not why.
+            # Process 0 can see which files are missing, but only this process knows the reason.
+            if not self._primary:
                 self._on_event(failure)
             return {}, failure
 
@@ -384,7 +388,10 @@ class CheckpointStore:
             try:
                 layout.delete(path)
             except OSError as error:
-                self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
+                self._on_event(
+                    f"the old checkpoint {path} cannot be deleted: "
+                    f"{one_line(error)}; delete it yourself"
+                )
 
     def _abandon(self, step: int, error: Exception) -> str:
         """Remove the files of a failed save, and return a description of the failure.
@@ -395,7 +402,7 @@ class CheckpointStore:
         try:
             # With the suffix "/.", stat also fails if a file has replaced the directory.
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
-                # The run's directory is gone, and orbax has created another directory for its
+                # The run's directory was removed, and orbax has created a new directory for its
                 # arrays.
                 raise FileNotFoundError
             if self._primary and self._fence is None:

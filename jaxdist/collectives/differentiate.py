@@ -93,7 +93,7 @@ def extremum(operation: str, forward: Function) -> Function:
         )
 
     def never(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        raise AssertionError("the forward pass is refused before")
+        raise AssertionError("`refuse` raises in the forward pass, before this function can run")
 
     function = jax.custom_vjp(forward)
     function.defvjp(refuse, never)

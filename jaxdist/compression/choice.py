@@ -190,7 +190,7 @@ def plan_groups(
         choice.check([name for name, _ in named])
     chosen: list[tuple[Codec | Stages, list[int]]] = []
     for index, (name, leaf) in enumerate(named):
-        if 0 in leaf.shape:  # Codecs refuse empty arrays, and there is nothing to send.
+        if 0 in leaf.shape:  # Codecs refuse empty arrays, which have nothing to send.
             continue
         mine = choice.choice(name, leaf) if isinstance(choice, PerParameter) else choice
         for stage in _stages(mine):

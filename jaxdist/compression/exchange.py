@@ -130,9 +130,9 @@ def scatter_decoded(
     shards = split_padded(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
-    # The second message of a device uses another rank. Random numbers that depend on the device are
-    # then different in both messages, and numbers that are common to all devices (the positions of
-    # randomk) are equal.
+    # A device encodes its second message as if it had another rank. Random numbers that depend on
+    # the rank then differ between both messages. Random numbers that all devices share, such as the
+    # positions of randomk, are the same in both messages.
     down_round = round._replace(rank=count + mine)
 
     def real(shard: jax.Array) -> jax.Array:

@@ -178,7 +178,7 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
     try:
         word = _WORDS.get(bare)
     except TypeError:
-        # The annotation is not hashable, so no key of `_WORDS` equals it.
+        # An annotation that cannot be hashed cannot be a key of `_WORDS`.
         word = None
     return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
 

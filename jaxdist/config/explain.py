@@ -72,7 +72,7 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
     try:
         adapter = TypeAdapter(schema, config=_STRICT)
     except PydanticUserError:
-        # The schema has its own pydantic configuration, for which pydantic refuses `config`.
+        # pydantic refuses the argument `config` for a schema with its own pydantic configuration.
         adapter = TypeAdapter(schema)
     try:
         adapter.validate_json(text)

@@ -36,7 +36,8 @@ MOST_PROBLEMS = 50
 
 Locate = Callable[[int], Origin]
 
-# This object never parses a file, so that no %YAML line can change its version.
+# This parser only resolves scalars. It never parses a file, since a %YAML line in the file would
+# change the version of YAML for all later scalars.
 _SCALARS = YAML(typ="safe", pure=True)
 
 

@@ -45,8 +45,8 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
             # `zip` is not strict: only the levels that both paths have are compared.
             pairs = zip(path[:-1], other[:-1], strict=False)
             shared[other] = sum(1 for one, two in pairs if one == two)
-        # Keys are ordered by similarity, so the search ends at the first key that another section
-        # has.
+        # `by_key` lists the most similar keys first, so the search ends at the first key that
+        # exists in another section.
         if others:
             break
     most = max(shared.values(), default=0)

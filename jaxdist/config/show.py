@@ -161,7 +161,8 @@ def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[ResolvedVa
 
 def _origin(document: Document, path: KeyPath) -> Origin:
     known, value = document.get(path)
-    # A validator expanded the scalar at a prefix of the path; the user wrote only this scalar.
+    # If `path` is not in the document, a validator expanded the scalar that the user wrote at a
+    # prefix of `path`.
     written = known == path or (known and not isinstance(value, dict | list))
     return document.origin(path) if written else DEFAULT
 
@@ -209,8 +210,8 @@ def _for_partial_files(schema: Annotation) -> Annotation:
     for key, value in schema.items():
         if key in ("properties", "$defs"):
             partial[key] = {name: _for_partial_files(inner) for name, inner in value.items()}
-        # The values of these keys are values and not schemas, so that a key `required` in them is
-        # no keyword.
+        # These keys contain values and not schemas, so a key `required` within them is data and not
+        # a keyword of JSON Schema.
         elif key in ("default", "enum", "const", "examples"):
             partial[key] = value
         elif key not in ("required", "discriminator"):

@@ -77,7 +77,7 @@ def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
       length: the length to find.
     """
     length = min(max(length, lengths[0]), lengths[-1])
-    # The index is at least 1, since an entry below it is needed.
+    # The index is at least 1, since `index - 1` must be in the table.
     index = max(1, bisect.bisect_left(lengths, length))
     low, high = lengths[index - 1], lengths[index]
     return low, high, math.log(length / low) / math.log(high / low)

@@ -261,7 +261,7 @@ class Batches(Iterator[DeviceBatch]):
           prefetch: the number of batches that are loaded ahead.
           threads: the number of threads that load batches.
         """
-        import grain  # The import takes 1.6 s, and only users of data need grain.
+        import grain  # The import takes 1.6 s, so only runs that load batches pay for it.
 
         # One batch waits in the fetcher, and all others wait in grain, so that at most `prefetch`
         # batches exist at a time.

@@ -202,7 +202,8 @@ def narrow(name: str, value: ArrayLike) -> np.ndarray:
     """
     array = np.asarray(value)
     if array.dtype == np.float64:
-        with np.errstate(over="ignore"):  # An overflow becomes infinity, which `Allowed` refuses.
+        # A value beyond the range becomes infinity, which `Allowed` refuses.
+        with np.errstate(over="ignore"):
             return array.astype(np.float32)
     if array.dtype in (np.int64, np.uint64):
         limits = np.iinfo(np.int32)

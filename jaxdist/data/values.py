@@ -72,7 +72,7 @@ data, data.unchecked: [label] turns this check off
         """Refuse ids without a row in their column's table; the error names the first such id."""
         sizes = np.array([*self.tables.values()])[None, :]
         if ids.ndim == 3:
-            # Ids of 64 bits are stored as two words. A table of size 0 has a row for each such id.
+            # Ids of 64 bits are stored as two words. A table of size 0 accepts every 64-bit id.
             ids, sizes = np.ascontiguousarray(ids).view(np.uint64)[..., 0], sizes.astype(np.uint64)
         wrong = (sizes > 0) & ((ids < 0) | (ids >= sizes))
         if not wrong.any():

@@ -172,7 +172,8 @@ class _Walk:
             turns = body.times(trips, trips) if each is None else each
             # A loop evaluates its condition once more than its body, since the last test fails.
             return in_sequence([turns, condition.times(trips + 1, trips + 1)])
-        # The length is unknown: the body counts from 0 to 1 times, and is marked as unbounded.
+        # The number of iterations is unknown: the body counts as 0 to 1 iterations, and is marked
+        # as unbounded.
         once = in_sequence([body.times(0, 1), condition])
         name = loop.source or loop.name
         return Totals(

@@ -48,7 +48,10 @@ def evaluate_iota(text: str) -> np.ndarray:
     """
     found = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
-        raise LedgerError(f"replica groups {text!r} have an unknown syntax")
+        raise LedgerError(
+            f"replica groups {text!r} have an unknown syntax: use a version of "
+            "jax that jaxdist supports"
+        )
     source = _integers(found[2])
     array = np.arange(math.prod(source)).reshape(source)
     return array.transpose(_integers(found[3]) if found[3] else None).reshape(_integers(found[1]))
@@ -119,7 +122,8 @@ def written_groups(attributes: str, everyone: int) -> Groups:
     elif "replica_groups=" in attributes:
         start = attributes.index("replica_groups=")
         raise LedgerError(
-            f"{attributes[start : start + 80]!r}: the replica groups have an unknown syntax"
+            f"{attributes[start : start + 80]!r}: the replica groups have an unknown syntax; "
+            "use a version of jax that jaxdist supports"
         )
     else:
         return (tuple(range(everyone)),)

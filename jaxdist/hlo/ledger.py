@@ -113,8 +113,8 @@ def program_memory(compiled: jax.stages.Compiled) -> Memory:
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
-        # The peak that XLA:CPU states leaves out temporaries. The peak that XLA:TPU states includes
-        # memory that the other figures do not have, and memory of the host.
+        # XLA:CPU leaves temporaries out of its peak. XLA:TPU includes the host's memory in its
+        # peak, and also memory that none of the fields above counts.
         peak_bytes=max(stats.peak_memory_in_bytes - on_host, reserved),
         host_bytes=on_host,
     )

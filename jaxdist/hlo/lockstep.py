@@ -157,7 +157,7 @@ def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> st
         branch, _ = conditional.branches[place_of(conditional, number)]
         sources = [i.source for i in module.computations[branch].instructions]
         found = {int(n) for source in sources for n in written.findall(source)}
-        # The sources of a branch may name no branch at all, and then contradict nothing.
+        # If the source names of a branch contain no branch number, they cannot contradict `number`.
         if found and number not in found:
             return (
                 f"branch {number} of {name} contains instructions of the branches {sorted(found)} "

@@ -204,9 +204,8 @@ class Frame:
         _ = self.enter_loop(loop, "condition", state).result
         body = self.enter_loop(loop, "body", state)
         moves: dict[TuplePath, Value | None] = {}
-        # The body may compute a counter from integers of the state that are not in `asked` yet. The
-        # function `state` adds these integers to `asked`, and the loop below then computes them
-        # too.
+        # A counter may depend on integers of the loop's state that are not in `asked` yet.
+        # `body.value` then adds these integers to `asked`, and the loop below computes them too.
         while rest := asked.keys() - moves.keys():
             for path in rest:
                 moves[path] = body.value(body.computation.root.name, path)

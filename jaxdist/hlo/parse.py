@@ -199,7 +199,10 @@ def _closing(text: str, start: int) -> int:
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.start()
-    raise LedgerError(f"unbalanced parentheses in the HLO line {text.strip()[:120]!r}")
+    raise LedgerError(
+        f"unbalanced parentheses in the HLO line {text.strip()[:120]!r}: pass the "
+        "whole text of the program"
+    )
 
 
 def parse_instruction(line: str) -> Instruction | None:
@@ -216,11 +219,14 @@ def parse_instruction(line: str) -> Instruction | None:
     if head is None:
         return None
     start = head.end()
-    # The type of a tuple contains spaces, so that it ends at the closing parenthesis.
+    # The type of a tuple is in parentheses and contains spaces. All other types end at a space.
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:
-        raise LedgerError(f"no operation in the HLO line {line.strip()[:120]!r}")
+        raise LedgerError(
+            f"no operation in the HLO line {line.strip()[:120]!r}: pass the whole "
+            "text of the program"
+        )
     closing = _closing(line, opcode.end() - 1)
     return Instruction(
         name=head[2],

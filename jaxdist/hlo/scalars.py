@@ -100,7 +100,8 @@ def scalar_line(start: int, step: int, type_text: str, until: float = math.inf) 
     """
     low, high = limits(type_text)
     if not low <= start <= high:
-        return Line(start, step, -1)  # With an `until` of -1 the line is never valid.
+        # An `until` of -1 means that the line is valid in no iteration.
+        return Line(start, step, -1)
     room = high - start if step > 0 else start - low
     return Line(start, step, min(until, room // abs(step)) if step else until)
 

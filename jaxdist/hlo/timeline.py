@@ -162,7 +162,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # This start only reserves memory. The operation runs from the update on.
+            pass  # Such a start only reserves memory: the operation begins at its update.
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):
@@ -258,8 +258,9 @@ class _Run:
     def _branch(self, instruction: Instruction) -> None:
         taken = self.player.choices.get(conditional_name(instruction) or "")
         if taken is not None:
-            # A fraction is the mean number over a loop within the tick. Some iterations of that
-            # loop take a branch, and the others take the branch with the next number.
+            # A fractional branch number is the mean over the iterations of a loop within the tick.
+            # Some of these iterations take the branch with the integer part, and the rest take the
+            # branch with the next number.
             number, share = divmod(taken, 1)
             for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
                 if times:
@@ -297,7 +298,8 @@ class _Run:
         inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            # This fusion computes, and continues a collective that began in an earlier instruction.
+            # This fusion contains computation, and continues a collective that an earlier
+            # instruction started.
             return None
         around = CallerContext(
             is_fusion=is_fusion,
@@ -330,11 +332,12 @@ class _Run:
     def _copy(self, start: Instruction) -> None:
         """Start an asynchronous copy or slice, between memories or on SparseCores."""
         shapes = start.shapes
-        # The result of an update includes scratch memory, which is not moved.
+        # The result of an async-update includes scratch memory, which the copy does not move.
         if start.opcode == "async-update":
             shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
         host = is_on_host(start)
-        # The operand is the whole array in the host's memory, of which only a slice is moved.
+        # The operand is the whole array in the host's memory, but the operation moves only a slice
+        # of it.
         moving = self._begun(start)
         if host and moving == "dynamic-slice":
             shapes = shapes[len(start.operands) :]

@@ -152,7 +152,8 @@ def _written_resnet(options: JsonObject) -> JsonObject:
 
 
 def _resnet_inputs(config: Mapping[str, Any]) -> Inputs:
-    # A resnet takes images of any size; the published networks were trained on 224 pixels.
+    # A resnet takes images of any size, so this is only the size of the images that the published
+    # networks were trained on.
     return _images({**config, "image_size": 224})
 
 

@@ -311,8 +311,8 @@ def _arrays(
             for one in blocks
         ]
         return [(hull, whole, [whole[cut] for cut in cuts])]
-    # In the order of the files, NumPy copies ten times faster than it transposes; jax transposes
-    # while it copies to the device.
+    # The arrays keep the order of dims in the files, since NumPy copies ten times faster than it
+    # transposes. jax transposes them later, while it copies them to the device.
     arrays = room.arrays([*map(_shape, blocks)], dtype, order)
     return [(one, array, [array]) for one, array in zip(blocks, arrays, strict=False)]
 

@@ -81,7 +81,7 @@ class Source:
         rows, prefix = self.family.table(self.config), self.family.prefix
         if any(name.startswith(prefix) for name in self.tensors):
             return rows
-        # A model that was saved without its head has names without the prefix.
+        # If a model was saved without its head, the names of its tensors have no prefix.
         return {
             own: row._replace(tensor=row.tensor.removeprefix(prefix)) for own, row in rows.items()
         }
@@ -124,7 +124,7 @@ def open_source(path: Path) -> Source:
     """
     try:
         is_gguf = path.is_file() and gguf_files.is_gguf(path)
-    except OSError as error:  # The path may be a name that is too long, or a device.
+    except OSError as error:  # The name may be too long, or a device may fail.
         raise DataError(
             f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
         ) from error

@@ -107,7 +107,7 @@ def pre_of(content: Mapping[str, Any]) -> str | None:
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
         return None
-    # Only the last step, which converts to bytes, may split the text again, by gpt-2's pattern.
+    # The last step converts text to bytes. By default, it also splits the text by gpt-2's pattern.
     cuts_again = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"] and cuts_again:
         return "gpt-2"

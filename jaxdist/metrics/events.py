@@ -41,7 +41,7 @@ class EventFile:
         self._append(wall_time=time.time(), file_version="brain.Event:2")
         if resume_step is not None:
             log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
-            # TensorBoard drops the events of earlier files from the step of this event on.
+            # From the step of this event on, TensorBoard drops the events of earlier files.
             start = log(status=log.START)
             self._append(step=resume_step + 1, session_log=start)
         self._flushed = time.monotonic()

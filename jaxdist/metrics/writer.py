@@ -211,7 +211,7 @@ class MetricsWriter(Records):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # An error of the close must not replace the error that ended the block.
+        # An error of `close` must not replace the error that ended the `with` block.
         with suppress(RunError) if kind is not None else nullcontext():
             self.close()
 

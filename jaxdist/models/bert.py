@@ -278,8 +278,8 @@ class Bert(BertEncoder):
     def padded_head(self, x_BPD: jax.Array) -> jax.Array:
         """Return logits `[B, P, V]`; the padding of the vocabulary has probability 0."""
         with jax.named_scope("head"):
-            # There are few predicted positions. The predicted positions are split like the sequence
-            # only if the number of parts of the sequence divides their number.
+            # An axis that splits the sequence splits the few predicted positions too, but only if
+            # the number of parts divides the number of these positions.
             split = x_BPD.shape[1] % self.hint.parts("residual_seq") == 0
             if split:
                 x_BPD = self.hint(x_BPD, *WITHIN, was=RESIDUAL)

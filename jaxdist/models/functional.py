@@ -237,7 +237,7 @@ class Functional:
 
         named = flatten_with_names(self.params)
         jaxpr = jax.make_jaxpr(run)(self.params, self.buffers, given).jaxpr
-        # The parameters come first among the arguments of `run`.
+        # `run` takes the parameters before all other arguments.
         cut = {named[i][0]: named[i][1].shape[0] for i in sliced(jaxpr) if i < len(named)}
         modules: dict[str, set[int | None]] = {}
         for name, _ in named:

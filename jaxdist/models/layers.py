@@ -345,12 +345,14 @@ def _scan_lists(
         return x
 
     def body(x: PyTree, layers: Params) -> tuple[Any, None]:
-        # XLA removes a loop of a single iteration; without a loop, CSE would undo remat.
+        # XLA removes a loop of a single iteration. Outside of a loop, XLA's common subexpression
+        # elimination would undo remat.
         return run(x, layers, prevent_cse=unroll > 1 or looped == together), None
 
     lists = jax.tree.map(lambda a: a[:looped].reshape(-1, together, *a.shape[1:]), state)
     x = jax.lax.scan(body, x, lists, unroll=max(1, unroll // together))[0]
-    # These blocks are outside of the loop, where CSE would undo remat.
+    # These blocks are outside of the loop, where XLA's common subexpression elimination would undo
+    # remat.
     return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
 
 

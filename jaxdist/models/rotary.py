@@ -122,5 +122,6 @@ def _swapped(x_BLHd: jax.Array) -> jax.Array:
     """Exchange the halves of the last dim, and negate the half that is then the first."""
     half = x_BLHd.shape[-1] // 2
     permutation = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
-    # Rows are not flattened: where an axis splits the heads, flattening would make XLA gather them.
+    # `x_BLHd` is not reshaped to a matrix: if an axis splits the heads, XLA would gather the heads
+    # for the reshape.
     return jnp.tensordot(x_BLHd, jnp.asarray(permutation, x_BLHd.dtype), 1)

@@ -227,8 +227,8 @@ def ramp_stages(
     ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
     stages: list[BatchPhase] = []
     step = seen = 0
-    # The last step of a stage is a whole batch, so the next stage may begin after its planned
-    # start. A stage that would begin after its planned end has no step.
+    # The last step of a stage takes a whole batch, so the stage may end after its planned end. The
+    # next stage then begins later, and is skipped if its own planned end has passed.
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))

@@ -111,8 +111,8 @@ class LayeredLeaf:
         shape = tensors[0].shape if tensors else ()
         factors = [(_divisor(shape[i]), i) for i in rows]
         factor, dim = max(factors, default=(1, 0))
-        # XLA may have split this dim along an automatic mesh axis, and would gather the shards for
-        # a reshape that does not fit them.
+        # XLA may have split this dim along an automatic mesh axis. If the reshape cut it at other
+        # positions, XLA would gather the shards.
         if factor == 1 or any(_automatic(x) for x in tensors):
             return tensors
         split = (*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :])

@@ -251,7 +251,7 @@ class Group:
         taken = [held.taken(block) for held, block in zip(self.held, blocks, strict=True)]
         mine = jnp.concatenate(taken) if len(taken) > 1 else taken[0]
         if self.devices == 1:
-            # Every part is already a whole matrix, so a reshape is enough. `join` would also
+            # A single device already has whole matrices, so a reshape is enough. `join` would also
             # transpose the dims of size 1.
             done = rule(mine.reshape(-1, *first.of.size)).reshape(mine.shape)
         else:

@@ -205,7 +205,8 @@ def master_weights(
 def _check_narrow(params: Params, narrow: jnp.dtype) -> None:
     if params is None:
         raise ConfigError(
-            "master_weights: update(updates, state, params) needs params, but params is None"
+            "master_weights: update needs params, but params is None: call update(updates, "
+            "state, params)"
         )
     wrong = {str(p.dtype) for p in jax.tree.leaves(params)} - {str(narrow)}
     if wrong:

@@ -226,7 +226,8 @@ def _skip_unless(
 def _counted(inner: OptState, state: SkipState, accept: jax.Array, memory: RuleMemory) -> SkipState:
     """Return the state after a step that was accepted or skipped."""
     more = jnp.int32(~accept)
-    # The product with `more` sets the consecutive skips back to 0 after an accepted step.
+    # `more` is 0 after an accepted step, so the product sets the count of consecutive skips back to
+    # 0.
     return SkipState(inner, state.skipped + more, (state.consecutive + more) * more, memory)
 
 

@@ -97,8 +97,8 @@ def trust_ratio(
     1.0
     """
     fine = usable(norms)
-    # The inner `where` avoids 0 / 0: `jax_debug_nans` would report the NaN although the outer
-    # `where` drops it.
+    # The inner `where` avoids 0 / 0. The outer `where` would drop the NaN, but `jax_debug_nans`
+    # would still report it.
     ratio = coefficient * jnp.clip(norms.weight, *phi) / (jnp.where(fine, norms.update, 1.0) + eps)
     return jnp.where(fine, jnp.clip(ratio, *ratio_bounds), 1.0)
 
@@ -183,7 +183,10 @@ def flags(mask: Mask, params: Params, name: str) -> list[bool]:
     try:
         found = jax.tree.leaves(jax.tree.broadcast(tree, params))
     except ValueError as error:
-        raise ConfigError(f"{name} does not fit the parameters: {error}") from error
+        raise ConfigError(
+            f"{name} does not fit the parameters: pass a bool, or a tree of bools "
+            f"with the structure of the parameters ({error})"
+        ) from error
     if found and not any(found):
         names = ", ".join(leaf for leaf, _ in flatten_with_names(params))
         raise ConfigError(

@@ -235,8 +235,8 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     for chunk in range(schedule.chunks):
         together = {live for _, live in live_microbatches(schedule, chunk)}
         size = max((len(live) for live in together), default=1) or 1
-        # More slots than live microbatches may be necessary, because the indices of two live
-        # microbatches may be equal modulo the size.
+        # Two live microbatches may have the same index modulo the number of slots, so more slots
+        # than live microbatches may be necessary.
         while any(len({b % size for b in live}) < len(live) for live in together):
             size += 1
         sizes.append(size)

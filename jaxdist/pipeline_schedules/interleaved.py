@@ -56,9 +56,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     for stage in range(stages):
         forward = _rounds(TaskKind.FORWARD, stage, stages, microbatches, chunks)
         backward = _rounds(TaskKind.FULL, stage, stages, microbatches, chunks)
-        # Before its first backward task, a stage runs a round of every chunk except the last, and
-        # two more tasks for each stage after it: the last chunk's input takes a hop to each later
-        # stage, and the gradient takes a hop back.
+        # Before its first backward task, a stage runs one round of forward tasks for every chunk
+        # except the last. It then runs two more forward tasks for each later stage, because an
+        # activation needs one tick to reach each later stage, and its gradient needs one tick to
+        # return.
         ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
         row = forward[:ahead]
         # `zip` stops at the last forward task. The remaining backward tasks follow at the end of

@@ -212,7 +212,8 @@ class Leader:
         known = self.has[reply.server]
         has = {**self.has, reply.server: max(reply.index, -1 if known is None else known)}
         found = replace(self, has=has)
-        # A server without a copy counts as 0, because it will need all entries after its snapshot.
+        # A server without a copy counts as index 0, because it will need all entries after its
+        # snapshot.
         least = min(at or 0 for at in has.values())
         return replace(found, entries=tuple(e for e in self.entries if e.index > least))._noted()
 

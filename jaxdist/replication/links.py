@@ -63,7 +63,11 @@ class CopyService:
             return self._spec
         if envelope.op in (Op.ENTRY, Op.WHOLE):
             return Spec(self._spec.tensor, np.dtype(np.uint8), MOST_BYTES)
-        raise FrameError(f"a leader may not send {envelope.op.name}", envelope)
+        raise FrameError(
+            f"a leader may not send {envelope.op.name}: install the same version "
+            "of jaxdist on all hosts",
+            envelope,
+        )
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         with self._lock:
@@ -71,7 +75,7 @@ class CopyService:
                 assert envelope.payload is not None
                 self._arrays.setdefault(peer, []).append(envelope.payload)
                 return
-            # The arrays of an entry arrive before the entry, in envelopes of their own.
+            # The arrays of an entry arrive in separate envelopes before the envelope of the entry.
             arrays = self._arrays.pop(peer, [])
             self._entry(envelope, arrays)
             answer = codec.of_copied(self.follower.copied, self._spec.tensor)

@@ -156,7 +156,7 @@ class Arbiter:
         if found is None or found.epoch > self.view.epoch:
             self.port = None
         self._decide(found)
-        # A server in `_copies` that was not needed so far may now join the view.
+        # A server in `_copies` may not have been needed in the view until now.
         for other in self._copies:
             if self.view is not None:
                 self._decide(self.view.joined_by(other))

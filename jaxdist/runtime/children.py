@@ -150,7 +150,7 @@ class Parent:
                 self._out.write(json.dumps({"event": event, **what}) + "\n")
                 self._out.flush()
             except ConnectionError:
-                os._exit(1)  # Without a parent, the work of this process is useless.
+                os._exit(1)  # If the parent has ended, the work of this process is useless.
 
     def hear(self) -> Iterator[JsonObject]:
         """Yield the parent's messages, until the parent closes the input or ends."""
@@ -164,7 +164,8 @@ def input_lines() -> Iterator[bytes]:
     A thread that waits for a line of `sys.stdin` holds a lock, and Python aborts a process that
     ends meanwhile. This reader has no lock.
     """
-    with suppress(ConnectionResetError):  # The other end has died before it has read all lines.
+    # The process at the other end has died before it has read all lines.
+    with suppress(ConnectionResetError):
         yield from io.FileIO(0, closefd=False)
 
 

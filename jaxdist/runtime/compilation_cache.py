@@ -61,7 +61,12 @@ def enable(directory: Path) -> Path | None:
         return None
     reason = _take(directory)
     if reason is not None:
-        _log.warning("compiled programs are not cached: %s %s", directory, reason)
+        _log.warning(
+            "compiled programs are not cached: %s %s (JAX_COMPILATION_CACHE_DIR can "
+            "name another folder)",
+            directory,
+            reason,
+        )
         return None
     for name, value in SETTINGS.items():
         settings.update(name, value)

@@ -103,7 +103,10 @@ def look(environ: Mapping[str, str], platforms: str | None) -> Seen:
     for one in (one for one in wanted if _has_driver([one])):
         found = _query(one)
         if not (found["gpus"] or found["problem"] or any(name in environ for name in HIDING[one])):
-            found["problem"] = f"the driver of {one} is loaded, but no GPU is visible"
+            found["problem"] = (
+                f"the driver of {one} is loaded, but no GPU is visible: check what nvidia-smi or "
+                "rocm-smi lists"
+            )
         if found["gpus"]:
             break
     return Seen(
@@ -162,7 +165,7 @@ def _query(one: str) -> dict[str, Any]:
         ) from None
     if done.returncode:
         words = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        return {"gpus": [], "problem": f"asking the driver of {one} failed: {words}"}
+        return {"gpus": [], "problem": f"the driver of {one} cannot list its GPUs: {words}"}
     return json.loads(done.stdout)
 
 

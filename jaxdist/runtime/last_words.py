@@ -128,9 +128,9 @@ def _main() -> None:
     # Standard input stays open as long as this process runs, so there is no `with`.
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     for line in translate(lines, sys.argv[1], sys.argv[2]):
-        with suppress(
-            OSError
-        ):  # If this filter ended without a reader, the writing process would get SIGPIPE.
+        # If this filter ended because nothing reads its output, the writing process would get
+        # SIGPIPE.
+        with suppress(OSError):
             os.write(2, line.encode("utf-8", "surrogateescape"))
 
 

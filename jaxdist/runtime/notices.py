@@ -97,7 +97,7 @@ class MetadataNotice:
             with _NO_PROXY.open(request, timeout=QUESTION_SECONDS) as answer:
                 return answer.read(64).decode("ascii", "replace").strip()
         except TimeoutError:
-            return ""  # The value has not changed within the time limit.
+            return ""  # The server answers only when the value changes.
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._failed = True

@@ -229,7 +229,7 @@ def _admit(
     if its_count != count:
         problem = (
             f"process {index} was started with a count of {its_count} processes, but process 0 "
-            f"with a count of {count}"
+            f"with a count of {count}: give all processes the same --num-processes"
         )
     elif not 0 < index < count or index in came:
         problem = (
@@ -265,7 +265,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         except OSError as error:
             answer, reason = "", _reason(error)
         else:
-            reason = "process 0 was reachable and disappeared again"
+            reason = "process 0 closed the connection before it answered"
         if answer.startswith("go "):
             _until_open(address, wait)
             return json.loads(answer.removeprefix("go "))
@@ -313,7 +313,7 @@ def _line(peer: socket.socket) -> bytes:
 
 
 def _send(peer: socket.socket, line: str) -> None:
-    with suppress(OSError):  # The peer is gone; if it returns, it connects again.
+    with suppress(OSError):  # The peer is gone. If it restarts, it opens a new connection.
         peer.sendall(line.encode()[: _LINE_BYTES - 1] + b"\n")
 
 

@@ -101,8 +101,8 @@ def parse_topology(text: str) -> Topology:
     family, shape = FAMILIES[name], tuple(int(size) for size in shape_text.split("x"))
     if len(shape) != family.dims:
         raise MeshError(
-            f"topology {text!r} has {len(shape)} dims, {name} has {family.dims}, as in "
-            f"{family.example}"
+            f"topology {text!r} has {len(shape)} dims, but topologies of {name} have "
+            f"{family.dims}: write it as {family.example}"
         )
     chips = math.prod(shape)
     if not 1 <= chips <= family.most_chips:

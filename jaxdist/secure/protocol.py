@@ -107,11 +107,12 @@ class SecureClient:
         if roster.get(self.number) != self.keys:
             raise SecureError(
                 f"the roster lacks client {self.number}, or has other keys for this client than "
-                "the client sent"
+                "the client sent: end the run, and check the server and its network"
             )
         if len({one.mask for one in roster.values()}) < len(roster):
             raise SecureError(
-                "two clients of the roster have the same key, so the key of one client is forged"
+                "two clients of the roster have the same key, so the key of one client is "
+                "forged: end the run, and check its clients"
             )
         self._roster = dict(roster)
         of_key = share_secret(self._mask.private_bytes_raw(), [*roster], self.threshold)
@@ -138,7 +139,10 @@ class SecureClient:
         """
         _check_enough(received, self.threshold, "have shared their keys")
         if self._received:
-            raise SecureError(f"client {self.number} has sent its vector of this round before")
+            raise SecureError(
+                f"client {self.number} has sent its vector of this round before: "
+                "create a new client for each round"
+            )
         self._received = {
             sender: self._cipher(self.number, sender, sealed, False)
             for sender, sealed in received.items()
@@ -168,7 +172,8 @@ class SecureClient:
         if self._revealed not in (None, asked):
             raise SecureError(
                 f"client {self.number} was asked for shares of other clients before: with both "
-                "shares of a client, the server could read the client's vector"
+                "shares of a client, the server could read the client's vector. End the run, "
+                "and check the server"
             )
         self._revealed = asked
         return {
@@ -190,7 +195,10 @@ class SecureClient:
         try:
             return cipher.decrypt(nonce, text, None)
         except InvalidTag as error:
-            raise SecureError(f"the shares of client {sender} were changed in transit") from error
+            raise SecureError(
+                f"the shares of client {sender} were changed in transit: check "
+                "the server and its network, and repeat the round"
+            ) from error
 
 
 class SecureSum:
@@ -217,7 +225,10 @@ class SecureSum:
           SecureError: the client is not on the roster, or has sent a vector before.
         """
         if client not in self.roster or client in self.arrived:
-            raise SecureError(f"client {client} is not on the roster, or has already sent a vector")
+            raise SecureError(
+                f"client {client} is not on the roster, or has already sent a "
+                "vector: add one vector for each client of the roster"
+            )
         self.arrived.add(client)
         self._total += masked
 
@@ -237,14 +248,18 @@ class SecureSum:
         for client in self.roster:
             secret = recover_secret(dict(_shares_of(client, revealed, self.threshold)))
             if secret is None:
-                raise SecureError(f"the shares of client {client} contradict one another")
+                raise SecureError(
+                    f"the shares of client {client} contradict one another: some "
+                    "client sent a wrong share; repeat the round without that client"
+                )
             if client in self.arrived:
                 add_mask(found, secret, subtract=True)
                 continue
             private = X25519PrivateKey.from_private_bytes(secret)
             for other in self.arrived:
                 key = agreed_key(private, self.roster[other].mask, "mask")
-                # The other client subtracted the mask if the other client has the smaller number.
+                # Of two clients, the client with the smaller number subtracted the mask and the
+                # client with the larger number added it.
                 add_mask(found, key, subtract=other > client)
         return found
 

@@ -64,7 +64,8 @@ def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
     size = _CLIENT.size + _SIZES[Stage(stage)] if stage in _SIZES else 0
     if not size or len(raw) % size:
         raise SecureError(
-            f"secure aggregation: a message of {len(raw)} bytes is not valid in stage {stage}"
+            f"secure aggregation: a message of {len(raw)} bytes is not valid in stage {stage}: "
+            "install the same version of jaxdist on all hosts"
         )
     starts = range(0, len(raw), size)
     return {
@@ -127,7 +128,8 @@ class ClientRound:
                 return Stage.REVEAL, self._client.reveal(parts.keys())
             case Stage.REVEAL:
                 raise SecureError(
-                    "secure aggregation: the server sent an answer where none was expected"
+                    "secure aggregation: the server sent an answer where none was expected: "
+                    "install the same version of jaxdist on all hosts"
                 )
 
 
@@ -263,7 +265,7 @@ def _check_clients(client: int, parts: Parts, wanted: Collection[int] | None) ->
         told = ", ".join(map(str, parts)) or "none"
         raise SecureError(
             f"secure aggregation: client {client} sent data for clients {told}, which are not "
-            "exactly the clients of its round"
+            "exactly the clients of its round: install the same version of jaxdist on all hosts"
         )
 
 

@@ -403,7 +403,7 @@ class Layout:
             if axis is None or parts == 1:
                 continue
             if taken.get(axis) == "experts":
-                continue  # `spec` does not split this dim.
+                continue  # `spec` has no entry for this dim, so no axis splits the dim.
             if axis in taken:
                 return (
                     f"{shown}: dims {taken[axis]!r} and {dim!r} are both mapped to mesh axis "

@@ -51,7 +51,7 @@ class Touched:
         seen: set[int] = set()
         for shard in grads.addressable_shards:
             block = (shard.index[0].start or 0) // per_block
-            if block not in seen:  # Replicas of a block have the same gradients.
+            if block not in seen:  # Devices that hold the same block have the same gradients.
                 seen.add(block)
                 places = self.blocks[block * examples]
                 total[places] += np.asarray(shard.data)[: len(places)]

@@ -148,7 +148,7 @@ class BoundedStore(RowStore):
           inverse: the index in `sets` of each new row's set.
           versions, rows: the numbers of the last updates and the keys of the new rows.
         """
-        # Rows are compared only in sets with too many rows, because most sets have free positions.
+        # Most sets have free positions, so only sets with more rows than positions are examined.
         crowded = taken.sum(1) + np.bincount(inverse) > WAYS
         rivals = np.flatnonzero(crowded[inverse])
         at, way = np.nonzero(taken & crowded[:, None])

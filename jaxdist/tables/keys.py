@@ -125,13 +125,22 @@ def rows_problem(form: RowForm, rows: Any) -> str | None:
     if not form.most:
         if int(rows.max()) < form.rows:
             return None
-        return f"row {rows.max()} does not exist: the tables have {form.rows} rows"
+        return (
+            f"row {rows.max()} does not exist: the tables have {form.rows} rows: correct the "
+            "ids in the data"
+        )
     names, sizes = [*form.fields], np.array([*form.fields.values()], np.uint64)
     if int(rows["field"].max()) >= len(names):
-        return f"field {rows['field'].max()} does not exist: the tables are {', '.join(names)}"
+        return (
+            f"field {rows['field'].max()} does not exist: the tables are {', '.join(names)}: "
+            "correct the data"
+        )
     limits = sizes[rows["field"]]
     wrong = (limits > 0) & (rows["id"] >= limits)
     if not wrong.any():
         return None
     field, number = rows[wrong][0]
-    return f"row {number} of {names[field]} does not exist: the table has {sizes[field]} rows"
+    return (
+        f"row {number} of {names[field]} does not exist: the table has {sizes[field]} rows: "
+        "correct the ids in the data"
+    )

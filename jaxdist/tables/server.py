@@ -148,14 +148,14 @@ class TableServer(Server):
             if payload.size % kind.itemsize:
                 return (
                     f"a pull of {payload.size} bytes is not a multiple of the {kind.itemsize} "
-                    "bytes of a row number"
+                    "bytes of a row number: start workers and servers from the same config"
                 )
             return self.store.problem(payload.view(kind))
         found = self._table.unpacked(payload)
         if found is None:
             return (
                 f"a push of {payload.size} bytes does not fit the tables of this server, whose "
-                f"width is {self.store.form.width}"
+                f"width is {self.store.form.width}: start workers and servers from the same config"
             )
         return self.store.problem(found[1])
 

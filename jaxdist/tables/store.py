@@ -71,8 +71,8 @@ class RowStore:
             return problem
         if (servers_of(rows, self._servers, self.form.most) != self.server).any():
             return (
-                "a row belongs to a different server: worker and server must have the same number "
-                "of servers"
+                "a row belongs to a different server: start worker and server with the same "
+                "number of servers"
             )
         return None
 

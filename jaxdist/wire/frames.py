@@ -61,6 +61,7 @@ CRC = struct.Struct("<I")
 HEADER_BYTES = HEAD.size + CRC.size
 FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 """The largest size of a frame, in bytes."""
+_SAME = "install the same version of jaxdist on both sides"
 _NO_BYTES = np.empty(0, np.uint8)
 DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "float16", "float64"))
 
@@ -120,7 +121,7 @@ def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[byte
     if slot is not None:
         yield _frame(envelope, dtype, 1, payload.size, 0, _NO_BYTES, slot + 1, raw.size)
         return
-    # An empty payload takes a frame too.
+    # A message with an empty payload still needs a frame.
     for offset in range(0, max(1, raw.size), CHUNK_BYTES):
         part = raw[offset : offset + CHUNK_BYTES]
         yield _frame(envelope, dtype, 1, payload.size, offset, part)
@@ -154,7 +155,8 @@ def parse_frame(frame: bytes) -> Header:
     """
     if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
         raise FrameError(
-            f"a frame has {len(frame)} bytes, but must have {HEADER_BYTES} to {FRAME_BYTES}"
+            f"a frame has {len(frame)} bytes, but must have {HEADER_BYTES} to {FRAME_BYTES}; "
+            f"{_SAME}"
         )
     (
         magic, version, op, dtype, flag, ndim, slot, tensor, elements, offset, length,
@@ -162,36 +164,42 @@ def parse_frame(frame: bytes) -> Header:
     ) = HEAD.unpack_from(frame)  # fmt: skip
     if magic != MAGIC:
         raise FrameError(
-            f"magic {magic!r} is not {MAGIC!r}: these bytes are not a frame of a parameter server"
+            f"magic {magic!r} is not {MAGIC!r}: these bytes are not a frame of jaxdist; check "
+            "the address of the peer"
         )
     if version != FORMAT:
-        raise FrameError(
-            f"the frame has format {version} instead of {FORMAT}: install the same version of "
-            "jaxdist on both sides"
-        )
+        raise FrameError(f"the frame has format {version} instead of {FORMAT}; {_SAME}")
     view = np.frombuffer(frame, np.uint8)
     found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])
     if (found,) != CRC.unpack_from(frame, HEAD.size):
-        raise FrameError("crc32c does not match: the frame was changed in transit")
+        raise FrameError(
+            "crc32c does not match: the frame was changed in transit; check the network"
+        )
     try:
         known = Op(op)
     except ValueError as error:
-        raise FrameError(f"operation {op} is unknown") from error
+        raise FrameError(f"operation {op} is unknown; {_SAME}") from error
     envelope = Envelope(
         known, epoch, client, sequence, clock, at, floor, tokens, bool(flag), tensor
     )
     inline = len(frame) - HEADER_BYTES
     if inline != (0 if slot else length):
         raise FrameError(
-            (f"the frame declares a payload of {length} bytes, but contains {inline} bytes"),
+            (
+                f"the frame declares a payload of {length} bytes, but contains {inline} bytes; "
+                f"{_SAME}"
+            ),
             envelope,
         )
     if flag > 1 or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype or slot)):
-        raise FrameError(f"flag {flag}, ndim {ndim} or dtype {dtype} is out of range", envelope)
+        raise FrameError(
+            f"flag {flag}, ndim {ndim} or dtype {dtype} is out of range; {_SAME}", envelope
+        )
     spec = Spec(tensor, DTYPES[dtype], elements) if ndim else None
     if spec is None and (length or offset):
         raise FrameError(
-            (f"the frame has no payload, but declares {length} bytes at offset {offset}"), envelope
+            (f"the frame has no payload, but declares {length} bytes at offset {offset}; {_SAME}"),
+            envelope,
         )
     return Header(envelope, spec, offset, length, slot - 1 if slot else None)
 
@@ -233,12 +241,13 @@ class Assembler:
             self._begin(header)
         elif envelope != self._envelope:
             raise FrameError(
-                (f"{envelope.op.name} begins before the previous envelope is complete"), envelope
+                (f"{envelope.op.name} begins before the previous envelope is complete; {_SAME}"),
+                envelope,
             )
         if header.offset != self._filled or header.length > self._buffer.size - self._filled:
             raise FrameError(
                 f"the frame has bytes {header.offset} to {header.offset + header.length} of the "
-                f"payload, but {self._filled} of {self._buffer.size} bytes have arrived",
+                f"payload, but {self._filled} of {self._buffer.size} bytes have arrived; {_SAME}",
                 envelope,
             )
         self._take(header, frame)
@@ -246,7 +255,10 @@ class Assembler:
             # Frames without bytes could follow one another for ever without completing the
             # envelope.
             if not header.length:
-                raise FrameError("a frame contains no bytes of an incomplete payload", envelope)
+                raise FrameError(
+                    f"the payload is incomplete, but a frame contains none of its bytes; {_SAME}",
+                    envelope,
+                )
             return None
         spec, buffer = header.spec, self._buffer
         self._drop()
@@ -259,7 +271,7 @@ class Assembler:
             into[:] = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
         elif self._shared is None or not self._shared.read(header.slot, into):
             raise FrameError(
-                (f"slot {header.slot} of the shared memory does not hold this payload"),
+                (f"slot {header.slot} of the shared memory does not hold this payload; {_SAME}"),
                 header.envelope,
             )
         self._filled += header.length
@@ -274,19 +286,19 @@ class Assembler:
                     if given is None
                     else ("has a payload, but must not have one")
                 )
-                raise FrameError(f"{envelope.op.name} {which}", envelope)
+                raise FrameError(f"{envelope.op.name} {which}; {_SAME}", envelope)
         elif wanted.most or envelope.op in CARRY_BYTES:
             if given.dtype != wanted.dtype or given.length > wanted.length:
-                what = "a text" if envelope.op in CARRY_TEXT else "rows"
+                what = "a text" if envelope.op in CARRY_TEXT else "a payload of rows"
                 raise FrameError(
-                    f"{what} of {given.length} {given.dtype}: at most {wanted.length} "
-                    f"{wanted.dtype} are allowed",
+                    f"{what} with {given.length} elements of {given.dtype} is refused: at most "
+                    f"{wanted.length} of {wanted.dtype} are allowed; {_SAME}",
                     envelope,
                 )
         elif given != wanted:
             raise FrameError(
                 f"the payload is tensor {given.tensor}, {given.dtype}[{given.length}], but tensor "
-                f"{wanted.tensor}, {wanted.dtype}[{wanted.length}] is expected",
+                f"{wanted.tensor}, {wanted.dtype}[{wanted.length}] is expected; {_SAME}",
                 envelope,
             )
         self._envelope = envelope

@@ -159,10 +159,11 @@ class RemoteProcess:
         return self
 
     def _pass_on(self, parent: socket.socket) -> None:
-        # The socket stays open after the last order, for the events until the process has ended.
+        # After the last order, the socket stays open for the events of the process until the
+        # process has ended.
         with parent, suppress(OSError):
-            # One text has all lines that wait, because a peer with too many waiting texts is
-            # disconnected.
+            # Each message has all lines that have arrived since the last message, because a peer
+            # with too many unsent messages is disconnected.
             while text := parent.recv(TEXT_BYTES):
                 self._peer.say(_envelope(text))
             self._peer.say(_envelope(b""))
@@ -248,7 +249,11 @@ class Gate:
 
     def spec(self, envelope: Envelope) -> Spec | None:
         if envelope.op is not Op.WAITING:
-            raise FrameError(f"a host may not send {envelope.op.name}", envelope)
+            raise FrameError(
+                f"a host may not send {envelope.op.name}: install the same version "
+                "of jaxdist on all hosts",
+                envelope,
+            )
         return spec_of_board(envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:

@@ -82,7 +82,11 @@ class Board:
 
     def spec(self, envelope: Envelope) -> Spec | None:
         if envelope.op is not Op.LATE:
-            raise FrameError(f"this service answers only LATE, not {envelope.op.name}", envelope)
+            raise FrameError(
+                f"this service accepts only LATE, not {envelope.op.name}: install "
+                "the same version of jaxdist on all hosts",
+                envelope,
+            )
         return None
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:

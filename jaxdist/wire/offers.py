@@ -45,7 +45,10 @@ class Offers:
         with self._changed:
             given = self._offers[remote.role]
             if remote.role == "server" and len(self._alive("server")) >= self._wanted["server"]:
-                remote.refuse("the run has all of its servers (strategy.servers)")
+                remote.refuse(
+                    "the run already has all of its servers: raise strategy.servers "
+                    "to use this host"
+                )
                 return
             given.append(remote)
             self._changed.notify_all()

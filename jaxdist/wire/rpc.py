@@ -36,7 +36,8 @@ COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_metadata_size", 4096),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # 0 means no limit: the keepalive must also detect a lost peer of an idle session.
+    # 0 removes gRPC's limit on pings without data, so that the keepalive also detects the loss of a
+    # peer in an idle session.
     ("grpc.http2.max_pings_without_data", 0),
 )
 OF_SERVER: Sequence[tuple[str, int]] = (
@@ -50,7 +51,8 @@ OF_SERVER: Sequence[tuple[str, int]] = (
 OF_CLIENT: Sequence[tuple[str, int]] = (
     *COMMON,
     ("grpc.use_local_subchannel_pool", 1),  # Each session gets a separate connection.
-    ("grpc.enable_retries", 0),  # The protocol's own retries settle each message once.
+    # jaxdist itself repeats unanswered messages, and applies each once.
+    ("grpc.enable_retries", 0),
     # A proxy in the environment is for the internet, not for the processes of a run.
     ("grpc.enable_http_proxy", 0),
 )
@@ -137,7 +139,8 @@ class RpcServer:
         metadata = dict(context.invocation_metadata() or ())
         if not same_token(metadata.get(TOKEN_KEY), self._token):
             context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the token differs from the token of this server"
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the token differs from the token of this server: use the token file of the run",
             )
         if not self._free.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
@@ -153,9 +156,10 @@ class RpcServer:
         self, given: Iterator[bytes], context: grpc.ServicerContext, memory: shared.Shared | None
     ) -> Iterator[bytes]:
         peer = _Peer()
-        # `take` below waits for an envelope, and this callback ends the wait when the call ends.
+        # `take` below waits for the next envelope. This callback ends the wait when the client's
+        # call ends.
         if not context.add_callback(peer.close):
-            return  # The call has ended already.
+            return  # The client's call has already ended.
         to_server, to_worker = (memory.to_server, memory.to_worker) if memory else (None, None)
         reader = threading.Thread(target=self._read, args=(given, peer, to_server), name="session")
         reader.start()
@@ -164,7 +168,8 @@ class RpcServer:
                 yield from frames(envelope, to_worker)
         finally:
             peer.close()
-            # The reader may wait for a frame, and the end of the call wakes it.
+            # The reader thread may be waiting for a frame, so the call is cancelled before the
+            # join.
             context.cancel()
             reader.join()
             self._service.left(peer)
@@ -245,7 +250,7 @@ class _RpcSession:
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
         if self._memory is not None:
             metadata += ((SHARED_KEY, self._memory.place),)
-        self._to_server: shared.Direction | None = None  # None until the server reports success
+        self._to_server: shared.Direction | None = None  # It is set when the server accepts.
         call = self._channel.stream_stream(METHOD)
         self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
@@ -258,8 +263,8 @@ class _RpcSession:
         self._closed = True
         self._outbox.close()
         self._channel.close()
-        # `hear` and `ended` may call this method in the reader's thread, which cannot wait for
-        # itself.
+        # The reader's thread may call this method through `hear` or `ended`, and a thread cannot
+        # join itself.
         if threading.current_thread() is not self._reader:
             self._reader.join()
 
@@ -296,7 +301,8 @@ class _RpcSession:
             details = getattr(error, "details", lambda: "")()
             reason = f"{code.name if code else 'error'}: {details}"
         finally:
-            # This ends `_frames`, in which a thread of gRPC may wait for the next envelope.
+            # A thread of gRPC may still wait in `_frames` for the next envelope. Closing the outbox
+            # ends this wait.
             self._outbox.close()
         if not self._closed:
             self._closed = True

@@ -265,7 +265,7 @@ def test_a_dtype_that_needs_no_master(dtype):
 def test_missing_and_wide_params():
     tx, params = master_weights(optax.sgd(1.0)), {"w": jnp.ones((2,))}
     state = tx.init(params)
-    with pytest.raises(ConfigError, match="needs params, but params is None"):
+    with pytest.raises(ConfigError, match="params is None: call update"):
         tx.update(params, state)
     with pytest.raises(ConfigError, match="dtype=bfloat16, but params are float32"):
         tx.update(params, state, params)

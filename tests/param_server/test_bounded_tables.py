@@ -169,8 +169,12 @@ def test_rows_that_no_table_has_are_refused() -> None:
     store = open_store(FORM, OPTIMIZER, SEED, server=0, servers=2)
     assert isinstance(store, BoundedStore)
     wrong = np.array([(2, 5)], KEY), np.array([(1, 100)], KEY)
-    assert store.problem(wrong[0]) == "field 2 does not exist: the tables are user, item"
-    assert store.problem(wrong[1]) == "row 100 of item does not exist: the table has 100 rows"
+    assert store.problem(wrong[0]) == (
+        "field 2 does not exist: the tables are user, item: correct the data"
+    )
+    assert store.problem(wrong[1]) == (
+        "row 100 of item does not exist: the table has 100 rows: correct the ids in the data"
+    )
     assert "a different server" in str(store.problem(EVERY))
     assert store.problem(EVERY[owned(store, EVERY)]) is None
 

@@ -242,7 +242,10 @@ def test_a_run_with_parameter_servers_takes_what_hosts_offer() -> None:
     gone, first, more, worker, spare = given
     for one in gone, first, more, worker, spare:
         offers.offer(one)
-    assert more.reason == "the run has all of its servers (strategy.servers)"
+    assert (
+        more.reason
+        == "the run already has all of its servers: raise strategy.servers to use this host"
+    )
     offers.gather(lines.append, SECONDS, lambda: False)
     assert lines == ["waiting for 1 servers of other hosts", "waiting for 1 workers of other hosts"]
     assert (offers.take("server"), offers.take("worker")) == (first, worker)

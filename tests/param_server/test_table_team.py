@@ -210,7 +210,7 @@ def test_a_server_on_another_host_takes_its_share_or_is_refused(team: Any) -> No
     for one in gone, third, fourth:
         found.offer(one)
     until(lambda: "the ranges of rows have passed on" in lines[-1] if lines else False)
-    assert lines[0] == "table 2 joins on host 10.0.0.3"
+    assert lines[0] == "table server 2 joins the run on host 10.0.0.3"
     until(lambda: hasattr(fourth, "reason"))
     assert "4 servers are too many for 3 ranges of rows" in fourth.reason
     assert found.hosts == {0: None, 1: None, 2: "10.0.0.3"}

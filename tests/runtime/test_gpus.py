@@ -179,7 +179,8 @@ def test_a_driver_that_shows_no_gpu_is_a_problem_unless_they_were_hidden_on_purp
     monkeypatch.setattr(gpus, "_has_driver", lambda platforms: True)
     monkeypatch.setattr(gpus, "_plugins", lambda: ["xla_cuda12"])
     monkeypatch.setattr(gpus, "_query", lambda platform: {"gpus": [], "problem": ""})
-    assert look({}, None).problem == "the driver of cuda is loaded, but no GPU is visible"
+    problem = look({}, None).problem
+    assert problem.startswith("the driver of cuda is loaded, but no GPU is visible: check")
     assert look({"CUDA_VISIBLE_DEVICES": ""}, None).problem == ""
     assert look({}, "cpu").problem == ""
 
@@ -190,7 +191,7 @@ def test_a_driver_that_hangs_or_crashes_is_named(
     script = tmp_path / "query.py"
     monkeypatch.setattr(gpus.gpu_query, "__file__", str(script))
     script.write_text("raise SystemExit('it broke')")
-    assert gpus._query("cuda")["problem"] == "asking the driver of cuda failed: it broke"
+    assert gpus._query("cuda")["problem"] == "the driver of cuda cannot list its GPUs: it broke"
     script.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(gpus, "QUERY_SECONDS", 0.2)
     with pytest.raises(

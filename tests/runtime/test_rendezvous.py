@@ -130,7 +130,7 @@ def test_contradictions_are_told_to_the_newcomer() -> None:
     wrong = program.start(2, count=4).join()
     assert wrong == (
         "RunError: process 2 was started with a count of 4 processes, but process 0 with a count "
-        "of 3"
+        "of 3: give all processes the same --num-processes"
     )
     twins = [second, program.start(1)]
     while all(twin.alive for twin in twins):

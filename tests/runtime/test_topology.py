@@ -44,8 +44,11 @@ def test_parse(text: str, expected: Topology) -> None:
         ("v5e:2x-4", ["'v5e:2x-4' cannot be read"]),
         ("v5e:2x4*2", ["'v5e:2x4*2' cannot be read"]),
         ("v5f:2x4", ["no TPU family 'v5f'", "did you mean", "tpu7x"]),
-        ("v5e:2x2x2", ["'v5e:2x2x2' has 3 dims, v5e has 2, as in v5e:2x4"]),
-        ("v5p:4x4", ["'v5p:4x4' has 2 dims, v5p has 3, as in v5p:4x4x4"]),
+        (
+            "v5e:2x2x2",
+            ["'v5e:2x2x2' has 3 dims, but topologies of v5e have 2: write it as v5e:2x4"],
+        ),
+        ("v5p:4x4", ["'v5p:4x4' has 2 dims, but topologies of v5p have 3: write it as v5p:4x4x4"]),
         ("v5e:0x4", ["'v5e:0x4' has 0 chips: a slice of v5e has 1 to 256"]),
         ("v5e:32x32", ["'v5e:32x32' has 1,024 chips", "1 to 256"]),
         ("v5p:16x16x28", ["has 7,168 chips: a slice of v5p has 1 to 6,144"]),

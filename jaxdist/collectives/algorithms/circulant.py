@@ -101,7 +101,7 @@ def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
         arrived = shift(jnp.concatenate([rows[i] for i in moving]), axis, hops)
         for i, row in zip(moving, jnp.split(arrived, len(moving)), strict=True):
             rows[i] = row
-    # Every row is overwritten: `blocks` only provides an array of the right shape.
+    # The loop overwrites every row, so `blocks` only gives the array its shape and dtype.
     received = blocks
     for distance, row in enumerate(rows):
         received = lax.dynamic_update_slice(received, row, (neighbour(axis, -distance), 0))

@@ -31,7 +31,7 @@ class Chain(Codec):
     then: Then
     """The codec that encodes the selected elements: cast, quantize, adaptive or sign."""
 
-    @property  # This is a class variable in `Codec`, but in a chain it depends on `first`.
+    @property  # `Codec` has a class variable, but a chain's exchange depends on `first`.
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The exchange of the messages, which is never "sum", since codes cannot be added."""
         return "gather" if self.first.exchange == "gather" else "scatter"

@@ -104,8 +104,8 @@ def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Ar
     there = slots < found
     # Unused entries search for the first bit, and `select` sets the values of unused entries to 0.
     ordinal = jnp.where(there, start + slots, 0)
-    # `ends` has the number of bits up to the end of each word, so the bit is in the first word with
-    # a larger number.
+    # `ends[i]` is the number of set bits up to the end of word i, so the wanted bit is in the first
+    # word whose `ends` is larger than `ordinal`.
     word = jnp.searchsorted(ends, ordinal, side="right").astype(jnp.int32)
     within = ordinal - jnp.where(word > 0, ends[word - 1], 0)
     row = _bit_at(words[word], within)
@@ -137,7 +137,7 @@ def _packed(flags: jax.Array) -> jax.Array:
 
 def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
     """Return the position of the set bit that has the index `ordinal` among a word's set bits."""
-    # This is a binary search: each iteration halves the bits among which the set bit is.
+    # This is a binary search: each iteration halves the range of bits that contains the wanted bit.
     place = jnp.zeros_like(ordinal)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

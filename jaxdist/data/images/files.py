@@ -258,7 +258,8 @@ def _folder(folder: Path) -> Listing:
     places, names = [], []
     for child in sorted(folder.iterdir()):
         if child.is_dir():
-            # Data sets have links to folders, which os.walk follows and Path.rglob does not.
+            # Data sets may link to folders. `os.walk` follows these links, but `Path.rglob` does
+            # not.
             for root, _, files in sorted(os.walk(child, followlinks=True)):
                 for file in sorted(files):
                     if file.lower().endswith(SUFFIXES):
@@ -322,7 +323,8 @@ def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
         label = labels.get(stem, "")
         if not label.isdecimal():
             raise DataError(
-                f"data: {path}: {stem} has the label {label!r}, expected a number in {stem}.cls"
+                f"data: {path}: {stem} has the label {label!r}, expected a number in "
+                f"{stem}.cls: correct the label"
             )
     if not places:
         raise DataError(f"data: {path} has no images ({', '.join(SUFFIXES)})")

@@ -156,7 +156,7 @@ def _declared(folder: Path) -> Iterator[tuple[str, int]]:
 def _records(
     folder: Path, split: str, paths: Sequence[Path], classes: Mapping[str, int]
 ) -> ArrayRecordSplit:
-    import grain  # The import takes 1.6 s, and only users of data need grain.
+    import grain  # The import takes 1.6 s, so only runs that read records pay for it.
 
     try:
         source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])

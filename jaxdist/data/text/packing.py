@@ -26,7 +26,7 @@ def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
     [[2, 1], [3, 0], [4]]
     """
     windows: list[list[int]] = []
-    rooms: list[int] = []  # The distinct free lengths, sorted.
+    rooms: list[int] = []  # The different free lengths of windows, in increasing order.
     with_room: dict[int, list[int]] = defaultdict(list)
     for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(rooms, lengths[piece])

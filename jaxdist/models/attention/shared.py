@@ -141,8 +141,8 @@ def attend_shared(
     local: Any = partial(_attended, groups, kernel, pieces, most, window=window, causal=causal)
     if split.swapped == 1 and (pieces is None or split.rotates):
         return local(q_BlHd, k_BlKd, v_BlKd, segments_Bl)
-    # The types of `jaxdist.proofs` cannot follow an exchange within groups, so marks tell them how
-    # the arguments are split.
+    # The types of `jaxdist.proofs` cannot follow an exchange within groups, so `takes` and `gives`
+    # declare to the proofs how the arguments are split.
     shared = dict.fromkeys(split.axes, 1)
     given = [takes(x, shared) for x in (q_BlHd, k_BlKd, v_BlKd)]
     if segments_Bl is not None:

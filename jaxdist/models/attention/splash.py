@@ -150,8 +150,8 @@ class Splash:
         from jaxdist.models.attention.masks import Near, NearMask
 
         length, heads, narrow = len(positions), q_BlHd.shape[2], q_BlHd.dtype.itemsize == 2
-        # If each block has consecutive positions of a single chunk, the fewest hidden scores are
-        # computed.
+        # The kernel computes the fewest masked scores if each block has consecutive positions of a
+        # single chunk.
         chunks = 1 if groups == 1 else 2 * groups if length % (2 * groups * LANES) == 0 else groups
         forward, keys, queries = (
             splash_block(name, self.family, length, window=window, narrow=narrow, chunks=chunks)
@@ -160,7 +160,7 @@ class Splash:
         span = None if window is None or window >= length else window
         mask: Any = NearMask(Near(span, 0 if causal else span), positions)
         if span is None and not causal:
-            # The mask is equal for all groups.
+            # Without a window and causality, the mask is the same for every group of devices.
             mask, groups = splash.FullMask((q_BlHd.shape[1], length)), 1
         sizes = splash.BlockSizes(
             block_q=forward,

@@ -86,7 +86,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
-        # The input kernels have the order of `_activated`: gate, if any, then up.
+        # `_activated` expects the outputs of the input kernels in this order: gate (if the MLP is
+        # gated), then up.
         names = ("gate", "up") if self.kind in GATED else ("up",)
         into = [getattr(self, name)[...] for name in names]
         down_FD, ring = self.down[...], self.hint.ring
@@ -121,8 +122,8 @@ class SwiGLU(nnx.Module):
         self, ring: SequenceRing, x_BlD: jax.Array, *into_and_down: jax.Array
     ) -> jax.Array:
         """Compute the MLP on a ring of devices that split both the sequence and F."""
-        # Each product is a product of another device's chunk. No rule of `jaxdist.proofs` can
-        # follow this, so marks tell the proofs how the operands are split.
+        # Each step of the ring multiplies a chunk of another device. No rule of `jaxdist.proofs`
+        # can follow this, so `takes` declares to the proofs how the operands are split.
         x_BlD, *into = (takes(x, {ring.axis: 1}) for x in (x_BlD, *into_and_down[:-1]))
         down_FD = takes(into_and_down[-1], {ring.axis: 0})
         columns = ring.products(ring.gathered(x_BlD), *into)

@@ -117,7 +117,7 @@ class ResidualBlock(nnx.Module):
         hint: Hint,
     ):
         channels_out = channels * config.expansion
-        # Each convolution is (output channels, window, stride).
+        # Each entry describes a convolution: (output channels, size of the window, stride).
         plan = [(channels, 3, stride), (channels, 3, 1)]
         if config.expansion > 1:
             plan = [(channels, 1, 1), (channels, 3, stride), (channels_out, 1, 1)]

@@ -150,8 +150,8 @@ class TermTable:
 
     def _reduced(self, join: str, value: TermValue, shape: tuple[int, ...]) -> TermValue:
         """Return the term of the reduction of all elements to a single number."""
-        # The term of a uniform value does not depend on the shape, but the sum of its elements
-        # depends on their number, so the shape becomes part of the key.
+        # All elements of a uniform value have the same term, whatever its shape. Their sum depends
+        # on the number of elements, so the key contains the shape.
         key = ("reduce", join, shape if value.uniform else None)
         parts = [self._number((*key, term)) for term in value.layers]
         return TermValue((self._sum(join, parts),), uniform=True)

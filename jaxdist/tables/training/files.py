@@ -123,8 +123,8 @@ def about_tables(rows: TableRows, optimizer: RowOptimizer) -> JsonObject:
     """Return a description of the rows of a run, which the files of the rows must match."""
     settings = optimizer.model_dump(mode="json")
     form = {**dataclasses.asdict(rows.form), "fields": dict(rows.form.fields)}
-    # The form of the files depends on whether there is a bound, since rows then have keys, but not
-    # on the value of the bound.
+    # The bound itself may change between runs, so it is not compared. But rows have keys only with
+    # a bound, so both runs must have a bound, or neither.
     if form.pop("most"):
         form["keys"] = True
     state = {key: settings[key] for key in settings.keys() & {"type", "per"}}

@@ -132,7 +132,7 @@ def start_team(
         return RunProcess("table", number, given, forks=remote or forks, log=name, events=events)
 
     team, token = TableTeam(strategy, begin, note, partial(take_request, run)), read_token(path)
-    if not strategy.processes.port:  # Servers at fixed ports cannot join.
+    if not strategy.processes.port:  # A run with fixed ports takes no further servers.
         open_gate(run, strategy.processes, token, team.offer, stack)
     # The team closes before the gate, because the team ends the servers of other hosts through the
     # gate.

@@ -306,7 +306,7 @@ class TableTeam:
         count = len(self.servers.keys() - self._leaving) + 1
         problem = servers_problem(self._strategy, count)
         if remote.gone:
-            return  # The command on the other host was stopped after its offer.
+            return  # The offering command on the other host has been stopped.
         stand_in = self._stand_in()
         if stand_in is not None:
             self._replace(stand_in, remote)
@@ -314,7 +314,7 @@ class TableTeam:
         if problem is not None:
             remote.refuse(problem)
             return
-        self._note(f"table {self._next} joins on host {remote.host}")
+        self._note(f"table server {self._next} joins the run on host {remote.host}")
         self._resize(count, remote)
 
     def _stand_in(self) -> int | None:
@@ -373,7 +373,7 @@ class TableTeam:
         A server that leaves the run and has no more ranges is ended.
         """
         if self._asked:
-            return  # A leader has not answered an order yet, and must keep its ranges until then.
+            return  # Servers keep their ranges until all leaders have answered.
         for number in sorted(self._seats):
             for at in sorted(self._seats[number]):
                 if not self._keeps(number, at) and self._is_replaced(number, at):
@@ -391,7 +391,7 @@ class TableTeam:
         if self._resizing and not (self._passing or self._leaving or self._swaps):
             self._resizing = False
             each = ", ".join(f"{len(self._seats[one])} on table {one}" for one in self.servers)
-            self._note(f"the ranges of rows have passed on: {each}")
+            self._note(f"the ranges of rows have passed on to their new servers: {each}")
 
     def _is_replaced(self, number: int, at: int) -> bool:
         """Return whether a server that gives up a range is no longer needed for the range.
