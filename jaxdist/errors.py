@@ -81,7 +81,7 @@ class CompressionError(JaxdistError):
 
 
 class LedgerError(JaxdistError):
-    """The error for a program that the ledger cannot read, or that has another mesh."""
+    """The error for a program that the ledger cannot read, or that runs on another mesh."""
 
 
 class DataError(JaxdistError):
@@ -95,7 +95,7 @@ class CheckpointError(JaxdistError):
 
 
 class RunError(JaxdistError):
-    """The error for a run whose directory, processes or numbers do not let it start or continue."""
+    """The error for a run whose directory, processes or numbers prevent it from continuing."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""A wire within a process: queues carry the frames, as a network would."""
+"""The transport within a process, in which queues instead of a network carry the frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
-    """A side of a session: a queue, and a thread that delivers the queue to the other side."""
+    """An end of a session: a queue, and a thread that delivers the queue to the other end."""
 
     def __init__(
         self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]
@@ -37,7 +37,7 @@ class _End:
 
 @dataclass(frozen=True)
 class LocalWire:
-    """A wire to a service in this process.
+    """A client's connection to a service in the same process.
 
     Attributes:
       spec_of: the function from an envelope of the service to the specification of its payload, or

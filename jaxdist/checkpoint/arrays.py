@@ -147,7 +147,7 @@ class ArrayWriter:
         """Write this process's chunks of the large arrays below `path`, and return their records.
 
         If a known file has the same content as a chunk, the method makes a hard link to that file
-        instead. The records are by path inside the checkpoint.
+        instead. The keys of the records are paths inside the checkpoint.
 
         Raises:
           OSError: a file cannot be written.

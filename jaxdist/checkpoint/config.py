@@ -17,7 +17,7 @@ class LocalConfig(Config):
     """Snapshots on each machine's own disk, which is faster than shared storage."""
 
     directory: FilePath
-    """The directory on each machine's own disk in which each run has a folder."""
+    """The directory, on a local disk of each machine, in which each run has a folder."""
     every: Count = 100
     """The number of steps between two snapshots."""
 

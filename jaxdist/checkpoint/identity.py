@@ -96,7 +96,7 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def write_identity(run: Path, identity: Identity) -> None:
-    """Write the identity of a run directory atomically, unless it already has the same id.
+    """Write the identity of a run directory atomically, if the directory lacks this id.
 
     Raises:
       RunError: the directory belongs to another run, or its identity is damaged.

@@ -302,7 +302,7 @@ class CheckpointStore:
         self._outcome = _Outcome(failure, met)
 
     def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
-        """Write or link this process's part of the large arrays; return records, or a failure.
+        """Write this process's part of the large arrays; return the files' records, or the failure.
 
         No error is raised, since the other processes wait for this process at the next barrier. If
         files are missing, process 0 detects this when it commits.

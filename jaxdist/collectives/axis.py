@@ -26,7 +26,7 @@ def axis_size(axis: Axis) -> int:
 
 
 def names(axis: Axis) -> tuple[str, ...]:
-    """Return the axis as a tuple.
+    """Return the names of the mesh axes in an axis, as a tuple.
 
     >>> names("data")
     ('data',)

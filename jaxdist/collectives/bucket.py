@@ -72,7 +72,7 @@ def reduce_tree(
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
-    """Return the bytes of a bucket of an algorithm, or None if each leaf is sent separately.
+    """Return the bucket size of an algorithm in bytes, or None if each leaf is sent separately.
 
     >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
     (None, 1024)

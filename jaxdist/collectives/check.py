@@ -67,7 +67,7 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
 
 
 def check_algorithm(algorithm: object, operation: str) -> None:
-    """Raise CollectiveError unless `algorithm` is an instance of `Algorithm`."""
+    """Raise CollectiveError if `algorithm` is not an instance of `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise CollectiveError(
             f"{operation} with algorithm={algorithm!r}: pass an instance of an algorithm, such as "
@@ -127,7 +127,7 @@ def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
 
 
 def check_counts(count: int, values: Sequence[object], name: str, operation: str) -> None:
-    """Raise CollectiveError unless there is one value for each of `count` tensors.
+    """Raise CollectiveError if the number of values is not the number of tensors.
 
     Args:
       count: the number of tensors.
@@ -143,7 +143,7 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
 
 
 def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str) -> None:
-    """Raise CollectiveError unless the axis size `size` divides the length of dim `dim`."""
+    """Raise CollectiveError if the axis size `size` does not divide the length of dim `dim`."""
     if x.shape[dim] % size:
         padded = -(-x.shape[dim] // size) * size
         raise CollectiveError(

@@ -21,7 +21,7 @@ from jaxdist.runtime.hardware import Link
 
 @dataclass(frozen=True)
 class Level:
-    """A mesh axis in a prediction.
+    """The size and the link of a mesh axis, for a prediction of time.
 
     Attributes:
       size: the number of devices on the axis.

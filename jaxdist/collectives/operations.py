@@ -224,7 +224,7 @@ def _arguments(
 
 
 def _settled(x: jax.Array) -> jax.Array:
-    """Return `x` behind a barrier, so that XLA computes it only once.
+    """Return `x` behind a barrier, so that XLA computes `x` only once.
 
     A device keeps `x` and sends `x`. Without the barrier XLA may compute the kept and the sent
     value separately, with different rounding.

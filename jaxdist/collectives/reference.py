@@ -74,7 +74,7 @@ def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
 
 
 def all_to_all(blocks: Blocks, split_dim: int = 0, concat_dim: int = 0) -> Blocks:
-    """Return the concatenation of part i of every block for device i."""
+    """Return, for each device i, the concatenation of part i of every block."""
     parts = [np.split(block, len(blocks), axis=split_dim) for block in blocks]
     return [
         np.concatenate([part[i] for part in parts], axis=concat_dim) for i in range(len(blocks))

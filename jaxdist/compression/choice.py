@@ -21,8 +21,7 @@ from jaxdist.errors import CompressionError, did_you_mean
 from jaxdist.types import Leaf
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
-"""The fractions of the elements that Deep Gradient Compression sends, in order, in its warm-up.
-"""
+"""The fractions of the elements that Deep Gradient Compression sends, in order, in its warm-up."""
 
 
 class Stage(Config):

@@ -290,7 +290,7 @@ def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
 
 
 def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
-    """Convert uint8 [N, b] to [N, *shape]."""
+    """Convert N messages of bytes, uint8 [N, b], to arrays [N, *shape] of `dtype`."""
     # A bitcast from uint8 to a wider dtype removes the last dim. A bitcast to a dtype of one byte
     # does not.
     width = (dtype.itemsize,) if dtype.itemsize > 1 else ()

@@ -45,7 +45,7 @@ EXCHANGES = {"scatter": scatter_decoded, "gather": gather_decoded}
 
 
 class GroupState(NamedTuple):
-    """The state of a group of leaves.
+    """The state of the codecs and of error feedback for a group of leaves.
 
     Attributes:
       codecs: for each stage of the codecs, the state that the stage's codec has for each bucket.

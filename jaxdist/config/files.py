@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def path_kind(path: str | os.PathLike[str]) -> str | None:
-    """Return what a path names if it is not a regular file, or None for a regular file.
+    """Return the kind of the object at a path, such as a pipe, or None for a regular file.
 
     Raises:
       OSError: the path does not exist or cannot be examined.

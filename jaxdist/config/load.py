@@ -28,7 +28,7 @@ from jaxdist.errors import ConfigError, closest
 MAX_FILES = 64
 
 RUN_CONFIG = "config.yaml"
-"""The config in a run directory."""
+"""The name of the config file in a run directory."""
 
 
 def read(

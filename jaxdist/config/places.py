@@ -31,7 +31,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
 
 
 def _is_lost(problem: Problem) -> bool:
-    """Return whether a key is unknown and no key of the same section is similar."""
+    """Return whether a problem is an unknown key that resembles no key of the same section."""
     return problem.unknown and "did you mean" not in problem.message
 
 

@@ -67,8 +67,10 @@ GROUPED = {
 GROUPED_ROWS = 512
 """The largest number of rows of a tile of megablox."""
 FEW_TILES = 7
-"""The mean number of tiles of `GROUPED_ROWS` rows of an expert, below which tiles with half as many
-rows are faster. Two experts share one tile at their border, and each computes all of this tile."""
+"""The mean number of tiles per expert, of `GROUPED_ROWS` rows each, below which tiles with half as
+many rows are faster. Two experts share one tile at their border, and each computes all of this
+tile.
+"""
 HEAD = 128
 """The size of a head in the compiled kernels of `SPLASH`."""
 LANES = 128

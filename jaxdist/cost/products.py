@@ -42,7 +42,7 @@ def shares(family: str, *, scoped: bool = True) -> Shares | None:
 def product_share(
     family: str, contracted: int, columns: int, *, scoped: bool = True
 ) -> float | None:
-    """Return the fraction of the peak that a product with many rows reaches, or None if unknown.
+    """Return the fraction of peak FLOP/s that a product of many rows reaches, or None if unknown.
 
     Sizes outside the table are clamped to its edge. Between entries, the fraction is linear in the
     logarithms of both sizes.

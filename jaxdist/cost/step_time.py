@@ -83,7 +83,7 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Return the seconds of a collective that has its links to itself, and these links."""
+        """Return the seconds of a collective whose links carry nothing else, and these links."""
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 

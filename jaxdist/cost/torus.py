@@ -114,7 +114,7 @@ class Torus:
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:
-        """Return the bytes per second of a device on a link, in a collective over these dims."""
+        """Return the bytes per second of a device on a link, in a collective along `dims`."""
         if dims and dims <= self._inside:
             return CHIPLET_LINKS * self.fast.bytes_per_second
         return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)

@@ -85,7 +85,7 @@ class Loader:
           prefetch: the number of batches that are loaded ahead, in addition to the batch in use.
           threads: the number of threads that load different batches at the same time.
           allowed: the allowed values, which are checked when a batch is read.
-          split: the name of the source in messages.
+          split: the name of the source in error messages.
 
         Raises:
           DataError: the source is empty or has no length, the batch size is below 1, the start is

@@ -117,7 +117,7 @@ def length(source: Source, what: str) -> int:
     """Return the number of examples of a source.
 
     Args:
-      what: the name of the source in messages.
+      what: the name of the source in error messages.
 
     Raises:
       DataError: `__len__` raised an error, or returned no valid length, or returned 0.

@@ -36,7 +36,7 @@ class Allowed:
         Args:
           batch: the arrays [N, ...] by field.
           examples: the indices of the examples in their split, int64 [N].
-          split: the name of the split in messages.
+          split: the name of the split in error messages.
 
         Raises:
           DataError: a value is not allowed; the message names the first such value.

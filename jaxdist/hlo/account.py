@@ -49,7 +49,7 @@ class Totals:
 
 
 def in_sequence(parts: list[Totals]) -> Totals:
-    """Return the sum of parts that run one after another."""
+    """Return the totals of several parts of a program that run one after another."""
     return Totals(
         (sum(part.flops[0] for part in parts), sum(part.flops[1] for part in parts)),
         tuple(c for part in parts for c in part.collectives),

@@ -90,8 +90,9 @@ class ProgramTimeline:
     seconds: float
     entries: Mapping[str, Entry]
     unknown_loops: tuple[str, ...] = ()
-    """The loops whose length only a run would show. A single iteration of each such loop is
-    counted."""
+    """The loops whose number of iterations is unknown before a run. Each of them counts as a single
+    iteration.
+    """
     has_branches: bool = False
     """Whether the program has a conditional whose branch is unknown."""
 

@@ -53,7 +53,7 @@ class Effort:
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """Return the compiler's estimate of an execution's cycles, or None without an estimate.
+    """Return the compiler's estimate of the cycles of one execution, or None without an estimate.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
@@ -94,7 +94,7 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
 
 
 def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
-    """Return the arrays that an instruction reads and writes."""
+    """Return the shapes of the arrays that an instruction reads and writes."""
     # A slice, or an update in place, reads and writes only a part of the array.
     if instruction.opcode == "dynamic-update-slice":
         return [shapes[1]] * 2

@@ -98,7 +98,7 @@ def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> n
 
 
 def written_groups(attributes: str, everyone: int) -> Groups:
-    """Parse the groups or pairs in an instruction's attributes.
+    """Parse the groups of devices, or the pairs of devices, in an instruction's attributes.
 
     Args:
       attributes: the text after the operands of the instruction.

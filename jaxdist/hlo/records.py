@@ -82,7 +82,7 @@ class Memory:
     code_bytes: int
     peak_bytes: int
     """The required memory: arguments, outputs that do not reuse arguments, and temporaries. On TPU
-    this number includes memory that the other fields do not have."""
+    this number includes memory that no other field counts."""
     host_bytes: int = 0
     """The bytes in the host's memory, which no other field includes. On a CPU, whose device memory
     is the host's, this is 0."""
@@ -104,14 +104,14 @@ class Ledger:
     axes: dict[str, int]
     """The size of each mesh axis."""
     unknown_loops: tuple[str, ...] = ()
-    """The names of the loops whose length only a run would show. Such a loop counts as 0 to 1
-    iterations, so that the larger figures are not upper bounds."""
+    """The names of the loops whose number of iterations is unknown before a run. Each of them
+    counts as 0 to 1 iterations, so the larger figures are not upper bounds.
+    """
 
     def sent_bytes(self, axis: str | None = None) -> float:
         """Return the bytes that a device sends in a run.
 
-        The sum is an upper bound unless there are `unknown_loops`, which count as a single
-        iteration.
+        The sum is an upper bound, but each loop in `unknown_loops` counts as a single iteration.
 
         Args:
           axis: the mesh axis of the collectives to count, or None to count all collectives. A
@@ -126,7 +126,7 @@ class Ledger:
     def count(self, kind: CollectiveKind) -> int:
         """Return the number of executions of a kind of collective in a run.
 
-        The number is an upper bound unless there are `unknown_loops`.
+        The number is an upper bound only if `unknown_loops` is empty.
         """
         return sum(c.times_high for c in self.collectives if c.kind == kind)
 

@@ -202,7 +202,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
-    """Return the rows of a family for the names and layouts of GGUF files.
+    """Return a family's table of names, with the names and layouts of GGUF files.
 
     Args:
       tensors: the names of the tensors in the file.

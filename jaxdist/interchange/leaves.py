@@ -157,7 +157,7 @@ def match(
       tensors: the tensors of the files, by name.
       ignored: the suffixes of the names of tensors that fill no parameter.
       vocab_size: the number of tokens without padding, or None if no dim is padded.
-      where: the name of the files in messages.
+      where: the name of the files in error messages.
 
     Raises:
       ConfigError: a parameter has no tensor, a tensor fills no parameter, or shapes differ; the
@@ -297,10 +297,11 @@ class Room:
 def _arrays(
     blocks: Sequence[Ranges], room: Room, dtype: np.dtype, order: Sequence[int]
 ) -> list[tuple[Ranges, np.ndarray, list[np.ndarray]]]:
-    """Return arrays of the buffer to read into: the ranges, the array, and the blocks in it.
+    """Return arrays of the buffer, each with its ranges and with its views for the blocks.
 
-    If the blocks join to one large block that fits into the buffer, this block has the only array,
-    so that whole tensors can be read. Otherwise each of the first blocks has an array of its own.
+    If the blocks join to one large block that fits into the buffer, there is a single array for
+    this block, so that whole tensors can be read. Otherwise each of the first blocks has a separate
+    array.
     """
     hull = [(min(b for b, _ in dim), max(e for _, e in dim)) for dim in zip(*blocks, strict=True)]
     joined = math.prod(_shape(hull)) == sum(math.prod(_shape(one)) for one in blocks)
@@ -322,7 +323,7 @@ def _shape(ranges: Ranges) -> tuple[int, ...]:
 
 
 def largest(leaves: Sequence[Leaf]) -> int:
-    """Return the largest number of bytes of a tensor in its parameter's dtype."""
+    """Return the bytes of the largest tensor in the dtype of its parameter."""
     sizes = (leaf.dtype.itemsize * math.prod(t.shape) for leaf in leaves for t in leaf.tensors)
     return max(sizes, default=0)
 

@@ -82,7 +82,7 @@ def match_with(
     """Match a model's parameters and buffers with tensors, by a table.
 
     Args:
-      where: the name of the files in messages.
+      where: the name of the files in error messages.
 
     Raises:
       ConfigError: a pattern matches nothing, an entry of `transpose` has another number of dims

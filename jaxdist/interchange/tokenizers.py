@@ -67,7 +67,8 @@ def from_gguf(path: Path, metadata: Mapping[str, Any]) -> str:
     """Return the tokenizer of a GGUF file as the content of a tokenizer.json.
 
     Raises:
-      DataError: the kind of the tokenizer is unknown, or the rule by which it splits text.
+      DataError: the kind of the tokenizer, or the rule by which it splits text, is unknown to
+          jaxdist.
     """
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or pre not in SPLITS:

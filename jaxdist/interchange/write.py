@@ -76,7 +76,7 @@ def pieces_of(
     Args:
       shapes: the shape of each parameter by name, without padding.
       stacked: the names of the parameters whose first dim counts layers.
-      rows: the row of each parameter.
+      rows: the entry of the table of names for each parameter.
     """
     found: dict[str, list[TensorPiece]] = {}
     for name, shape in shapes.items():

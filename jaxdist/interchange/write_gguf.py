@@ -26,7 +26,7 @@ WRITTEN = ("llama", "qwen2", "qwen3", "gpt2")
 
 
 def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:
-    """Return the rows of a family for the names and layouts of a GGUF file.
+    """Return a family's table of names, with the names and layouts of a GGUF file.
 
     Raises:
       ConfigError: the family, or an option of the model, cannot be written to GGUF files.

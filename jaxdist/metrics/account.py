@@ -23,8 +23,7 @@ class Activity(StrEnum):
     EVALUATION = "evaluation"
     """Computing held-out means, including the compilation of the evaluation."""
     CHECKPOINT_BLOCKED = "checkpoint_blocked"
-    """Waiting for a save: for the copy to the host, and for an unfinished previous save.
-    """
+    """Waiting for a save: for the copy to the host, and for an unfinished previous save."""
     SNAPSHOT = "snapshot"
     """Waiting for a copy of the state into the memory of hosts."""
     REPLICA_CHECK = "replica_check"

@@ -18,7 +18,7 @@ record.
 Columns = Mapping[str, Value[T]]
 """The columns of a table, by name."""
 TEXTS = frozenset({"kind", "dtype", "what"})
-"""The names of the columns of words, which are aligned to the left."""
+"""The names of the table columns that contain words, which are aligned to the left."""
 
 
 def cells(columns: Columns[T], records: Iterable[T]) -> list[tuple[Json, ...]]:

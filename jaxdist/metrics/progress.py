@@ -43,7 +43,7 @@ class Progress:
       units_per_step: the number of units in a step, over all devices; the number may change later.
       console: the console for the output; None uses standard output.
       enabled: whether anything is shown. The value is False in every process except process 0.
-      efficiency: the measure of MFU, or None if the peak of the devices is unknown.
+      efficiency: the figures for the MFU, or None if the peak of the devices is unknown.
       seconds_between_lines: the interval between plain lines, in seconds.
       clock: a monotonic clock in seconds, which tests replace.
 

@@ -270,12 +270,12 @@ def _records(path: Path) -> Iterator[JsonObject]:
 def _complete_lines(
     path: Path, lines: list[bytes] | None = None, start: int = 0, count: int | None = None
 ) -> Iterator[tuple[bytes, JsonObject]]:
-    """Yield each line with its record; a last line that a kill has left incomplete is left out.
+    """Yield each complete line with its parsed record; a last line that a kill cut off is skipped.
 
     Args:
       lines: the lines of the file, or None to read the file.
-      start, count: the index of the first line to yield, and the number of lines; None yields all
-        lines from `start`.
+      start, count: the index of the first line to yield, and the number of lines to yield, or None
+          to yield all lines from `start`.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]

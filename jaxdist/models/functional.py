@@ -139,7 +139,7 @@ class Functional:
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """Build the module with these values.
+        """Build the module with the given parameters.
 
         Random layers draw from `key`; None means key 0.
 

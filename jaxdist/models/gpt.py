@@ -46,7 +46,7 @@ class GptConfig(PartConfig):
     embed: Count
     """The width of the residual stream."""
     heads: Count
-    """The number of query heads. Unless head_size is set, embed / heads must be an even number."""
+    """The number of query heads. Without head_size, embed / heads must be an even number."""
     head_size: Count | None = None
     """The width of a head, which must be even; null means embed / heads."""
     kv_heads: Count | None = None

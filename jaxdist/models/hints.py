@@ -64,7 +64,7 @@ class Hint(Protocol):
     def ring(self) -> SequenceRing | None:
         """The ring of devices that overlaps the collectives and the matmuls of an MLP.
 
-        The value is None unless `sharding.collective_matmul` is set.
+        The value is None if `sharding.collective_matmul` is not set.
         """
         ...
 

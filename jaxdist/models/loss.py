@@ -304,7 +304,7 @@ class InOrder:
     split: SequenceSplit
 
     def __call__(self, module: Model, batch: Batch) -> Sums:
-        """Compute the loss of a batch that is in the text's order, or is from `arranged`."""
+        """Compute the loss of a batch with tokens in the order of the text, or from `arranged`."""
         moved = self.arranged(batch)
         order = jnp.asarray(self._order(moved["tokens"].shape[1]))[None]
         return self.loss(module, {**moved, "order": order})
@@ -330,7 +330,7 @@ class InOrder:
 
 
 def arranged(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
-    """Return a batch whose positions have the order of the loss: no pipeline task permutes them."""
+    """Return the batch with its positions in the order of the loss."""
     return dict(loss.arranged(batch) if isinstance(loss, InOrder) else batch)
 
 

@@ -33,7 +33,7 @@ class LinearScaling(Config):
 
 
 class Llama3Scaling(Config):
-    """A scaling that slows long waves, keeps short waves, and interpolates between the two."""
+    """A scaling of low frequencies by a factor, which fades out towards high frequencies."""
 
     type: Literal["llama3"]
     """The name that selects this scaling in a config."""

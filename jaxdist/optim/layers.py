@@ -41,7 +41,7 @@ def layer_dims(
         stacked layers, and "heads" or "expert" separates heads or experts too.
 
     Raises:
-      ConfigError: no parameter has one of the names; "layers" is always accepted, since not all
+      ConfigError: a name is not a dim of any parameter; "layers" is always accepted, since not all
         models are stacked.
 
     >>> layer_dims({"w": jnp.ones((4, 2, 3))}, {"w": ("layers", "embed", "mlp")})

@@ -127,7 +127,7 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 class SkipSpikesConfig(Config):
-    """The limit above which the norm of gradients is too large for a step."""
+    """The settings of the rule that skips steps with a large gradient norm."""
 
     factor: Annotated[float, Field(gt=1)] = 4.0
     """The multiple of the recent mean gradient norm above which a step is skipped."""
@@ -185,8 +185,9 @@ class SkipState(NamedTuple):
 
 
 SkipRule = Callable[[Grads, RuleMemory], tuple[jax.Array, RuleMemory]]
-"""A function from (gradients, memory) to (accept, next memory); the step is skipped unless the bool
-scalar accept is true."""
+"""A function from (gradients, memory) to (accept, next memory). If the bool scalar accept is false,
+the step is skipped.
+"""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:

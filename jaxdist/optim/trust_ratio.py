@@ -219,7 +219,7 @@ def check_betas(**values: object) -> None:
 
 
 def check_bounds(**values: Bounds) -> None:
-    """Refuse bounds unless 0 <= lower <= upper; the upper bound may be infinity.
+    """Refuse bounds that violate 0 <= lower <= upper; the upper bound may be infinity.
 
     Raises:
       ConfigError: the bounds are invalid.

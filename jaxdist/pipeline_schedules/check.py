@@ -21,7 +21,7 @@ _SAME_WORK = {
 
 
 def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
-    """Raise ConfigError unless a schedule can run.
+    """Raise ConfigError if a schedule cannot run.
 
     These rules are checked, in this order:
 
@@ -168,7 +168,7 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
-    """Return the task that a blocked stage waits for, and the stage that has it."""
+    """Return the task that a blocked stage waits for, and the stage that runs this task."""
     backward, chunk, microbatch = missing
     stage = schedule.placement[chunk]
     row = set(schedule.tasks(stage))

@@ -130,7 +130,7 @@ class RowWriter:
 
 
 def refuse_small(name: str, stages: int, microbatches: int) -> None:
-    """Raise ConfigError unless there is at least one stage and at least one microbatch."""
+    """Raise ConfigError if there is no stage or no microbatch."""
     if stages < 1 or microbatches < 1:
         raise ConfigError(
             f"schedule {name}: {stages} stages and {microbatches} microbatches: use at least 1 "

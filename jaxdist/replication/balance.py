@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 def passed(
     held: Mapping[int, Collection[int]], joining: int, without: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Return the ranges that pass to servers that join, as pairs of the giving server and a range.
+    """Return the ranges that move to joining servers, as pairs of the range's old server and range.
 
     If one server joins n other servers, it receives 1 of n + 1 equal parts of all ranges, rounded
     down, and no other range moves. Each range comes from the server that then has the most ranges.

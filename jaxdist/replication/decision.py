@@ -148,7 +148,7 @@ def portable(state: RangeState) -> RangeState:
 
 @dataclass(frozen=True)
 class Leader:
-    """The state of a leader towards its followers.
+    """A leader's state, which it replicates to its followers.
 
     Attributes:
       range: the state of the protocol.

@@ -51,7 +51,7 @@ class Child:
     """A child process whose standard input is a socket with JSON lines in both directions.
 
     Args:
-      name: the name of the child in messages.
+      name: the name of the child in error messages.
       begin: a function that starts the process, given the descriptors of its standard input and of
         its standard error.
       log: the file to which the child's standard error is appended.
@@ -159,7 +159,7 @@ class Parent:
 
 
 def input_lines() -> Iterator[bytes]:
-    """Yield the lines of standard input as they arrive; each byte is a read, so use short lines.
+    """Yield the lines of standard input as they arrive; each byte costs a call of `read`.
 
     A thread that waits for a line of `sys.stdin` holds a lock, and Python aborts a process that
     ends meanwhile. This reader has no lock.

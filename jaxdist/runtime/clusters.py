@@ -168,7 +168,7 @@ def first_node(nodes: str) -> str:
 
 
 def tpu_pod(environ: Environ) -> Sighting | None:
-    """Return the information of a TPU host on GKE, or None on any other host.
+    """Return the information about a TPU host on GKE, or None on any other host.
 
     The job may have one slice or several slices.
     """

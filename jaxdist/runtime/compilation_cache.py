@@ -19,15 +19,16 @@ SETTINGS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""The settings with which jax keeps every program, even a program that compiles fast, since a run
-needs all of its programs at the start."""
+"""The settings of jax's cache that keep every compiled program, even a program that compiles fast,
+since a run needs all of its programs at the start.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def enabled(directory: Path) -> Iterator[Path | None]:
-    """Call `enable` for the block, and restore the settings of jax's cache after it."""
+    """Call `enable` for the `with` block, and restore the settings of jax's cache afterwards."""
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 

@@ -41,7 +41,7 @@ def connected(
     seconds: int = JOIN_SECONDS,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Join the peers for the block; do nothing in a process without peers.
+    """Join the other processes for the `with` block; do nothing in a process without peers.
 
     Within the block, jax handles SIGTERM as its preemption notice: call `preempted` at each step.
     An error ends the process at once, because jax would otherwise wait for lost peers, or for peers

@@ -305,10 +305,10 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
 def check_started(
     who: str, own: Sequence[int], total: int, platform_name: str, local: int, found: int
 ) -> None:
-    """Refuse a backend of jax whose devices differ from the division.
+    """Refuse a backend of jax whose devices differ from the GPUs that `divide_gpus` assigned.
 
     Args:
-      who: the name of this process in messages.
+      who: the name of this process in error messages.
       own: the GPUs that this process owns; if empty, nothing is checked.
       total: the number of GPUs of all processes.
       platform_name: the platform that jax runs on.
@@ -316,7 +316,7 @@ def check_started(
       found: the number of jax's devices in all processes.
 
     Raises:
-      RunError: the devices differ from the division; the message has the numbers.
+      RunError: the devices differ from the assigned GPUs; the message has the numbers.
     """
     if own and (platform_name, local, found) != ("gpu", len(own), total):
         raise RunError(

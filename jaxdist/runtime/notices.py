@@ -40,7 +40,7 @@ class Notice(Protocol):
 
 
 class FileNotice:
-    """A file whose appearance is the notice.
+    """A notice that is given by the appearance of a file.
 
     Args:
       seconds: the seconds between two checks.

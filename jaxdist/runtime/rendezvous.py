@@ -27,7 +27,7 @@ WORD_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 2.0
 _LINE_BYTES = 8000
-"""The length in bytes at which a line is cut; the data of a process with 100 GPUs fit."""
+"""The length in bytes at which a line is cut; the data of a process with 100 GPUs are shorter."""
 _NAMED = 20
 _REMEDY = (
     "check that HOST:PORT names the host of process 0, which all hosts can resolve and no "
@@ -51,7 +51,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass
 class Wait:
-    """A wait with a time limit, and an occasional message while it lasts.
+    """A wait with a time limit, which prints a message now and then.
 
     Args:
       seconds: the time limit, in seconds.

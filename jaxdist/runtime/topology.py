@@ -83,8 +83,8 @@ def parse_topology(text: str) -> Topology:
     """Parse a topology such as `v5e:2x4`.
 
     Raises:
-      MeshError: the text is not a topology, the family is unknown, or the family has no such
-        shape.
+      MeshError: the text is not a topology, the family is unknown, or the family does not have
+          slices of the shape.
 
     >>> parse_topology("v5e:2x4")
     Topology(family='v5e', shape=(2, 4))
@@ -155,7 +155,8 @@ def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return, for each dim of a slice, whether the ends of the dim are joined to a ring.
 
     The difference matters, since libtpu compiles different programs for lines and for rings. For
-    lines, there is no all-gather along all dims at once, but an all-reduce of zeros around a shard.
+    lines, libtpu does not compile an all-gather along all dims at once, but an all-reduce of shards
+    that are padded with zeros.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))
     ((True, True, True), (False, False, False), (False, True))

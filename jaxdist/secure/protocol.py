@@ -69,7 +69,7 @@ def threshold(clients: int, dropouts: int) -> int:
 
 
 class SecureClient:
-    """A client in one round.
+    """A client in one round of secure aggregation.
 
     Args:
       number: the number of the client.

@@ -30,7 +30,7 @@ _CLIENT = struct.Struct("<Q")
 
 
 class Stage(IntEnum):
-    """The requests of a client in a round, in order."""
+    """The requests of a client in a round of secure aggregation, in order."""
 
     KEYS = 0
     SHARES = 1
@@ -75,7 +75,7 @@ def of_bytes(stage: int, raw: bytes) -> dict[int, bytes]:
 
 
 class ClientRound:
-    """A client's part of a round.
+    """A client's part of a round of secure aggregation.
 
     Args:
       client: the number of the client.
@@ -134,7 +134,7 @@ class ClientRound:
 
 
 class ServerRound:
-    """A server's part of a round.
+    """A server's part of a round of secure aggregation.
 
     Args:
       number: the number of the round.
@@ -186,7 +186,7 @@ class ServerRound:
             self._revealed.setdefault(client, parts)
 
     def closed(self, arrived: Collection[int]) -> None:
-        """End the arrival of vectors; only the clients in `arrived` are in the sum."""
+        """Stop accepting vectors; the sum has only the vectors of the clients in `arrived`."""
         self._arrived = frozenset(arrived)
 
     def advance(self, members: Collection[int], pushed: Collection[int]) -> None:

@@ -156,7 +156,7 @@ class TableRows:
 
 
 class RowsLoader:
-    """A loader of held-out batches, to which it adds the values of their rows."""
+    """A loader of held-out batches, which adds the values of a batch's rows to the batch."""
 
     def __init__(self, loader: Any, rows: TableRows):
         self._loader, self._rows = loader, rows

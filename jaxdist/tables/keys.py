@@ -119,7 +119,7 @@ def initial_rows(form: RowForm, seed: np.ndarray, rows: np.ndarray) -> np.ndarra
 
 
 def rows_problem(form: RowForm, rows: Any) -> str | None:
-    """Return the reason why the tables cannot have some of the rows, or None if there is none."""
+    """Return why some of the rows cannot exist in the tables, or None if all of them can."""
     if not len(rows):
         return None
     if not form.most:

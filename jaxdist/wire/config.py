@@ -16,15 +16,16 @@ OWN_NAME = "auto"
 
 
 class TlsConfig(Config):
-    """The TLS certificates for servers and workers; each side verifies the other's certificate."""
+    """The TLS certificates of servers and workers, which verify each other's certificates."""
 
     authority: FilePath
     """The PEM file of the certificate authority that signed all certificates."""
     certificate: FilePath
-    """The PEM file of this side's certificate; a server's certificate names the host that workers
-    connect to."""
+    """The PEM file of the certificate that a server or worker presents; a server's certificate
+    names the host that workers connect to.
+    """
     key: FilePath
-    """The PEM file of this side's private key, which only its owner may read."""
+    """The PEM file of the private key of `certificate`, which only its owner may read."""
 
 
 class ProcessesConfig(Config):
@@ -76,13 +77,13 @@ class ProcessesConfig(Config):
         return self
 
     def check_remote(self, servers: int, workers: int = 0) -> None:
-        """Check that other hosts start at most the servers and the workers of a run.
+        """Check that other hosts start no more servers and workers than a run has.
 
         Args:
           servers, workers: the numbers of servers and of workers of the run.
 
         Raises:
-          ValueError: `remote_servers` or `remote_workers` is larger than its number.
+          ValueError: `remote_servers` is larger than `servers`, or `remote_workers` than `workers`.
         """
         for what, most in (("servers", servers), ("workers", workers)):
             name = f"remote_{what}"

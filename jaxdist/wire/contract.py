@@ -1,4 +1,4 @@
-"""The contract of a wire: sessions and the envelopes that they carry.
+"""The interface of a transport between workers and servers: sessions, and their envelopes.
 
 A worker holds one `Session` with each server. Both sides may send envelopes at any time. If a
 session ends, it is reopened, and unanswered messages are sent again. The protocol settles each

@@ -1,4 +1,4 @@
-"""The frames of a wire: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
+"""The format of frames: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
 
 Every frame repeats the header of its envelope, so that each frame can be checked separately. All
 numbers are little-endian:

@@ -42,7 +42,7 @@ FILE_NAME = "gate.json"
 
 
 class GateAddress(NamedTuple):
-    """The address of a run's gate, and the token that the gate demands.
+    """The address at which a run accepts processes of other hosts, and the token for this address.
 
     Attributes:
       devices: the number of fake CPU devices of a server's process, or None if it needs none.
@@ -73,7 +73,7 @@ def write_gate(run: Path, gate: GateAddress) -> Path:
 
 
 def read_gate(run: Path) -> GateAddress:
-    """Return the address of the gate of a run that is training.
+    """Return the address at which a training run accepts processes of other hosts.
 
     Raises:
       RunError: the run has no gate that this user can read.

@@ -1,4 +1,4 @@
-"""A wire over gRPC: one stream of frames per session and direction."""
+"""The transport over gRPC, with one stream of frames per session and direction."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class RpcServer:
 
 @dataclass(frozen=True)
 class RpcWire:
-    """A wire to an `RpcServer`.
+    """A client's connection to an `RpcServer`.
 
     Attributes:
       address: `host:port`.

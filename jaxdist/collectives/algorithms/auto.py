@@ -213,7 +213,7 @@ class Auto(Algorithm):
         return self.traffic(kind, payload_bytes, (size,))
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """Compute the cost of the algorithm that would be chosen for a call.
+        """Compute the cost of a call with the algorithm that `Auto` chooses.
 
         The last axis is assumed to be fast, and the other axes to be slow. If the setting `device`
         is None, the links of jax's first device are assumed.

@@ -54,7 +54,7 @@ class LowRank(LinearCodec):
 
     @property
     def exact(self) -> bool:
-        """Always false, since the difference of a small element and a large estimate is rounded."""
+        """Whether residuals are exact; they are not for a small element with a large estimate."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:

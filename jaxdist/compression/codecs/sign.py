@@ -41,7 +41,7 @@ class Sign(Codec):
 
     @property
     def exact(self) -> bool:
-        """Always false: for an element far below the mean, the residual needs more than 24 bits."""
+        """Whether residuals are exact; they are not for elements far below the block's mean."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

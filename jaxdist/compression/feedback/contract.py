@@ -71,11 +71,11 @@ class Feedback(Config):
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory: ...
 
     def view(self, like: Leaf) -> View:
-        """Return the state that a receiver keeps for a sender, before the first round."""
+        """Return the initial state of a receiver for the messages of a sender."""
         return ()
 
     def common(self, like: Leaf) -> View:
-        """Return the state that is the same on all devices, before the first round."""
+        """Return the initial value of the state that is the same on all devices."""
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:

@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 class Encoded(Protocol):
-    """The bytes of an encoded image; `str` of the object is the image's name in messages."""
+    """The bytes of an encoded image; `str` of the object is the image's name in error messages."""
 
     def read(self) -> bytes:
         """Return the bytes."""

@@ -25,7 +25,7 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
 
     Args:
       content: the file, uncompressed.
-      name: the name of the file in messages.
+      name: the name of the file in error messages.
 
     Raises:
       DataError: the content is not an IDX file of uint8 with 1 to 4 dims, or its length differs

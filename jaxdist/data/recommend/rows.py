@@ -18,7 +18,7 @@ def numbered_lines(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the values of each line that is not empty; tabs separate the values.
 
     Raises:
-      DataError: a line is not UTF-8, or the last line does not end, as in an incomplete file.
+      DataError: a line is not UTF-8, or the last line has no line break, as in an incomplete file.
     """
     if text and not text.endswith(b"\n"):
         number = text.count(b"\n") + 1
@@ -37,10 +37,10 @@ def numbered_lines(text: bytes, where: str) -> Iterator[tuple[int, list[str]]]:
 def table_of(
     text: bytes, where: str, columns: Sequence[str]
 ) -> tuple[list[int], dict[str, list[str]]]:
-    """Read columns of a table; its first line names each column as `name:type`.
+    """Read columns of a table whose first line names each column as `name:type`.
 
     Args:
-      where: the name of the file in messages.
+      where: the name of the file in error messages.
       columns: the names of the columns to read.
 
     Returns:
@@ -78,7 +78,7 @@ def parsed(parse: Callable[[str], Value], text: str, what: str, where: str, numb
     Args:
       parse: a function from a text to a value, which raises ValueError.
       what: a description of the value, for errors.
-      where: the name of the file in messages.
+      where: the name of the file in error messages.
       number: the number of the line.
 
     Raises:

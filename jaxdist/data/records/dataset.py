@@ -115,7 +115,7 @@ class BrokenImageError(DataError):
 
 
 class _Held(NamedTuple):
-    """The bytes of an encoded image, and the image's name in messages."""
+    """The bytes of an encoded image, and the image's name in error messages."""
 
     content: bytes
     name: str

@@ -16,10 +16,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def parse_example(record: bytes, name: str) -> Mapping[str, Any]:
-    """Parse a `tf.train.Example` to a list of bytes or an array of float32 or int64 for each name.
+    """Return, for each name in a `tf.train.Example`, a list of bytes or a float32 or int64 array.
 
     Args:
-      name: the name of the record in messages.
+      name: the name of the record in error messages.
 
     Raises:
       DataError: the record is not such a message.

@@ -21,7 +21,7 @@ class Reader(Protocol):
     """A split of records: mappings from names of columns to values.
 
     Attributes:
-      name: the name of the split in messages.
+      name: the name of the split in error messages.
       classes: by column, the number of classes, if the files declare this number for the column.
     """
 

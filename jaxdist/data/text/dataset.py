@@ -253,7 +253,7 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
 
 
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
-    """Return a digest of the inputs of the streams.
+    """Return a digest of everything that determines the token streams.
 
     The digest includes each file's path, name, size and modification time.
     """

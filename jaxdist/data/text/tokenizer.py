@@ -22,7 +22,7 @@ MAX_VOCAB = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """A mapping from text to numbers in [0, vocab_size)."""
+    """A mapping from text to token numbers from 0 to vocab_size - 1."""
 
     vocab_size: int
     end_of_document: int

@@ -22,7 +22,7 @@ class Meter(Protocol):
     """A meter of the joules that devices have drawn since the meter was opened."""
 
     name: str
-    """The name of the meter, for people."""
+    """The name of the meter in reports."""
     method: Method
 
     def joules(self) -> float:
@@ -159,7 +159,7 @@ def open_meter(
       platform: the platform of the computation: "cpu", "gpu" or "tpu".
       power: the power of a device, or None if it is unknown.
       devices: the number of devices on all hosts.
-      seconds: the function of times that `Modelled` needs.
+      seconds: the argument `seconds` of `Modelled`.
 
     Raises:
       RunError: the meter was requested by name and is not available.

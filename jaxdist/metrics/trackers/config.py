@@ -67,7 +67,7 @@ class WandbConfig(PackagedConfig):
 
 
 class TrackioConfig(PackagedConfig):
-    """A tracker that writes to Trackio, whose database is in the directory in TRACKIO_DIR."""
+    """A tracker that writes to Trackio, in the database folder that TRACKIO_DIR names."""
 
     package = "trackio"
     type: Literal["trackio"]

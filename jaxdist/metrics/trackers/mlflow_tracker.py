@@ -68,6 +68,6 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send the summary to MLflow, and end its run."""
+        """Send the summary to MLflow, and end the run there."""
         self._log(self._step, {f"final/{name}": value for name, value in summary.items()})
         self._client.set_terminated(self._id, _STATUS[status])

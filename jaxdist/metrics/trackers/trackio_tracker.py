@@ -45,7 +45,7 @@ class TrackioTracker:
         self._run.log(with_split(split, values), step=step)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send the summary to Trackio, and end its run."""
+        """Send the summary to Trackio, and end the run there."""
         final = {f"final/{name}": value for name, value in summary.items()}
         self._run.log({**final, "final/status": status}, step=self._last)
         # The run's `finish` is not called, since trackio would then finish the run again at exit.

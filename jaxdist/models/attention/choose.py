@@ -56,7 +56,7 @@ def choose_kernel(name: KernelName, ask: AttentionRequest) -> str:
 
 
 def kernel_refusal(name: KernelName, ask: AttentionRequest) -> str | None:
-    """Explain why a kernel does not support a request, and list the kernels that do.
+    """Explain why a kernel does not support a request, and list the kernels that support it.
 
     Return None if the kernel supports the request.
     """

@@ -21,7 +21,7 @@ class Cudnn:
     platform: str | None = field(default="gpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return why cuDNN does not support a request, or None if it does."""
+        """Return why cuDNN does not support a request, or None if cuDNN supports the request."""
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, but the mesh has {ask.platform} devices"
         if ask.dtype != "bfloat16":

@@ -41,7 +41,7 @@ class Splash:
     platform: str | None = field(default="tpu", init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return why the TPU kernel does not support a request, or None if it does.
+        """Return why the TPU kernel does not support a request, or None if the kernel supports it.
 
         The kernel needs TPUs, whole sequences of a length that `LANES` divides, and a split of the
         heads that keeps query heads together with their key heads.

@@ -69,7 +69,7 @@ _copied.defvjp(_copied_forward, _copied_backward)
 
 
 def deferred(params: Params, resting: Collection[str], frozen: Collection[str]) -> PyTree:
-    """Replace each parameter in the host's memory by a placeholder that is copied when used.
+    """Replace each parameter in the host's memory by a placeholder that its first use copies.
 
     Args:
       params: the parameters.

@@ -79,7 +79,7 @@ class Dlrm(nnx.Module):
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
     ) -> Scored:
-        """Return the logit of each example, and the penalty.
+        """Return the logit of each example, and the penalty on the looked-up rows.
 
         Args:
           ids_BF: the ids of each example, or indices in `pulled`.

@@ -74,7 +74,7 @@ class Mf(nnx.Module):
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
     ) -> Scored:
-        """Return the score of each pair of ids `[B, 2]`, and the penalty.
+        """Return the score of each pair of ids `[B, 2]`, and the penalty on the looked-up rows.
 
         Args:
           pulled: the rows that were pulled for this batch, or None if the module holds the tables.

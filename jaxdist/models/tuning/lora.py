@@ -28,7 +28,7 @@ PREFIX = "lora"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The form of a kernel's adapter.
+    """The shape and the settings of a kernel's adapter.
 
     Attributes:
       name: the name of the kernel.
@@ -166,7 +166,7 @@ class Merged(Deferred):
 
     @property
     def merges(self) -> bool:
-        """True, because the parameter is computed from other parameters."""
+        """Whether the parameter is computed from other parameters, which is always true here."""
         return True
 
     @property

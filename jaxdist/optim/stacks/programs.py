@@ -21,8 +21,9 @@ from jaxdist.types import PyTree
 Function = Callable[..., PyTree]
 """A function from trees to a tree, all of which may hold lists of layers."""
 Listed = Callable[[int | None], Sequence[PyTree]]
-"""A function from a number of layers (or None for the number in each stack) to the shapes of the
-arguments, with lists of layers."""
+"""A function that returns the shapes of the arguments, with lists of layers instead of stacks. Its
+argument is the number of layers of each list, or None for the number in each stack.
+"""
 Call = Callable[..., PyTree]
 """A function from trees with stacks of layers to a tree with stacks of layers."""
 COMPARED = 2

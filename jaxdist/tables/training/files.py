@@ -38,7 +38,7 @@ from jaxdist.types import JsonObject
 
 FOLDER = "tables"
 MOST_LINKS = 16
-"""The largest number of successive checkpoints that have only changed rows."""
+"""The largest number of successive checkpoints that contain only the changed rows."""
 KEPT = 2
 """The number of newest steps that are never deleted, since their checkpoints may not be on disk
 yet."""

@@ -29,7 +29,9 @@ from jaxdist.wire.security import read_tls
 
 POLL_SECONDS = 0.2
 ENDED_SECONDS = 5.0
-"""The seconds without a lock after which a run has ended. A run that begins may replace a lock."""
+"""The seconds without a lock after which a run counts as ended. A run that begins may briefly have
+no lock while it replaces its lock.
+"""
 
 
 def host_problem(settings: ProcessesConfig, host: str) -> str | None:
@@ -194,7 +196,7 @@ class HostedProcess:
                     self._follow(event.what, forks, token)
 
     def _hear(self, envelope: Envelope) -> None:
-        """Queue the orders in a text from the run, in which the last line may be incomplete."""
+        """Queue the complete orders in a text from the run, and keep an incomplete last line."""
         if not envelope.text:
             self._events.put(Event(None, {"order": None}))
         *lines, self._rest = (self._rest + envelope.text).split("\n")

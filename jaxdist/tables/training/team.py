@@ -20,7 +20,7 @@ from jaxdist.wire.gate import RemoteProcess, too_few
 from jaxdist.wire.ports import Place
 
 ASK_SECONDS = 0.5
-"""The largest number of seconds without a message before a server is asked whether it is alive."""
+"""The number of seconds without a message after which a server is asked whether it is alive."""
 
 Moved = Callable[[int, Place, int], None]
 """A function that is called when a server begins to lead a range. Its arguments are the number of
@@ -96,7 +96,7 @@ class TableTeam:
 
     @property
     def settled(self) -> bool:
-        """Whether each range has a leader, and no range passes to another server."""
+        """Whether each range has a leader, and no range is moving to another server."""
         with self._changed:
             moving = self._passing or self._leaving or self._swaps
             return not moving and all(one.port is not None for one in self._arbiters)
@@ -261,7 +261,7 @@ class TableTeam:
         """Start another server in place of a server that was asked to leave.
 
         A server at a fixed port stays, because its replacement would need another port. If the
-        server leaves already, nothing is done.
+        server is already leaving, nothing is done.
         """
         if self._strategy.processes.port:
             self._note(
@@ -439,8 +439,8 @@ class TableTeam:
     def _died(self, child: RunProcess, code: int) -> None:
         """Let followers take over the ranges of a server that has ended.
 
-        Another server is started if too few servers remain, unless too many servers have died. If
-        rows are lost, the team fails.
+        Another server is started if too few servers remain and the number of deaths is within the
+        limit of the config. If rows are lost, the team fails.
         """
         number, how = child.number, how_ended(code)
         del self.servers[number], self._heard[number]
