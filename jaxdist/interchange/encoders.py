@@ -89,7 +89,7 @@ def _written_vit_inputs(given: Inputs) -> JsonObject:
 
 
 def _resnet_rows(config: Mapping[str, Any]) -> Mapping[str, Row]:
-    """Return the rows of a resnet, whose blocks are not stacked."""
+    """Return the table of names for a resnet, whose blocks are not stacked."""
     rows = _convolved("stem", "stem_norm", "resnet.embedder.embedder")
     each = 3 if config["layer_type"] == "bottleneck" else 2
     places = [(s, b) for s, count in enumerate(config["depths"]) for b in range(count)]

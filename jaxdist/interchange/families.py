@@ -26,7 +26,9 @@ RUN_ONLY = (
 """The options of models that do not change the function that a model computes."""
 
 LLAMA_ROWS = table_rows("llama")
-"""The rows of llama and of the families that use the same names; no model uses all rows."""
+"""The entries of the table of names for llama, and for families that use the same names; no model
+uses all of the entries.
+"""
 _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -36,7 +38,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "original_max_position_embeddings": "original_length",
     },
 }
-"""For each type of `rope_scaling`, the option of each key of config.json."""
+"""For each type of `rope_scaling`, the name of jaxdist's option for each key of config.json."""
 
 
 def _rotary(config: Mapping[str, Any]) -> JsonObject:
@@ -73,7 +75,7 @@ def _written_rotary(options: JsonObject) -> JsonObject:
 
 
 def _window(config: Mapping[str, Any]) -> JsonObject:
-    """Return the option for the attention window.
+    """Return the option `attention_window` for a config.json.
 
     The option is one less than the window in config.json, which includes the position itself. The
     result is empty if the layers have no window.

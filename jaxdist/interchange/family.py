@@ -70,7 +70,7 @@ def positive(config: Mapping[str, Any], key: str, missing: int | None = None) ->
       missing: the value of an absent key, or None if the key is required.
 
     Raises:
-      ConfigError: the key is absent but required, or its value is not such a number.
+      ConfigError: the key is absent but required, or its value is not a whole number from 1.
     """
     size = config.get(key, missing)
     if type(size) is not int or size < 1:
@@ -120,7 +120,7 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
 
     def table(self, config: Mapping[str, Any]) -> Mapping[str, Row]:
-        """Return the row of each parameter for a config.json."""
+        """Return the entry of the table of names for each parameter, given a config.json."""
         rows = self.rows({**self.missing, **config}) if callable(self.rows) else self.rows
         if not any("For" in str(name) for name in config.get("architectures") or ()):
             return rows
