@@ -247,10 +247,10 @@ def test_trees_that_do_not_fit(make, settings, message):
 
 
 def test_an_axis_that_the_mesh_does_not_have(devices):
-    specs = {**SPECS, "head": P("datas")}
+    specs = {**SPECS, "head": P("dataz")}
     transform = lamb(0.1, specs=specs)
     step = sharded_step(transform, mesh_of(devices), SPECS, tree(0))
-    with pytest.raises(ConfigError, match=r"'datas', which is not an axis .* mean 'data'"):
+    with pytest.raises(ConfigError, match=r"'dataz', which is not an axis .* mean 'data'"):
         step(tree(0), transform.init(tree(0)), tree(0))
 
 
