@@ -31,7 +31,7 @@ class ConfigOrCommand(TyperGroup):
 
 
 class ConfigOrFleet(ConfigOrCommand):
-    """The group of simulations, whose default command simulates parameter servers."""
+    """The group of simulation commands; the default command simulates parameter servers."""
 
     default = "servers"
 

@@ -123,7 +123,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
 
 
 def build_requested(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
-    """Return the requested schedule.
+    """Build and return the schedule that arguments of `show_schedule` request.
 
     Args:
       request: the schedule and its costs.

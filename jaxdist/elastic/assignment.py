@@ -175,14 +175,14 @@ class SingleHost:
         return False
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """Do nothing, since no other machine waits."""
+        """Do nothing, since no other machine waits for a single machine."""
 
     def over(self, assignment: Assignment) -> bool:
         """Return True, since processes that ended well have finished the run."""
         return True
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Do nothing, since no other machine waits."""
+        """Do nothing, since no other machine waits for a single machine."""
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status]:
         """Return an empty sequence, since there is no other machine."""
@@ -201,7 +201,7 @@ class SingleHost:
         return {}
 
     def leave(self) -> None:
-        """Do nothing, since no other machine waits."""
+        """Do nothing, since no other machine waits for a single machine."""
 
     def fail(self, code: int, words: str) -> None:
         """Do nothing, since there is no other machine to inform."""

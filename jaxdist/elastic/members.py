@@ -18,7 +18,7 @@ from jaxdist.types import Json
 
 
 class Member:
-    """A process of a generation.
+    """A running process of a generation, as its agent sees it.
 
     Args:
       log: the file of the process's standard error.

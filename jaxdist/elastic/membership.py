@@ -66,7 +66,7 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """A lease on a generation.
+    """The registry's answer that grants a host a lease on a generation.
 
     Attributes:
       sent: the time of the request, by the host's clock, at which the lease starts.
@@ -171,7 +171,7 @@ class Registry:
     quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
-        """Return the registry as a new leader continues it; the leader's clock may be another.
+        """Return the registry for a leader that has read it, and whose clock may differ.
 
         If the generation is active, the earlier leader may have granted leases after it wrote the
         registry. Every member is therefore assumed to hold a lease.

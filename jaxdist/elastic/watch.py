@@ -11,7 +11,7 @@ from jaxdist.metrics.account import Activity
 
 @dataclass(frozen=True)
 class StuckTimeouts:
-    """The times for which a process may make no progress.
+    """The longest times for which a process may make no progress.
 
     Attributes:
       silent_seconds: the longest time without a heartbeat, in seconds.

@@ -76,7 +76,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a main thread.
+    """A phase of the work of a process's main thread.
 
     Attributes:
       name: the name of the phase, a member of `PHASES`.

@@ -63,7 +63,7 @@ def structure(text: str) -> str:
 
 
 def program_digest(text: str, lowered: str) -> str:
-    """Return the hash of `structure` in a form that also depends on large constants.
+    """Return a hash of a program like `structure`, which also depends on large constants.
 
     Args:
       text: the HLO of the compiled program, in which XLA omits large constants.

@@ -42,7 +42,7 @@ class Direct(Config):
         """Accept any number of workers."""
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes that are received when every worker pushes once.
+        """Return the bytes that servers and aggregators receive when every worker pushes once.
 
         Args:
           workers: the number of workers.
@@ -91,7 +91,7 @@ class Racks(Config):
             )
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes that are received when every worker pushes once.
+        """Return the bytes that servers and aggregators receive when every worker pushes once.
 
         Args:
           workers: the number of workers.
@@ -147,7 +147,7 @@ class Secure(Config):
         check_installed()
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
-        """Return the bytes that are received when every worker pushes once.
+        """Return the bytes that servers and aggregators receive when every worker pushes once.
 
         The bytes for the exchange of keys are not counted.
 

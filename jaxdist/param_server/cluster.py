@@ -112,7 +112,7 @@ class Cluster(Config):
 
     @property
     def pooled(self) -> bool:
-        """Whether faster workers take more steps; otherwise all workers take the same number."""
+        """Whether a faster worker takes more steps than a slower worker."""
         model = self.consistency
         return isinstance(model, OnArrival) or (
             isinstance(model, Elastic) and model.order == "arrival"
@@ -198,7 +198,7 @@ class Cluster(Config):
         return tuple(time * share / mean for time, share in zip(speeds, shares, strict=True))
 
     def check_cluster(self, *, learning_rate: float) -> None:
-        """Refuse settings that cannot be combined.
+        """Refuse settings of the cluster that cannot be combined.
 
         Raises:
           ConfigError: settings cannot be combined. The path in the error starts at this section,

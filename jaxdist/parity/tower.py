@@ -16,7 +16,7 @@ class TowerBlock(nnx.Module):
         self.down = Linear((mlp, embed), ("mlp", "embed"), rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x `[B, embed]` to the same shape."""
+        """Apply the block to x `[B, embed]`; the result has the same shape."""
         return x + self.down(jax.numpy.tanh(self.up(x)))
 
 

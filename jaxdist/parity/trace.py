@@ -229,7 +229,7 @@ class FirstSteps:
         return Trace(values, gradients, updates_of(initial, program.home.used(state))), state
 
     def between(self, state: TrainState, count: int) -> TrainState:
-        """Return the state after what the strategy does between step `count` and the next step."""
+        """Return the state after the strategy's exchange between step `count` and the next step."""
         program = self.experiment.program
         due = program.outer is not None and program.outer.due(count)
         return program.between(state) if due else state

@@ -81,7 +81,7 @@ an entry for backward tasks that are divided in two (I and W)."""
 
 
 def work_of(plan: Plan) -> LiveFactors:
-    """Return the entry of `WORK` for a plan."""
+    """Return the entry of `WORK` for a plan: the factors of its live memory."""
     if plan.schedule is not None:
         return WORK["pipeline, halves" if plan.schedule == "zb_h1" else "pipeline"]
     kind = ("whole", "whole", "scattered", "shards")[plan.zero]

@@ -144,7 +144,7 @@ class Decoder:
 
     @property
     def unit(self) -> str:
-        """The unit of data in a step."""
+        """The unit in which the data of a step are counted, "tokens"."""
         return "tokens"
 
     @property

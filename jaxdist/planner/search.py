@@ -84,7 +84,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class SearchResults:
-    """The results of a search.
+    """The results of a search for plans on a target.
 
     Attributes:
       valid: the valid plans that fit in memory, the fastest plan first.

@@ -19,7 +19,7 @@ from jaxdist.run.watch.reports import Tell
 
 
 class NoAgent:
-    """The link of a process that no agent has started. All methods of this link do nothing.
+    """The link of a process that no agent has started, which reports nothing.
 
     Attributes:
       fence: the check that no later generation of a run on several hosts has started, or None for a
@@ -68,11 +68,11 @@ class AgentLink(NoAgent):
         self.fence, self.memory, self.phase = fence, run_folder.snapshots, publisher.phase
 
     def hooks(self) -> Sequence[LoopHook]:
-        """See `NoAgent`."""
+        """Return the hooks that report steps to the agent."""
         return (Tell(self._publisher.step, self._publisher.wait),)
 
     def done(self) -> None:
-        """See `NoAgent`."""
+        """Report to the agent that the run has finished and must not be restarted."""
         self._run_folder.done.touch()
 
 

@@ -52,13 +52,13 @@ class SaveTier:
 
     @property
     def best(self) -> Simulated:
-        """The row with the most goodput."""
+        """The simulated runs at the interval with the largest goodput."""
         return self.rows[int(np.argmax(self.means))]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A simulated fleet.
+    """The results of a simulated fleet, for each interval between saves.
 
     Attributes:
       tiers: checkpoints alone, and checkpoints with snapshots in memory; the two tiers have rows

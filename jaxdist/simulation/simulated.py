@@ -22,7 +22,7 @@ _NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
 
 
 def cluster_of(config: ExperimentConfig) -> ParameterServer:
-    """Return the config's strategy.
+    """Return a config's strategy, which must be a parameter server.
 
     Raises:
       ConfigError: the strategy is not a parameter server.

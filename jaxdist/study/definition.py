@@ -57,7 +57,7 @@ class VariantsStudy(_Study):
 
 
 class Contender(Config):
-    """An optimizer under study."""
+    """An optimizer that a batch-scaling study compares."""
 
     section: Settings
     """The section `optim` of the config, without learning rate and schedule."""

@@ -53,7 +53,7 @@ TrialT = TypeVar("TrialT", Trial, VariantTrial)
 
 @dataclass(frozen=True)
 class TrialOutcome(Generic[TrialT]):
-    """The outcome of a trial.
+    """The outcome of a trial: its held-out metrics, and whether it diverged.
 
     Attributes:
       trial: the trial.

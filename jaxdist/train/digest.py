@@ -133,7 +133,7 @@ class Replicas:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """The part of the tree that can be compared."""
+        """The bytes of a device's shards, and how many of these have replicas elsewhere."""
         held = [(leaf_bytes(_shard(leaf)), self._apart(leaf)) for leaf in self._leaves.values()]
         return Coverage(sum(size for size, _ in held), sum(size for size, apart in held if apart))
 

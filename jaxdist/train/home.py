@@ -256,7 +256,7 @@ class Home:
         return jax.tree.map(change, params, of_params(params))
 
     def _changed(self, view: View, change: Change, state: TrainState) -> TrainState:
-        """Convert the optimizer's leaves that have a parameter, and the parameters."""
+        """Convert the optimizer's leaves that belong to a parameter, and the parameters."""
         opt_state, held = state.opt_state, state.params
         if view.opt_state:
             opt_state = _owned(change, opt_state, self.owners)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of a token from logits.
+    """The settings with which a token is chosen from logits.
 
     Attributes:
       temperature: the divisor of the logits; 0 always selects the most likely token.

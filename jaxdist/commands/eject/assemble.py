@@ -80,7 +80,7 @@ def comment(text: str) -> str:
 
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> FilePiece:
-    """Return the piece of a module.
+    """Return the piece of an ejected file that a module contains.
 
     Args:
       name: the path of the module in `pieces`, without suffix.

@@ -28,7 +28,7 @@ from jaxdist.trees import flatten_with_names
 
 @dataclass(frozen=True)
 class RecordedLife:
-    """An uninterrupted part of a run.
+    """An uninterrupted part of a recorded run of parameter servers.
 
     Attributes:
       first: the first clock of the part.

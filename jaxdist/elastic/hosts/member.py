@@ -65,7 +65,7 @@ class Membership:
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
 
     def begin(self) -> None:
-        """Send the first request, and start the thread.
+        """Send the host's first request for a lease, and start the thread.
 
         Raises:
           RendezvousError: the rendezvous cannot be reached.

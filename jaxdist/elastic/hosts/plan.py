@@ -183,7 +183,7 @@ class BatchRule:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """The plan of a generation.
+    """The plan of a generation: its hosts, their processes and its settings.
 
     Attributes:
       places: for each host with processes, the number of its first process and the number of its

@@ -27,7 +27,7 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class LocalTree:
-    """The part of the tree that one device adds up.
+    """The part of the tree of sums that one device adds up.
 
     Attributes:
       shards: the number of logical shards on the device.
@@ -76,7 +76,7 @@ class Order:
         return self.shards & -self.shards
 
     def on(self, devices: int) -> LocalTree:
-        """Return the part of the tree that each device adds up if there are `devices` devices."""
+        """Return the part of the tree of sums that each of `devices` devices adds up."""
         assert self.shards % devices == 0, "see jaxdist.parallel.strict.check"
         mine = self.shards // devices
         return LocalTree(mine, math.gcd(mine, self.run))

@@ -50,7 +50,7 @@ class Elastic(Consistency):
         return self
 
     def rate_of(self, workers: int) -> float:
-        """Return alpha for a number of workers."""
+        """Return alpha, the rate of elastic averaging, for a number of workers."""
         beta = 0.9 if self.beta is None else self.beta
         return beta / workers if self.alpha is None else self.alpha
 

@@ -18,7 +18,7 @@ from jaxdist.param_server.consistency.contract import (
 
 
 class Rounds(Consistency):
-    """The base class of models in which the version is the number of the round."""
+    """The base class of consistency models in which the version is the number of the round."""
 
     def floor_of(self, clocks: Clocks) -> int:
         return clocks.version

@@ -15,7 +15,7 @@ from jaxdist.types import Params
 
 @dataclass(frozen=True)
 class PlaceableTensor:
-    """A parameter to place.
+    """A parameter whose rows a placement assigns to servers.
 
     Attributes:
       name: the path of the parameter in the tree, joined with '/'.

@@ -140,7 +140,7 @@ def marked_unusable(state: ClientState, sequence: int) -> ClientState:
 
 
 def hear(state: ClientState, reply: Reply) -> Heard:
-    """Return the effect of a reply; a repeated or late reply has no effect."""
+    """Return a client's state after a reply; a repeated or late reply has no effect."""
     assert reply.client == state.client, f"a reply to client {reply.client}"
     if isinstance(reply, Publish):
         return _newer(state, reply)
@@ -179,7 +179,7 @@ def _send(state: ClientState, message: Message) -> Sending:
 
 
 def _newer(state: ClientState, reply: Answer | Publish) -> Heard:
-    """Take the reply's parameters, unless the copy has a newer version."""
+    """Return the client's state with a reply's parameters, unless its copy is newer."""
     if state.version is not None and reply.version < state.version:
         return Heard(state)
     return Heard(replace(state, version=reply.version, floor=reply.floor), takes=True)

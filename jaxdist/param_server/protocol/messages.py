@@ -99,7 +99,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Publish:
-    """The current parameters, for a member that did not pull."""
+    """A message with the current parameters, for a member that did not pull."""
 
     client: int
     version: int

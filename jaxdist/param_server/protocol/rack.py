@@ -156,7 +156,7 @@ def _numbered(model: Consistency, state: RackState) -> RackStep:
 
 
 def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
-    """Carry out a step of the rack's own range: forward rounds, and hold back replies."""
+    """Turn a step of the rack's own range into effects: forward rounds, and hold back replies."""
     state = replace(state, inner=step.state)
     effects: list[RackEffect] = []
     sent: int | None = None

@@ -34,7 +34,7 @@ class Received:
     rounds: dict[int, deque[tuple[int, Merge]]] = field(default_factory=dict)
 
     def take(self, log: Iterable[ProtocolCall]) -> None:
-        """Add the pushes of a log."""
+        """Add the pushes in the log of a server or a rack."""
         for taken in log:
             if isinstance(push := taken.message, Push):
                 self.pushes[push.stamp.client, push.clock] = push

@@ -111,7 +111,7 @@ class Replay:
 
     @property
     def reached(self) -> list[ShardState]:
-        """The shard at `due` of each server that has reached this clock."""
+        """The shard of each server that has reached the clock `due`, as it was at this clock."""
         return [server.reached for server in self.servers if server.reached is not None]
 
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:

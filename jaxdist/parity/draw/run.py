@@ -45,7 +45,7 @@ from jaxdist.types import Json, JsonObject, Leaf, PyTree
 
 @dataclass(frozen=True)
 class DrawOutcome:
-    """The outcome of a draw.
+    """The outcome of the comparison of a draw with a single device.
 
     Attributes:
       seed: the seed of the draw.
@@ -76,7 +76,7 @@ class DrawOutcome:
 
     @property
     def good(self) -> bool:
-        """Whether the draw neither differs nor failed."""
+        """Whether the draw equals a single device, or is refused by jaxdist."""
         return self.verdict in ("equal", "refused")
 
 

@@ -146,7 +146,7 @@ class Multiple(Kind):
 
 @dataclass(frozen=True)
 class Rank(Kind):
-    """The device's index along the axis, multiplied by `factor`.
+    """A value that is the device's index along the axis, multiplied by `factor`.
 
     Attributes:
       factor: the factor, which is known from the program.

@@ -77,7 +77,7 @@ class Op:
 
 
 def op_of(at: Any, eqn: Any, values: Sequence[k.Value]) -> Op:
-    """Return the operation of an equation."""
+    """Return the `Op` of an equation, with the values of its operands."""
     name, ins = str(eqn.primitive.name), [var.aval for var in eqn.invars]
     return Op(at, eqn, values, name, ins, axes_over(eqn))
 

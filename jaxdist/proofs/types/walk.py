@@ -383,6 +383,6 @@ def axes_of(jaxpr: Any) -> set[str]:
 
 
 def _listed(found: Found, count: int) -> list[k.Value]:
-    """Return the values of `count` results, as a rule has found them."""
+    """Return one value for each of `count` results, from the results of a rule."""
     found = k.Value(found) if isinstance(found, k.Kind) else found
     return [found] * count if isinstance(found, k.Value) else found

@@ -86,7 +86,7 @@ class LoopHook:
         return False
 
     def at(self, moment: Moment) -> None:
-        """Act after a step if needed; if any hook is due, this method of every hook is called."""
+        """Act on the state after a step; called on every hook if any hook is due."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ class Track(Hook):
         self._started, self._warned, self._failures = False, False, 0
 
     def start(self, run: Run) -> None:
-        """See `Hook`."""
+        """Start the tracker when a run begins."""
         directory = run.directory
         kept = _read(directory / KEPT)
         tracked = Tracked(
@@ -52,12 +52,12 @@ class Track(Hook):
             _write(directory / KEPT, {**kept, self.key: found})
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
-        """See `Hook`."""
+        """Pass a step's record to the tracker, unless the tracker has failed too often."""
         if self._started and self._failures < GIVEN_UP:
             self._tried(run, lambda: self.tracker.record(step, split, values))
 
     def end(self, run: Run, outcome: Outcome) -> None:
-        """See `Hook`."""
+        """End the tracker with the outcome of the run."""
         if not self._started:
             return
         status: Status = "finished"

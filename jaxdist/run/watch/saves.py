@@ -127,13 +127,13 @@ class Chosen(Cadence):
         self._next, self._steps, self._warm = start + FIRST_STEPS, FIRST_STEPS, start + WARM_STEPS
 
     def due(self, step: int) -> bool:
-        """See `Cadence`."""
+        """Return whether a save is due after `step`."""
         if step == self._warm:
             self._chooser.mark(step)
         return step == self.last or step >= self._next
 
     def saved(self, step: int, seconds: float) -> None:
-        """See `Cadence`."""
+        """Record that the save of `step` took `seconds`, and choose the next interval."""
         if step == self.last:
             return
         if seconds:

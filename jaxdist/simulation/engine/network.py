@@ -101,7 +101,7 @@ class Network:
     def send(
         self, source: Node, target: Node, payload_bytes: int, deliver: Action, lost: Action
     ) -> None:
-        """Send a message now.
+        """Send a message from one node to another, beginning now.
 
         Args:
           deliver: the function that is called when the complete message has arrived. If the network

@@ -18,7 +18,7 @@ from jaxdist.study.table import MARGIN
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """An optimizer's row of the table.
+    """A row of the table that compares optimizers.
 
     Attributes:
       largest: the largest batch size up to which every mean is within `MARGIN` of the best mean at

@@ -38,7 +38,7 @@ class Pattern:
 
     @property
     def sent(self) -> float:
-        """The bytes sent, in units of all parameters."""
+        """The bytes sent in a step (see `sent_bytes`), in units of the bytes of all parameters."""
         return self.sent_bytes / self.parameter_bytes
 
     @property

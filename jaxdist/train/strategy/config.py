@@ -23,7 +23,7 @@ RowConsistency = Annotated[BSP | SSP | Asynchronous, Field(discriminator="type")
 
 
 class Synchronous(Config):
-    """A strategy whose processes take every step together; nothing else changes parameters."""
+    """A strategy in which processes take all steps together, and only steps change parameters."""
 
     type: Literal["synchronous"] = "synchronous"
     """The name that selects this strategy in a config."""

@@ -54,7 +54,7 @@ class EtcdRendezvous:
         self._swap("version", 0, str(Token(token_hex(16))))
 
     def token(self) -> str:
-        """Return the current token."""
+        """Return the current token of the rendezvous."""
         found = self._range("token")
         if not found:
             raise LostError(self.address)

@@ -78,7 +78,7 @@ class FolderRendezvous:
                 raise
 
     def token(self) -> str:
-        """Return the current token."""
+        """Return the current token of the rendezvous."""
         found: list[str] = []
         for _ in range(_TRIES):
             with self._told():

@@ -75,7 +75,7 @@ class RedisRendezvous:
             self._server.set(f"{self._prefix}:token", str(Token(token_hex(16))), nx=True)
 
     def token(self) -> str:
-        """Return the current token."""
+        """Return the current token of the rendezvous."""
         with self._told():
             found = self._server.get(f"{self._prefix}:token")
         if found is None:

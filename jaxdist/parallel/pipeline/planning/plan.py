@@ -202,7 +202,7 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
 def _check_counts(
     given: tuple[int, ...] | None, layers: int, what: str, schedule: Schedule
 ) -> None:
-    """Raise ConfigError unless each chunk gets a layer and `given`, if not None, fits the model.
+    """Raise ConfigError unless each chunk gets a layer, and the given numbers fit the model.
 
     Args:
       given: the number of layers of each chunk from the config, or None if the config gives none.
