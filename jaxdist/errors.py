@@ -7,7 +7,7 @@ exits with `exit_code`. Every other exception is a bug, and its traceback is pri
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 STOPPED = 75
@@ -156,6 +156,20 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     allowed = f"allowed: {', '.join(options)}"
     match = closest(word, options)
     return f"did you mean {match!r}? ({allowed})" if match else allowed
+
+
+LINES = "\n  "
+"""The text between the indented lines of a list."""
+
+
+def some_of(names: Sequence[str], most: int, joint: str = ", ") -> str:
+    """Join at most `most` names, and count the others.
+
+    >>> some_of(["a", "b", "c"], 2), some_of(["a", "b"], 2), some_of(["a", "b"], 1, "; ")
+    ('a, b and 1 more', 'a, b', 'a; and 1 more')
+    """
+    shown, rest = joint.join(names[:most]), len(names) - most
+    return f"{shown}{' ' if joint == ', ' else joint}and {rest} more" if rest > 0 else shown
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.structure import structure_differences
 from jaxdist.config.schema import Config
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import LINES, CheckpointError, some_of
 from jaxdist.types import PyTree
 
 _LISTED = 12
@@ -109,8 +109,7 @@ def outline(names: Sequence[str]) -> str:
     """
     groups = Counter("/".join(name.split("/")[:2]) for name in names)
     listed = [f"{group} ({n} arrays)" if n > 1 else group for group, n in groups.items()]
-    rest = len(listed) - _LISTED
-    return ", ".join(listed[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    return some_of(listed, _LISTED)
 
 
 def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -> None:
@@ -130,15 +129,10 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
         if not line.endswith(", not expected")
     ]
     if lines:
-        rest = len(lines) - _LISTED
-        listed = lines[:_LISTED] + ([f"and {rest} more"] if rest > 0 else [])
         raise CheckpointError(
             f"{where} lacks arrays of the requested parts, or has these arrays with "
-            "different shapes:\n  "
-            + "\n  ".join(listed)
-            + (
-                f"\nthe checkpoint has {outline(list(saved))}; leave out the arrays that do not "
-                f"fit, for example with '!{lines[0].split(':')[0]}', or change the model so that "
-                "its arrays have the shapes of the checkpoint"
-            )
+            f"different shapes:\n  {some_of(lines, _LISTED, LINES)}\n"
+            f"the checkpoint has {outline(list(saved))}; leave out the arrays that do not fit, "
+            f"for example with '!{lines[0].split(':')[0]}', or change the model so that its arrays "
+            "have the shapes of the checkpoint"
         )

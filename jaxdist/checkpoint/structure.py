@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.checkpoint.manifest import LeafRecord
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import LINES, CheckpointError, some_of
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Leaf, PyTree
 
@@ -98,14 +98,10 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
             "cannot be resumed, but a new run can begin with its parameters "
             "(checkpoint.begin_with)"
         )
-    rest = len(lines) - _LISTED_PATHS
-    listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
     raise CheckpointError(
         f"{where} contains a different model or optimizer than the config: of {len(saved)} "
-        f"saved and {len(named_leaves(target))} expected arrays, {len(lines)} differ:\n  "
-        + "\n  ".join(listed)
-        + (
-            "\nresume with the configuration with which the run was started, or start a "
-            "run in a new directory"
-        )
+        f"saved and {len(named_leaves(target))} expected arrays, {len(lines)} differ:\n"
+        f"  {some_of(lines, _LISTED_PATHS, LINES)}\n"
+        "resume with the configuration with which the run was started, or start a run in a new "
+        "directory"
     )

@@ -85,15 +85,14 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
       RunError: there is no run in the directory. The message names the runs in this directory or
         next to it.
     """
-    from jaxdist.errors import RunError
+    from jaxdist.errors import RunError, some_of
 
     config = run / "config.yaml"
     # `Path.exists` is not used, because it raises an error for a name that is too long.
     if not os.path.exists(config):
         near = run if os.path.isdir(run) else run.parent
         runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))
-        more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
-        there = f"; there are {', '.join(runs[:SHOWN_RUNS])}{more}" if runs else ""
+        there = f"; there are {some_of(runs, SHOWN_RUNS)}" if runs else ""
         raise RunError(
             f"{run} is not a run directory, since it has no {config.name}: give the directory that "
             f"`jaxdist train` printed after the word run{there}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import ConfigError, DataError
+from jaxdist.errors import ConfigError, DataError, some_of
 from jaxdist.interchange import safetensors, source
 from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
@@ -104,8 +104,9 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
             found.add(kernel)
     if unknown:
         raise ConfigError(
-            f"{files.folder} has adapters of another base model: {_some(unknown)} belong to no "
-            "kernel of this model. Give the run of the adapters' base model with --base"
+            f"{files.folder} has adapters of another base model: {some_of(unknown, _LISTED)} "
+            "belong to no kernel of this model. Give the run of the adapters' base model with "
+            "--base"
         )
     given: Any = files.settings
     lacking = [key for key in ("r", "lora_alpha") if given.get(key) is None]
@@ -157,9 +158,9 @@ def read_adapters(
                 values[name] = np.stack(layers).reshape(shape)
     if problems:
         raise ConfigError(
-            f"{files.folder} has adapters of another base model: {'; '.join(problems[:_LISTED])}"
-            + (f"; and {len(problems) - _LISTED} more" if len(problems) > _LISTED else "")
-            + ". Give the run of the adapters' base model with --base"
+            f"{files.folder} has adapters of another base model: "
+            f"{some_of(problems, _LISTED, '; ')}. Give the run of the adapters' base model with "
+            "--base"
         )
     return values
 
@@ -189,8 +190,8 @@ def write_adapters(
     odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
     if odd:
         raise ConfigError(
-            f"PEFT cannot hold the adapters of {_some(odd)}, which is an embedding or a part of a "
-            "module: export the merged model (--to hf)"
+            f"PEFT cannot hold the adapters of {some_of(odd, _LISTED)}, which is an embedding or a "
+            "part of a module: export the merged model (--to hf)"
         )
     arrays: dict[str, np.ndarray] = {}
     modules: set[str] = set()
@@ -251,8 +252,3 @@ def _first_in(adapter: Adapter, row: Row) -> bool:
 def _inside(adapter: Adapter) -> bool:
     """Return whether the kernel is in a block, so that it is neither an embedding nor a head."""
     return adapter.layers is not None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import LINES, ConfigError, some_of
 from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
 from jaxdist.interchange.tensors import Tensor
@@ -197,8 +197,7 @@ def match(
         if name not in known and not name.endswith(tuple(ignored))
     ]
     if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        listed = "\n  ".join([*problems[:_LISTED], *more])
+        listed = some_of(problems, _LISTED, LINES)
         raise ConfigError(
             f"{where} does not fit the model:\n  {listed}\n"
             "Change the options of the model, or the table of names, until both agree"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxdist.errors import some_of
 from jaxdist.proofs.numbers import Compared
 
 if TYPE_CHECKING:
@@ -97,5 +98,4 @@ def _problems(proof: Proof) -> Iterator[str]:
     for one in proof.undecided:
         why.setdefault((one.part, one.why), []).append(one.what)
     for (part, reason), names in why.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"undecided {part}: {names[0]}{more}: {reason}"
+        yield f"undecided {part}: {some_of(names, 1)}: {reason}"

@@ -12,6 +12,7 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression import NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.config import Compression
+from jaxdist.errors import some_of
 from jaxdist.mesh import ICI, describe_mesh
 
 
@@ -219,9 +220,8 @@ def _messages_over(axis: str, *, fed_back: bool | None = None) -> Feature:
 
 
 def _rule(facts: Facts) -> str:
-    (name, dim), *more = facts.split.items()
-    also = f" and {len(more)} more" if more else ""
-    return f"sharding.rules.{dim}, which splits {name}{also} over {', '.join(facts.batch_axes)}"
+    dim, names = next(iter(facts.split.values())), some_of([*facts.split], 1)
+    return f"sharding.rules.{dim}, which splits {names} over {', '.join(facts.batch_axes)}"
 
 
 def _is(*types: str) -> Callable[[Facts], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from jaxdist.errors import some_of
 from jaxdist.validity.features import (
     Facts,
     shown_compression,
@@ -47,10 +48,9 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
             f"more (parallel.zero.whole_below) and a dim that divides by {parts}"
         )
     elif plan is not None and plan.uneven:
-        (name, shape), *more = plan.uneven.items()
-        also = f" and {len(more)} more" if more else ""
+        uneven = [f"{name} {list(shape)}" for name, shape in plan.uneven.items()]
         yield (
-            f"{shown_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no "
+            f"{shown_stage(facts)} keeps {some_of(uneven, 1)} whole on every device: no "
             f"dim divides by {parts} ({axes}). Padding would more than double the parameter, or "
             f"another axis splits the dim. To split the parameter, choose a size that {parts} "
             "divides"

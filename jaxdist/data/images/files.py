@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxdist.data.source import Example, take_one
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, some_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 TRAIN = ("train", "training")
@@ -183,8 +183,8 @@ def image_files(
     if heldout is not None and (other := set(heldout.names) - set(classes)):
         raise DataError(
             f"data.directory: {folder}: the held-out images have classes that the training images "
-            f"lack: {_some(sorted(other))}; training has {_some(classes)}: remove the folders of "
-            "these classes, or add training images of these classes"
+            f"lack: {some_of(sorted(other), _SHOWN)}; training has {some_of(classes, _SHOWN)}: "
+            "remove the folders of these classes, or add training images of these classes"
         )
     if len(classes) == 1:
         raise DataError(
@@ -204,14 +204,9 @@ def image_files(
         labels = np.array([numbers[name] for name in listing.names], np.int32)
         splits.append(EncodedImages(listing.places, labels, size))
     absent = [] if heldout is None else sorted({*classes} - {*heldout.names})
-    note = f"; without held-out images: {_some(absent)}" if absent else ""
-    note += f"; {len(broken)} broken files left out: {_some(broken)}" if broken else ""
+    note = f"; without held-out images: {some_of(absent, _SHOWN)}" if absent else ""
+    note += f"; {len(broken)} broken files left out: {some_of(broken, _SHOWN)}" if broken else ""
     return splits[0], splits[1], classes, note
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:
@@ -230,7 +225,7 @@ def _whole(listing: Listing) -> tuple[Listing, list[str]]:
         else:
             kept.append((place, name))
     if not kept:
-        raise DataError(f"data: all {len(broken)} images are broken: {_some(broken)}")
+        raise DataError(f"data: all {len(broken)} images are broken: {some_of(broken, _SHOWN)}")
     places, names = zip(*kept, strict=True)
     return Listing(places, names), broken
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jaxdist
 from jaxdist.config.document import flat
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, some_of
 from jaxdist.runtime import environment
 from jaxdist.types import Json
 
@@ -73,11 +73,11 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
     here, there = own["alike"], leader["alike"]
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
     if keys:
-        told = [f"{key}: {here.get(key)} here, {there.get(key)} there" for key in keys[:LISTED]]
-        more = f"; and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+        told = [f"{key}: {here.get(key)} here, {there.get(key)} there" for key in keys]
         raise ConfigError(
             f"this host, {own['host']}, differs from {leader['host']} at {address}: "
-            f"{'; '.join(told)}{more}. Make the two hosts equal, or choose another --rendezvous"
+            f"{some_of(told, LISTED, '; ')}. Make the two hosts equal, or choose another "
+            "--rendezvous"
         )
 
 

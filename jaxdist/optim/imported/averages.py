@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from jaxdist.config.importing import load_object
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, some_of
 from jaxdist.optim.precision import MasterState, MomentsState
 from jaxdist.optim.safety import SkipState
 from jaxdist.trees import flatten_with_names
@@ -93,7 +93,7 @@ def _shapes(tree: PyTree) -> Mapping[str, tuple[int, ...]]:
 
 def _shown(tree: PyTree) -> str:
     named = [f"{name or 'an array'} {list(shape)}" for name, shape in _shapes(tree).items()]
-    return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+    return some_of(named, 3)
 
 
 def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, some_of
 from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut_ranges
 
 RANGE_BYTES = 4 * 2**20
@@ -85,8 +85,7 @@ class Placement:
         parts = Counter(found.name for found in self.ranges)
         cuts = [f"{name} ({count})" for name, count in parts.items() if count > 1]
         if cuts:
-            more = f" and {len(cuts) - 4} more" if len(cuts) > 4 else ""
-            lines.append(f"cut by rows: {', '.join(cuts[:4])}{more}")
+            lines.append(f"cut by rows: {some_of(cuts, 4)}")
         return [*lines, self.law]
 
 

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.layout import ARRAYS, step_directory
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.config import read
 from jaxdist.config.files import parse_json, read_json
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, some_of
 from jaxdist.mesh import DCN, ICI
 from jaxdist.run.directory import RunDirectory
 
@@ -46,10 +46,9 @@ def check_order(run: RunDirectory, step: int) -> None:
         if name.startswith(_PARAMS) and any(map(_over_two_axes, specs.get(number, ())))
     ]
     if found:
-        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         raise CheckpointError(
             f"{path} contains parameters in a different order from that in which they were trained "
-            f"({', '.join(found[:_LISTED])}{more}). The checkpoint was written by an earlier "
+            f"({some_of(found, _LISTED)}). The checkpoint was written by an earlier "
             "version of jaxdist, whose ZeRO 3 with an explicit reduction misplaced shards of dims "
             "that a second mesh axis splits. Train the run again (docs/errata.md lists which runs "
             "are affected)"

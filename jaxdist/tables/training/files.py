@@ -29,7 +29,7 @@ from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest,
 from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.document import flat
 from jaxdist.config.files import read_json
-from jaxdist.errors import CheckpointError, os_errors_as
+from jaxdist.errors import CheckpointError, os_errors_as, some_of
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.keys import row_dtype
@@ -153,9 +153,8 @@ def _differences(path: Path, found: JsonObject, about: JsonObject) -> str | None
     ]
     if not wrong:
         return None
-    more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
     return (
-        f"{path} contains other tables than the config: {', '.join(wrong[:_LISTED])}{more}; resume "
+        f"{path} contains other tables than the config: {some_of(wrong, _LISTED)}; resume "
         "with the configuration with which the run was started, or start a run in a new directory"
     )
 
