@@ -374,3 +374,13 @@ def test_the_processes_of_a_machine_divide_its_gpus(monkeypatch):
     assert local_device_count({"mesh": {"fake_devices": 3}}, {}, 2) == 3
     with pytest.raises(RunError, match=r"3 processes on n1 .* see the same 4 GPUs"):
         local_device_count({}, {}, 3)
+
+
+def test_the_digest_of_the_code_covers_tables_of_data(monkeypatch, tmp_path):
+    (tmp_path / "__init__.py").touch()
+    table = tmp_path / "table.toml"
+    table.write_text("a = 1")
+    monkeypatch.setattr(identity.jaxdist, "__file__", str(tmp_path / "__init__.py"))
+    before = identity.code_digest()
+    table.write_text("a = 2")
+    assert identity.code_digest() != before

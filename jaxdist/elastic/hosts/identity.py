@@ -82,9 +82,14 @@ def check_compatibility(own: Mapping[str, Any], leader: Mapping[str, Any], addre
 
 
 def code_digest() -> str:
-    """Return a digest of jaxdist's sources, since two checkouts may have the same version."""
+    """Return a digest of jaxdist's sources, since two checkouts may have the same version.
+
+    The sources are the modules, and the tables that modules read.
+    """
     root = Path(jaxdist.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(
+        path for path in root.rglob("*") if path.suffix in (".py", ".toml", ".json")
+    ):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
