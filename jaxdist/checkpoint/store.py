@@ -325,8 +325,8 @@ class CheckpointStore:
     def _commit(self, pending: _Pending, written: Mapping[str, FileRecord]) -> None:
         staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
-        # If the directory is missing, orbax creates another for its arrays. Only the file that was
-        # written first shows that the directory still belongs to this save.
+        # If the directory is missing, orbax creates another directory for its arrays. Only the file
+        # that was written first shows that the directory still belongs to this save.
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was removed while the arrays were written")
         # A digest that is computed after the write cannot show that a file is missing or truncated,

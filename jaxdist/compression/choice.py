@@ -48,8 +48,8 @@ class Stages(Config):
         starts = [stage.start for stage in stages]
         if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise ValueError(
-                f"stages start at {starts}: the first stage must start at step 0, and each stage "
-                "after the stage before it"
+                f"stages start at {starts}: the first stage must start at step 0, and each "
+                "later stage after the start of the stage before it"
             )
         return stages
 

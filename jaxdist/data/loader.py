@@ -233,7 +233,10 @@ def _example(source: Source) -> dict[str, np.ndarray]:
     example = take(source, np.zeros(1, np.int64))
     if WEIGHT in example and example[WEIGHT].shape != (1,):
         shape = example[WEIGHT].shape[1:]
-        raise DataError(f"data: {WEIGHT!r} of example 0 has shape {shape}, expected one number")
+        raise DataError(
+            f"data: {WEIGHT!r} of example 0 has shape {shape}, expected one number: "
+            "store a single weight in each example"
+        )
     return example
 
 

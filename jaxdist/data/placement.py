@@ -95,7 +95,8 @@ def _sharding_of(name: str, shape: Shape, sharding: Shardings) -> jax.sharding.S
         return sharding(name, shape)
     if name not in sharding:
         raise DataError(
-            f"data: the array {name!r} {shape} has no sharding; the arrays with shardings are "
+            f"data: the array {name!r} {shape} has no sharding: add its sharding; the arrays "
+            "with shardings are "
             f"{', '.join(sorted(sharding))}"
         )
     return sharding[name]

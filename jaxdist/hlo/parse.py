@@ -296,7 +296,8 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 def _is_open(line: str) -> bool:
     """Return whether a line has an open brace; braces in quoted text do not count."""
-    # Usually both counts are equal, so that the slow removal of quoted text is not necessary.
+    # Most lines have equal numbers of opening and closing braces, for which the slow removal of
+    # quoted text is not necessary.
     if line.count("{") == line.count("}"):
         return False
     bare = _QUOTED.sub("", line)

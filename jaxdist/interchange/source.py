@@ -124,7 +124,7 @@ def open_source(path: Path) -> Source:
     """
     try:
         is_gguf = path.is_file() and gguf_files.is_gguf(path)
-    except OSError as error:  # The name may be too long, or a device may fail.
+    except OSError as error:  # The path may be too long, or unreadable.
         raise DataError(
             f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
         ) from error

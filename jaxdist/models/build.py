@@ -108,7 +108,8 @@ def make_model(
     if isinstance(config, GptConfig | BertConfig):
         if vocab_size is None:
             raise ConfigError(
-                f"model.type {config.type} needs tokens, but the data gives {sorted(shapes)}"
+                f"model.type {config.type} needs tokens, but the data gives {sorted(shapes)}: "
+                "choose a data.type with tokens, such as text"
             )
         given = {"hint": hint, "length": shapes.get("segments", (None,))[-1]}
         given |= _for_blocks(config, device)

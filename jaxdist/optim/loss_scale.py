@@ -91,7 +91,7 @@ class DynamicLossScale:
         if not 0 < low <= first <= high < float("inf"):
             raise ConfigError(
                 f"loss scale: 0 < min_scale <= init_scale <= max_scale < inf does not hold for "
-                f"{low}, {first}, {high}"
+                f"{low}, {first}, {high}: change one of these three scales"
             )
         if not 1 < self.growth < float("inf"):
             raise ConfigError(

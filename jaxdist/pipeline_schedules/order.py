@@ -70,8 +70,8 @@ class Walk:
                 if task is not None:
                     missing = _missing(task, chunks, done)
                     if missing is not None:
-                        # Other results may be missing too; the walk finds out when it visits the
-                        # stage again.
+                        # The task may lack other results too. The walk finds them when it visits
+                        # the stage again.
                         waiting.setdefault(missing, []).append(stage)
                         self.blocked[stage] = (place[stage], missing)
                         break

@@ -230,7 +230,7 @@ def tpu_vm(environ: Environ) -> Sighting | None:
 
 
 def _attribute(server: str, name: str) -> str:
-    import urllib.request  # The import is slow, and few processes need it.
+    import urllib.request  # The import of urllib is slow, and few processes need it.
 
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     asked = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

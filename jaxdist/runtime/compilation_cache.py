@@ -41,7 +41,8 @@ def enabled(directory: Path) -> Iterator[Path | None]:
         if settings.jax_compilation_cache_dir != before["jax_compilation_cache_dir"]:
             for name, value in before.items():
                 settings.update(name, value)
-            reset_cache()  # Without this, jax would keep using the directory that it has opened.
+            # Without the reset, jax would keep using the cache directory that is open.
+            reset_cache()
 
 
 def enable(directory: Path) -> Path | None:

@@ -115,7 +115,8 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _version(name: str) -> str | None:
-    from importlib import metadata  # The import is slow, and few commands need it.
+    # The import of importlib.metadata is slow, and few commands need it.
+    from importlib import metadata
 
     if name == "python":
         return platform.python_version()

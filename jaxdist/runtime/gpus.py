@@ -225,7 +225,7 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
     for index, one in enumerate(seen):
         if not one.gpus:
             raise RunError(
-                f"process {index} on {one.machine} finds no GPU, but other processes do: "
+                f"process {index} on {one.machine} finds no GPU, but other processes find GPUs: "
                 f"{_request()}"
             )
         groups.setdefault(frozenset(one.gpus), []).append(index)

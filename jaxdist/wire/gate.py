@@ -65,7 +65,7 @@ def write_gate(run: Path, gate: GateAddress) -> Path:
         f"{path} cannot be written",
         "make room on the disk, or allow this user to write there",
     ):
-        path.unlink(missing_ok=True)  # A killed run leaves its file behind.
+        path.unlink(missing_ok=True)  # A run that was killed leaves its gate file behind.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(gate._asdict(), file)
@@ -125,7 +125,8 @@ class RemoteProcess:
     """
 
     def __init__(self, peer: Peer, host: str, role: str = "server") -> None:
-        # No process of this host has this process number.
+        # A process of another host has no process number here, so `pid` has a number that no
+        # process has.
         self.host, self.role, self.pid = host, role, 2**31 - 1
         self._peer, self._code = peer, -int(signal.SIGKILL)
         self._over = threading.Event()

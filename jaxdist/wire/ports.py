@@ -73,7 +73,8 @@ def _refused(host: str, port: int) -> str | None:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # gRPC sets it too.
+            # gRPC also sets SO_REUSEADDR before it listens on a port.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(address)
             one.listen()
     except OSError as error:

@@ -240,7 +240,8 @@ class _RpcSession:
             )
             if why is not None:
                 raise RefusedError(
-                    f"the certificates of {wire.address} and of this process do not match: {why}"
+                    f"the certificates of {wire.address} and of this process do not match: "
+                    f"{why}; use certificates of one authority (strategy.processes.tls)"
                 ) from error
             raise WireError(
                 f"no server answers at {wire.address} within {CONNECT_SECONDS:g} s: check that the "
@@ -250,7 +251,7 @@ class _RpcSession:
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
         if self._memory is not None:
             metadata += ((SHARED_KEY, self._memory.place),)
-        self._to_server: shared.Direction | None = None  # It is set when the server accepts.
+        self._to_server: shared.Direction | None = None  # It stays None until the server agrees.
         call = self._channel.stream_stream(METHOD)
         self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
@@ -280,7 +281,7 @@ class _RpcSession:
         memory, answer = self._memory, dict(self._call.initial_metadata() or ())
         if memory is None:
             return None
-        memory.close()  # The mapping remains, and only the server needed the descriptor.
+        memory.close()  # The memory stays mapped: only the server needed the descriptor.
         if answer.get(SHARED_KEY) != "yes":
             return None
         self._to_server = memory.to_server

@@ -64,5 +64,5 @@ def test_a_batch_that_does_not_divide() -> None:
 
 def test_a_name_without_a_sharding() -> None:
     sharding = NamedSharding(_mesh(data=8), PartitionSpec("data"))
-    with pytest.raises(DataError, match=r"the array 'label' \(8,\) has no sharding; .*are image"):
+    with pytest.raises(DataError, match=r"the array 'label' \(8,\) has no sharding: .*are image"):
         BatchPlacement({"image": (4,), "label": ()}, 8, {"image": sharding})

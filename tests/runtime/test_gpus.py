@@ -59,7 +59,7 @@ def node(*visible: str, **changes: Any) -> Seen:
     [
         ([node("a", "b", "c")] * 2, r"2 processes on n1 \(0 to 1\) see the same 3 GPUs"),
         ([node("a", "b"), node("b", "c")], "processes 0 and 1 on n1 would both own the GPU that"),
-        ([node("a"), node()], "process 1 on n1 finds no GPU, but other processes do"),
+        ([node("a"), node()], "process 1 on n1 finds no GPU, but other processes find GPUs"),
         ([node("a"), node(problem="it broke")], "process 1 on n1: it broke; ask the scheduler"),
         ([node("a", "b", chosen=(2,))], "JAX_LOCAL_DEVICE_IDS=2, but the process sees 2 GPUs"),
         ([node("a", chosen=(0, 0))], "processes 0 and 0 on n1 would both own the GPU"),

@@ -41,9 +41,13 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
         )
     code, dims = content[2], content[3]
     if code != _UINT8:
-        raise DataError(f"data: {name} has IDX dtype 0x{code:02x}, expected 0x08 (uint8)")
+        raise DataError(
+            f"data: {name} has IDX dtype 0x{code:02x}, expected 0x08 (uint8): convert the file"
+        )
     if not 1 <= dims <= _MAX_DIMS:
-        raise DataError(f"data: {name} has {dims} IDX dims, expected 1 to {_MAX_DIMS}")
+        raise DataError(
+            f"data: {name} has {dims} IDX dims, expected 1 to {_MAX_DIMS}: fetch the file again"
+        )
     start = 4 + 4 * dims
     if len(content) < start:
         raise DataError(

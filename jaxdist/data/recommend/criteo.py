@@ -77,11 +77,12 @@ def read_clicks(path: Path, key: str, hash_size: int | None) -> ArraySource:
         if len(values) != COLUMNS:
             raise DataError(
                 f"data: {path}, line {number} has {len(values)} values, expected {COLUMNS} "
-                f"between tabs: a label, {COUNTS} counts and {IDS} ids"
+                f"between tabs: a label, {COUNTS} counts and {IDS} ids; correct the line"
             )
         if values[0] not in ("0", "1"):
             raise DataError(
-                f"data: {path}, line {number}: the label is {values[0][:40]!r}, expected 0 or 1"
+                f"data: {path}, line {number}: the label is {values[0][:40]!r}, expected 0 or "
+                "1: correct the line"
             )
         labels.append(float(values[0]))
         counts.append(
