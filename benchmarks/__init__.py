@@ -54,12 +54,13 @@ Each function returns a `Report`.
 
 
 def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: Any) -> Report:
-    """Run the bench `name`, and write its report as JSON to `json_path` if that is given.
+    """Run the bench `name`, and write its report as JSON to `json_path` if this path is given.
 
-    A bench that can draw has a parameter `plot`, a directory; by default it is that of the JSON.
+    A bench that can draw has a parameter `plot`, the directory of the pictures. By default the
+    pictures go into the directory of `json_path`.
 
     Raises:
-      JaxdistError: no such bench, or an option that it does not take.
+      JaxdistError: there is no such bench, or the bench does not accept an option.
     """
     if name not in BENCHES:
         raise JaxdistError(f"no bench is named {name!r}: {did_you_mean(name, BENCHES)}")

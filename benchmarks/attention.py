@@ -25,7 +25,7 @@ Shapes = tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 def bench(repeats: int = REPEATS, length: int = LENGTH, long: int = LONG) -> Report:
-    """Compare gradients of attention on one device: time at 1,024 positions, memory to 32,768."""
+    """Compare attention's gradients on a device: time at 1,024 positions, memory to 32,768."""
     shapes = shapes_of(ROWS, length)
     keys = jax.random.split(jax.random.key(0), len(shapes))
     given = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys, shapes, strict=True)]
@@ -70,7 +70,7 @@ def gradient(kernel: Kernel) -> jax.stages.Wrapped:
 
 
 def temp_bytes(kernel: Kernel, length: int) -> int:
-    """Return the temporary bytes of one row's compiled gradients; nothing is run."""
+    """Return the temporary bytes of the compiled gradients of one row, which are not run."""
     return program_memory(gradient(kernel).lower(*shapes_of(1, length)).compile()).temp_bytes
 
 

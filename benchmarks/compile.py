@@ -1,4 +1,4 @@
-"""The time to compile the train step: how it grows with depth, and with the persistent cache."""
+"""The time to compile the train step: its growth with depth, and the gain of a cache."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def persistent_cache(directory: Path | None) -> Iterator[None]:
 def _configure(settings: JsonObject) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    # jax opens its cache once: without a reset it would keep the previous directory.
+    # jax opens its cache only once. Without a reset, jax would use the previous directory.
     compilation_cache.reset_cache()

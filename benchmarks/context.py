@@ -29,7 +29,7 @@ from jaxdist.models.hints import no_hint
 
 NEEDS = ContextNeeds(heads=16, kv_heads=8, head_dim=8, length=2048, itemsize=4)
 BLOCKS = 16
-"""The number of blocks of a device's piece: the more, the less is computed beyond the diagonal."""
+"""The number of blocks of a device's piece; with more blocks, fewer masked pairs are computed."""
 LAYERS = 2
 DEGREES = (2, 4, 8)
 WAYS: tuple[Way, ...] = ("gather", "ring", "ulysses", "ring_ulysses")
@@ -73,7 +73,8 @@ def _gradients(
     local = partial(attend_shared, split, kernel, window=needs.window, causal=True, most=most)
     attend = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
-    # In a loop over layers XLA cannot take what the forward pass received for the backward pass.
+    # In a loop over layers, XLA cannot reuse values that the forward pass received in the backward
+    # pass.
     def layer(carry: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
         q_BLHd, k_BLKd, v_BLKd = carry
         return (attend(q_BLHd, k_BLKd, v_BLKd), 2 * k_BLKd, 2 * v_BLKd), None
@@ -101,8 +102,8 @@ def of_bytes(split: SequenceSplit, program: Ledger, needs: ContextNeeds) -> Figu
 
 def of_balance(split: SequenceSplit, program: Ledger) -> Figure:
     """Compare the FLOPs of the busiest device over the mean with the formula."""
-    # The last device of a contiguous order takes each branch, the first none, and the number of
-    # branches rises evenly between them.
+    # In a contiguous order, the last device takes each branch and the first device none. The number
+    # of branches rises evenly between these two devices.
     mean = (program.flops_low + program.flops_high) / 2
     share = attention_share(split.order, split.groups)
     goal = BALANCE_GOAL if share == 1 else ""

@@ -32,7 +32,7 @@ CONFIG = Path(__file__).parents[1] / "configs/gpt/base.yaml"
 STEP_GOAL, KERNEL_GOAL, TIME_GOAL, MEMORY_GOAL = "<= 1.05", "<= 1.1", "<= 1.25", "<= 1.15"
 MOST_APART = 0.02
 STEPS = 4
-"""Steps of a sample: the queue of a device is then never empty."""
+"""The number of steps in a sample, enough that the queue of a device is never empty."""
 PEER = "transformers' Llama of these sizes: torch.compile, sdpa, autocast to bfloat16, fused AdamW"
 TOKENS = ("data.type=synthetic", "data.kind=tokens", "data.heldout_examples=0")
 
@@ -114,7 +114,7 @@ def _no_transformers() -> str:
 
 
 def step_figures(case: Case, repeats: int, without_peer: str) -> list[Figure]:
-    """Return the figures of a model's step: beside PyTorch, beside the plan, and its memory."""
+    """Compare a step's time with PyTorch and with the plan, and its memory with the plan."""
     document, config = load(CONFIG, case.overrides())
     model = model_of(config, document)
     assert isinstance(model, Decoder), "the config's model is a gpt"
@@ -207,7 +207,7 @@ def torch_trainer(model: Decoder) -> Callable[[], object]:
 
 
 def kernel_figure(length: int, repeats: int) -> Figure:
-    """Compare gradients of cuDNN's causal attention through jaxdist with those of PyTorch's."""
+    """Compare the gradients of causal attention: cuDNN through jaxdist, and PyTorch's kernel."""
     import torch  # pyright: ignore[reportMissingImports]
 
     shape = (TOKENS_OF_KERNELS // length, length, HEADS, FEATURES)

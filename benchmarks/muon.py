@@ -1,4 +1,4 @@
-"""Muon on shards, in programs compiled for a TPU: the bytes it sends, and its FLOPs."""
+"""The bytes and the FLOPs of Muon on shards, from programs that are compiled for a TPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLANS: dict[str, tuple[int, JsonObject, JsonObject]] = {
 
 
 def figures(plans: Sequence[str] = tuple(PLANS)) -> Iterator[Figure]:
-    """Compare the bytes of exchanged matrices with a formula, and FLOPs with those of one copy."""
+    """Compare the bytes of exchanged matrices with a formula, and the FLOPs with one device."""
     try:
         devices = topology_devices(TOPOLOGY)
     except JaxdistError as error:

@@ -26,8 +26,7 @@ from jaxdist.types import Grads, OptState, Params, PyTree
 
 RATE = 1e-3
 LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
-"""The bytes of memory traffic of a float32 parameter if all passes over it are fused as far as
-possible."""
+"""The bytes of memory traffic of a float32 parameter if all passes are fused as far as possible."""
 SHARDS = 8
 DONATED = "jitted update and apply_updates on one device, parameters and state donated"
 
@@ -56,8 +55,8 @@ def timed(
 
     Args:
       repeats: timed pairs of each figure.
-      suffix: text to end the names of figures with; only figures without it have goals.
-      bert, resnet: shapes to use instead of those models', for tests.
+      suffix: the end of the figures' names; only figures with an empty suffix have goals.
+      bert, resnet: the shapes that replace the shapes of these models, for tests.
     """
     bert, resnet = bert or bert_base(), resnet or resnet50()
     ours, end, goals = OptimizerStep(lamb(RATE), bert), f", {suffix}" * bool(suffix), not suffix
@@ -165,7 +164,7 @@ def compare(
 
 
 def over_floor(name: str, ours: OptimizerStep, repeats: int) -> Figure:
-    """Compare a step's time with that of moving the floor's bytes at the speed of an SGD step."""
+    """Compare a step's time with the time to move the floor's bytes at the speed of an SGD step."""
     sgd = OptimizerStep(optax.sgd(RATE), ours.sizes)
     scale = LAMB_FLOOR_BYTES / SGD_BYTES
     with ours, sgd:
@@ -191,10 +190,10 @@ def temporaries(name: str, ours: OptimizerStep, goal: str = "") -> Figure:
 
 
 def sharded_figures(shapes: Shapes) -> list[Figure]:
-    """Compare the collectives of sharded LAMB with those of sharded AdamW, on a manual axis.
+    """Compare the collectives of sharded LAMB and of sharded AdamW, on a manual axis.
 
-    A tensor is split along its first dim that `SHARDS` divides; a tensor without such a dim is
-    whole on all devices.
+    A tensor is split along its first dim that is a multiple of `SHARDS`. A tensor without such a
+    dim is whole on all devices.
     """
     mesh = jax.make_mesh(
         (SHARDS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS]

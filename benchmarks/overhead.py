@@ -63,8 +63,8 @@ TINY: JsonObject = {
 
 STEPS_PER_SAMPLE = 8
 STEP_REPEATS = 3
-"""A factor on repeats of steps: to resolve 3% takes more than 9 pairs. A sample has several steps,
-since one step of 30 ms is too short to time on a shared machine."""
+"""The factor on the repeats of steps, since 9 pairs are too few to resolve 3%. A sample has several
+steps, since one step of 30 ms is too short to time on a shared machine."""
 
 PlainLoss = Callable[[Any, Batch], jax.Array]
 
@@ -147,7 +147,7 @@ class StepPair:
 
     def check(self, batches: list[Batch]) -> None:
         """Train both sides on these batches, and assert that their losses agree within 1e-4."""
-        # The loop variable is the attribute that both steps read.
+        # The loop assigns each batch to the attribute that both steps read.
         for self._batch in batches:
             ours, reference = float(self.ours()[0]), float(self.reference()[0])
             assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)
@@ -170,7 +170,7 @@ class StepPair:
 
 
 def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -> Figure:
-    """Measure the seconds per step of the loop with its hooks, which no device work hides."""
+    """Measure the seconds per step of the loop with its hooks, if the device has no work."""
     with tiny.loader.batches() as batches:
         fixed = next(batches)
     loops = LoopPair(tiny, tiny.program.train, fixed, steps)
@@ -201,7 +201,7 @@ def loop_with_loader_figure(
 
 
 def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) -> Figure:
-    """Compare the seconds per step beyond the bare call (median of pairs) with the budget.
+    """Compare the additional seconds per step of the loop (median of pairs) with the budget.
 
     >>> beyond_figure("loop", Sample((3.0, 5.0)), Sample((1.0, 3.0)), 100_000, "").ours
     2e-05
@@ -240,7 +240,7 @@ class LoopPair:
 
 
 def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
-    """Return the step followed by a chain of sines, which takes time but no Python."""
+    """Return the step followed by a chain of sines, which keeps the device busy without Python."""
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state, values = experiment.program.train(state, batch)

@@ -103,7 +103,7 @@ def row(path: str, on: str, job: Priced) -> str:
 
 
 def main() -> None:
-    """Print the table, and the sum of BERT's phases beside the paper's time."""
+    """Print the table, and the time of both phases of BERT with the paper's time."""
     print("| job | parameters | chips | plan | memory | step | MFU | run | energy | CO2e |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     minutes: dict[str, float] = {}

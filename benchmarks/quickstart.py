@@ -1,4 +1,4 @@
-"""The bench of the quickstart as a new user runs it: its whole time, and its held-out loss."""
+"""The bench of the quickstart for a new user: the time of the whole run, and its held-out loss."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
     timeout_seconds: float = TIMEOUT_SECONDS,
     arguments: Sequence[str] = (),
 ) -> float:
-    """Return the wall seconds of `jaxdist train` in a process without caches, in the directory run.
+    """Run `jaxdist train` without caches, with the run directory `run`; return the wall seconds.
 
     Args:
       arguments: further arguments of the command.

@@ -1,4 +1,4 @@
-"""The time that jaxdist takes to start, compared with the import of jax, which it needs."""
+"""The time that jaxdist takes to start, compared with the time to import jax."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def starts_backend(command: tuple[str, ...]) -> bool:
-    """Return whether a command starts jax's backend, by its failure on an unknown platform."""
+    """Return whether a command starts jax's backend, which fails on an unknown platform."""
     environ = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
     return subprocess.run(command, env=environ, capture_output=True, timeout=120).returncode != 0

@@ -1,6 +1,6 @@
-"""All-reduce on slow links: time between hosts of a lab, against the wire and the cost model.
+"""The time of all-reduces between the hosts of a lab, compared with links and the cost model.
 
-`bench` builds the lab and compares; each host runs `host`.
+`bench` builds the lab and compares the times; each host runs `host`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BYTES_GOAL = "<= 1.05"
 GAIN_GOAL = ">= 0.85"
 NESTED = Hierarchical(inside=Ring(), across=Xla())
 MESSAGE_SECONDS = DEVICES["cpu"].slow.latency_seconds
-"""The seconds that a message takes in addition to its bytes, in gloo and to wake its receiver."""
+"""The seconds that gloo and the wake-up of the receiver add to the time of a message's bytes."""
 
 
 def bench() -> Report:
-    """Measure two hosts on a slow link, and two pairs of hosts, fast inside and slow between.
+    """Measure two hosts on a slow link, and two pairs of hosts: fast links in a pair, slow between.
 
-    The bench is skipped, with the reason in the report, where the lab cannot be built.
+    If the lab cannot be built here, the bench is skipped, and the report has the reason.
 
     Raises:
       RunError: a host fails.
@@ -50,7 +50,7 @@ def bench() -> Report:
 
 
 def wire_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Figure]:
-    """Compare the time of `psum` and of a ring with the wire's, and the ring's bytes."""
+    """Compare the times of `psum` and of a ring with the link's limit, and the ring's bytes."""
     psum, ring = measure(hosts, [Xla(), Ring()], payload_bytes)
     sent_bytes = Ring().traffic("all_reduce", payload_bytes, hosts.size).sent_bytes
     limit_seconds = sent_bytes * 8 / hosts.across.bits_per_s
@@ -83,7 +83,7 @@ def wire_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Fig
 
 
 def two_level_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Figure]:
-    """Compare flat and hierarchical all-reduce, and the gain of the latter, with the cost model."""
+    """Compare flat and hierarchical all-reduces, and their speedup, with the cost model."""
     chosen: list[Algorithm] = [Ring(), NESTED, Xla()]
     flat, nested, psum = measure(hosts, chosen, payload_bytes)
     flat_seconds, nested_seconds, psum_seconds = (
@@ -182,7 +182,7 @@ def check_sum(found: np.ndarray, expected: np.ndarray, algorithm: Algorithm) -> 
     """Compare a result of this process with the exact sum.
 
     Raises:
-      RunError: the two differ, so that the time of this algorithm means nothing.
+      RunError: the two differ, so the time of this algorithm has no meaning.
     """
     wrong = np.flatnonzero(found != expected)
     if wrong.size:

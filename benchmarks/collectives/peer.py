@@ -2,7 +2,7 @@
 
 `python peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each line
 "BYTES TIMES" on its input, the processes run TIMES all-reduces of BYTES of float32, one after the
-other; the program prints an empty line when all are done. It imports torch and nothing of jaxdist.
+other, and then the program prints an empty line. The program imports torch and nothing of jaxdist.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
-    """Run one process: for each line of `orders` write a byte to `done`; end when they end."""
+    """Run one process: for each line of `orders`, all-reduce, and write a byte to `done`."""
     import torch  # pyright: ignore[reportMissingImports]  (an extra)
     import torch.distributed as dist  # pyright: ignore[reportMissingImports]  (an extra)
 
@@ -33,7 +33,7 @@ def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
 
 def main(world: int, store: str) -> None:
     """Fork the processes, so that torch is imported once, and forward the input to each of them."""
-    # The import serves the forks, which find it done. torch is an extra, and may be missing.
+    # The forked processes find torch imported already. torch is an extra, and may be missing.
     import torch.distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     done_read, done_write = os.pipe()

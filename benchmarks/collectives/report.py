@@ -17,7 +17,7 @@ from benchmarks.core.harness import REPEATS
 from benchmarks.core.report import Figure, Report, lacking
 
 FUSION_REPEATS = 5
-"""The most repeats of fusion: each takes seconds, and the ratio is far from its goal."""
+"""The largest number of repeats of fusion, which is small because a repeat takes seconds."""
 
 
 def bench(

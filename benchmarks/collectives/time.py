@@ -34,10 +34,10 @@ RINGS = (Ring(), Ring(directions=2), Ring(chunks=2), Ring(directions=2, chunks=2
 ALGORITHMS: tuple[Algorithm, ...] = (*FLAT, Hierarchical())
 TENSOR_COUNTS = (64, 200, 400)
 SECONDS_A_SIZE = 0.25
-"""The seconds spent on each algorithm and size of the table, if three calls do not take more."""
+"""The seconds that each algorithm and size of the table gets, unless three calls take longer."""
 GLOO = "gloo"
 GLOO_TIMES = 20
-"""Small all-reduces at one call of gloo's processes, since waking them takes milliseconds."""
+"""The number of small all-reduces in a call of gloo's processes, whose wake-up takes long."""
 AXES = ("data_dcn", "data_ici")
 Name = TypeVar("Name")
 
@@ -45,11 +45,11 @@ Name = TypeVar("Name")
 class Reduction:
     """A compiled all-reduce of one size.
 
-    The values are zeros, which take as long as others and never overflow.
+    The values are zeros, which take as long as other values and never overflow.
 
     Args:
-      donate: whether each call sums the result of the previous call in place; else the input is
-        kept.
+      donate: whether each call sums the result of the previous call in place. Otherwise the input
+        is kept.
     """
 
     def __init__(
@@ -185,7 +185,8 @@ def rotate(runs: Mapping[Name, Callable[[], object]], least_seconds: float) -> d
             if rounds:
                 found[name].append(elapsed)
         rounds += 1
-        # Collected between rounds, garbage does not fall into the time of one of the callables.
+        # Garbage is collected between rounds, so that no callable is timed together with a
+        # collection.
         gc.collect()
     return {name: Sample(tuple(seconds)) for name, seconds in found.items()}
 
@@ -194,8 +195,8 @@ def size_listing(seconds: Mapping[str, Mapping[int, float]], devices: int) -> Li
     """List times and bandwidths in the convention of nccl-tests.
 
     Algorithm bandwidth is the number of bytes on one device, divided by the time. Bus bandwidth is
-    that times 2 (n-1) / n, the least that a link must carry, so that it compares with the link's
-    speed.
+    the algorithm bandwidth times 2 (n-1) / n. This is the least bandwidth that a link must have, so
+    it can be compared with the speed of the link.
     """
     factor = 2 * (devices - 1) / devices
     rows = [

@@ -1,6 +1,6 @@
 """The bytes and steps of compiled collectives compared with formulas; no device runs anything.
 
-The rows are made in separate processes, since the number of devices is fixed when jax starts.
+Separate processes compute the rows, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ TPU_SIZES = {
     "v5p:4x4x20": (5,),
     "v5p:4x4x28": (7,),
 }
-"""For each TPU topology, the sizes of the axes for which collectives are compiled on it."""
+"""The axis sizes for which collectives are compiled, by the name of the TPU topology."""
 ALL_KINDS_SIZES = {"cpu": (3, 8), "tpu": (8,)}
 """The sizes for which every operation is compiled; other sizes have only all_reduce.
 
-XLA:TPU has no reduce-scatter over an odd number of devices, and may let chains wait for each other.
+XLA:TPU has no reduce-scatter over an odd number of devices, and may add dependencies between
+chains of collectives.
 """
 TWO_LEVELS = ((2, 2), (2, 4), (4, 2), (3, 2), (8, 8))
 ELEMENTS_PER_DEVICE = 4096
@@ -58,8 +59,8 @@ class TrafficRow:
     sent_bytes: float
     formula_bytes: float
     steps: int | None
-    """Longest chain of collectives that wait for one another, or None for XLA's own, which hides
-    it."""
+    """The length of the longest chain of dependent collectives, or None for XLA's own collectives,
+    which do not show it."""
     formula_steps: int
 
 
@@ -133,8 +134,8 @@ def row(
 ) -> TrafficRow:
     """Compile a collective over `sizes` devices, and read its bytes and steps from the program.
 
-    A TPU's topology must be compiled for as a whole: if `sizes` are fewer devices, all devices form
-    groups of that number, which run at the same time.
+    A program is always compiled for a whole TPU topology. If `sizes` have fewer devices, all
+    devices of the topology form groups of this number, which run at the same time.
     """
     count = math.prod(sizes)
     whole = len(devices) if platform == "tpu" else count
@@ -217,4 +218,4 @@ measure = child.apart(
     "compiling the programs for {}",
     devices=lambda platform: max(CPU_SIZES) if platform == "cpu" else None,
 )
-"""A function that returns the rows of a platform, "cpu" or "tpu", made in another process."""
+"""A function that returns the rows of a platform, "cpu" or "tpu", from another process."""

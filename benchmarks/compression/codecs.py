@@ -1,5 +1,5 @@
-"""Codecs of gradients: the time of encoding and decoding compared with a copy of memory, that of
-choosing elements with a sort, and the bytes of compiled reductions with a float32 ring.
+"""The time of codecs compared with a copy of memory and with a sort, and the bytes of compiled
+reductions compared with a float32 ring.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEVICES = 8
 FRACTION = 0.01
 TIMED = {"sign": Sign(), "int8": Quantize(), "int4": Quantize(bits=4), "bfloat16": Cast()}
 GOALS = {"sign": "<= 3.33", "int8": "<= 3.33"}
-"""The goals of codecs that are to reach 0.3 of the copy's speed."""
+"""The goals for the ratio of times, which demand 0.3 of the copy's speed, by codec."""
 SENT: dict[str, tuple[Codec, str]] = {
     "bfloat16": (Cast(), "<= 0.501"),
     "float8": (Cast(dtype="float8_e4m3"), ""),
@@ -49,7 +49,7 @@ SENT: dict[str, tuple[Codec, str]] = {
     "random 1%": (RandomK(fraction=FRACTION), ""),
     "rank 4": (LowRank(rank=4), ""),
 }
-"""Codecs, and the goals for their bytes over those of a float32 ring."""
+"""Codecs, and the goals for their bytes, divided by the bytes of a float32 ring."""
 
 
 def bench(repeats: int = REPEATS, size: int = SIZE, side: int = SIDE) -> Report:
@@ -112,14 +112,14 @@ def sent_bytes(codec: Codec, side: int) -> float:
 
 
 def sent(name: str, codec: Codec, goal: str, side: int) -> Figure:
-    """Compare the bytes that a device sends with those of a float32 ring."""
+    """Compare the bytes that a device sends with the bytes of a float32 ring."""
     ring = 2 * (DEVICES - 1) / DEVICES * 4 * side * side
     note = f"of a device, {DEVICES} devices, {side} x {side} float32; the reference is a ring"
     return Figure(f"{name}: wire bytes", sent_bytes(codec, side), ring, goal, "bytes", note)
 
 
 def received(side: int) -> Figure:
-    """Compare the bytes that top-k receives with 8 for each element of each other device."""
+    """Compare the bytes that top-k receives with 8 bytes for each sent element of other devices."""
     formula = 8 * math.floor(FRACTION * side * side) * (DEVICES - 1)
     ours = sent_bytes(TopK(fraction=FRACTION), side)
     note = "in an all-gather a device receives as much as it sends; 8 rho d (N - 1)"

@@ -34,7 +34,7 @@ PEER = Path(__file__).with_name("peer")
 ONE_NUMBER = "one number"
 """The name of the contender whose step is an all-reduce of four bytes."""
 CODING, CODED = "coding alone", PerParameter(otherwise=Quantize())
-"""The contender whose step is a reduction over a single device, which codes but sends nothing."""
+"""A contender that reduces over a single device: it encodes and decodes, but sends nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Task:
       hosts: the lab.
       contenders: the contenders of jaxdist.
       peers: the kinds of torch's contenders, or empty without `torch`.
-      torch: a Python that has torch; None leaves torch out.
+      torch: a Python that has torch, or None to measure without torch.
       rows: the rows of one host's batch.
       steps: the steps of one turn.
-      warmup, repeats: the number of rounds that are not counted, and of those that are.
+      warmup, repeats: the number of rounds that are not counted, and of counted rounds.
     """
 
     hosts: Lab

@@ -101,7 +101,7 @@ def measure(
 
 
 def check_losses(timed: Mapping[str, Timed]) -> None:
-    """Raise RunError if the losses of float32 and of torch show that the networks differ."""
+    """Raise RunError if the losses of float32 and of torch differ, because the networks differ."""
     ours, theirs = timed.get("float32"), timed.get("torch plain")
     if ours and theirs and not math.isclose(ours.loss, theirs.loss, rel_tol=1e-4):
         raise RunError(
@@ -111,7 +111,7 @@ def check_losses(timed: Mapping[str, Timed]) -> None:
 
 
 def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
-    """Return the links across and inside sites: the rate of `tc`, and a measured latency."""
+    """Return the links between and inside sites, with the rate of `tc` and a measured latency."""
     steps = collective_seconds(XLA, "all_reduce", 0, [Level(hosts.size, Link(1.0, 1.0))])
     latency = statistics.median(timed[ONE_NUMBER].seconds) / steps
     across, inside = (
@@ -149,7 +149,7 @@ def predictions(
 
 
 def coding_speed(timed: Mapping[str, Timed]) -> float:
-    """Return the bytes of memory that a host's coding passes in a second, while all hosts code."""
+    """Return the bytes of memory that a host's codec passes in a second, while all hosts encode."""
     return coding_bytes(gradients(), CODED) / statistics.median(timed[CODING].seconds)
 
 

@@ -1,7 +1,7 @@
 """The train step with compressed gradients that the hosts of the lab time.
 
-It is written by hand, so that nothing but the reduction differs between contenders: a ReLU network,
-plain gradient descent, and gradients reduced by `compressed_all_reduce`.
+The step is written by hand, so that only the reduction differs between contenders. It trains a ReLU
+network by plain gradient descent, with gradients reduced by `compressed_all_reduce`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Contender:
 
     Attributes:
       name: the name of its figure.
-      codec: the codec as in a config; None sends nothing: each host uses its own gradients.
+      codec: the codec as in a config, or None to send nothing, so that each host uses its own
+        gradients.
       inside: whether to sum exactly inside a site first, and send encoded shards between sites.
     """
 
@@ -128,7 +129,7 @@ class Training:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         if self._contender.inside:
             like = shard_shapes(like, self._mesh.shape[self._axes[1]])
-        # The rows of a new state, one for each party, are equal: each host places its own.
+        # A new state has an equal row for each host, and each host places its own row.
         state = init_state(like, parties, codec=choice)
         return jax.tree.map(lambda x: self._placed(np.asarray(x[:1]), P(self._axes)), state)
 

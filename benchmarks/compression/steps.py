@@ -28,7 +28,7 @@ SENT: Mapping[str, tuple[Mapping[str, Json], str]] = {
     "int4": ({"type": "quantize", "bits": 4}, "<= 0.14"),
     "sign": ({"type": "sign"}, "<= 0.035"),
 }
-"""Codecs, and the goals for a step's bytes over those of a float32 ring."""
+"""Codecs, and the goals for the bytes of a step, divided by the bytes of a float32 ring."""
 BLOCKS = {"type": "quantize", "block": 1024}
 PLAIN = {
     "reduce": XLA,

@@ -1,9 +1,9 @@
 """The confidence of a ratio that must be known to a hundredth, on a machine with other load.
 
 The pairs of `benchmarks.core.harness.interleave` alternate in order, so that two pairs are A B B A,
-a *four*: a machine that slows down evenly adds as much time to A as to B. Each four gives a ratio.
-The figure is the median of these ratios, with an interval by the bootstrap: it contains 95% of the
-medians of fours that are drawn again with replacement.
+a *four*. In a four, a machine that slows down evenly adds as much time to A as to B. Each four
+gives a ratio. The figure is the median of these ratios, with a bootstrap interval that contains 95%
+of the medians of fours drawn with replacement.
 """
 
 from __future__ import annotations

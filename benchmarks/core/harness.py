@@ -1,7 +1,7 @@
-"""Fair timing of a callable or command against a reference.
+"""A fair comparison of the times of a callable or command and of a reference.
 
-The two run alternately, so that a machine that slows down slows both, and their order changes from
-pair to pair. Their ratio is the median of the ratios of the pairs.
+Both run alternately, and their order changes from pair to pair, so that a machine that slows down
+affects both. The ratio of the times is the median of the ratios of the pairs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def iqr(self) -> float:
-        """The interquartile range in seconds: how far the middle half is spread."""
+        """The interquartile range in seconds, which is the spread of the middle half."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -106,7 +106,7 @@ def alternate_processes(
     Args:
       ours, reference: the program and arguments of each command.
       warmup, repeats: as for `interleave`.
-      environ: the environment of the processes; None means this process's.
+      environ: the environment of the processes, or None for the environment of this process.
       timeout_seconds: the limit for one process.
 
     Raises:
@@ -194,7 +194,7 @@ def _no_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     gc.collect()
-    # The collections between calls then need not traverse the objects that exist by now.
+    # Collections between calls then do not traverse the objects that already exist.
     gc.freeze()
     try:
         yield

@@ -105,8 +105,8 @@ def in_rounds(
             multihost_utils.sync_global_devices("ready")
             before = sent_bytes()
             seconds, loss = turns[names[which]]()
-            # Read after the barrier: before it, other hosts may still have bytes in their buffers
-            # that this host waits for.
+            # The counter is read after the barrier. Before the barrier, other hosts may still have
+            # bytes in their buffers for which this host waits.
             multihost_utils.sync_global_devices("done")
             sent = sent_bytes() - before
             found[:, which, index] = seconds / steps, sent / steps, loss
@@ -146,7 +146,8 @@ def main(name: str, *args: str) -> None:
     with connected(find_processes(os.environ), report):
         found = child.answer(name, *args)
         if jax.process_index() == 0:
-            # Written at once, with a line break before it, since gloo prints too, on all hosts.
+            # The line is written in one piece and after a line break, since gloo prints on all
+            # hosts too.
             sys.stdout.write(f"\n{FOUND}{found}\n")
 
 

@@ -27,7 +27,7 @@ from jaxdist.errors import JaxdistError, RunError
 COORDINATOR_PORT = 9911
 MTU_BYTES = 1500
 FRAME_BYTES = MTU_BYTES + 14
-"""The bytes that `tc` counts for a full packet: the MTU and the Ethernet header."""
+"""The number of bytes that `tc` counts for a full packet: the MTU plus the Ethernet header."""
 SEGMENT_BYTES = MTU_BYTES - 20 - 32
 """The bytes that a full packet carries: the MTU without the headers of IP and of TCP with time
 stamps."""
@@ -132,13 +132,14 @@ def shape(lab: Lab, host: int, device: str, end: Literal["src", "dst"]) -> list[
     Class 1:1 has the packets that stay in the host's site, class 1:2 all others.
 
     Args:
-      end: the end of a packet that is the other host: "dst" on the host's own device, "src" at the
-        bridge. A delay is added only on the host's own device, so that each packet has it once.
+      end: the field of a packet that has the other host: "dst" on the host's own device, "src" at
+        the bridge. A delay is added only on the host's own device, so that each packet is delayed
+        only once.
     """
     commands = [f"tc qdisc add dev {device} root handle 1: htb default 2"]
     for number, link in ((1, lab.inside), (2, lab.across)):
-        # A burst is 1 ms, and at least one packet of segmentation offload: tc counts the headers of
-        # all its segments, and what the bucket lacks delays the next packet.
+        # A burst is 1 ms, and at least one packet of segmentation offload. tc counts the headers of
+        # all segments of this packet, and delays the next packet if the bucket has too few bytes.
         burst_bytes = max(2**16, int(link.bits_per_s / 8 / 1000))
         rate = f"rate {link.bits_per_s:.0f}bit burst {burst_bytes} cburst {burst_bytes}"
         commands.append(
@@ -242,8 +243,8 @@ def run(
     """Run `command` on each host of the lab until all have ended, and return their output.
 
     Args:
-      environ: the environment of all hosts, to which `Lab.environ` is added; None means this
-        process's.
+      environ: the environment of all hosts, to which `Lab.environ` is added, or None for the
+        environment of this process.
 
     Raises:
       RunError: the lab cannot be built here, a host fails, or the command takes too long.

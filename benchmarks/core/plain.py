@@ -1,4 +1,4 @@
-"""The train step that one would write by hand, the reference of `jaxdist bench overhead`.
+"""A train step written by hand, the reference of `jaxdist bench overhead`.
 
 Nothing of jaxdist is used here. The mathematics are those of jaxdist's models at their defaults,
 without options. Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.

@@ -1,4 +1,4 @@
-"""The shared part of races against torch: start contenders, give them a model, let them take turns.
+"""Functions of races against torch: they start contenders, give them a model, and time their turns.
 
 All contenders start before the first turn, and use no CPU while they wait, so that they are timed
 under the same conditions. Their losses must agree before anything is timed.
@@ -26,7 +26,7 @@ from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import Json, JsonObject
 
 WORLD = 2
-"""The number of processes of a contender that is not alone; each process has its own core."""
+"""The number of processes of a contender that trains in parallel; each has its own core."""
 SIZES = {"layers": 4, "embed": 256, "heads": 4, "mlp": 704, "vocab": 320}
 WARMUP, LOSS_TOLERANCE = 3, 1e-4
 RaceEntry = tuple[str, list[Command]]
@@ -81,7 +81,7 @@ def speed(name: str, ours: Sample, torch: Sample, goal: str = "") -> Figure:
 
 
 def must_agree(bench: str, name: str, loss: float, other: str, expected: float) -> None:
-    """Check that a contender's loss agrees with another's.
+    """Check that the losses of two contenders agree.
 
     Raises:
       RunError: the losses differ.

@@ -22,7 +22,7 @@ from jaxdist.metrics.columns import markdown as markdown_table
 from jaxdist.types import Json, JsonObject
 
 ENOUGH_RUNS = 5
-"""The least number of runs that show how far a machine moves a figure."""
+"""The smallest number of runs that show how much a figure varies with the machine's load."""
 KEPT = ("name", "ratio", "goal", "ours", "reference", "unit")
 
 
@@ -32,7 +32,7 @@ class Range:
 
     Attributes:
       name: the name of the figure.
-      ratios: ours over the reference, for each run.
+      ratios: ours / reference, for each run.
       goal: the goal in the newest run, or empty if the figure is only shown.
       timed: whether the figure varies with the machine; counts read from a program do not.
       ours, reference: the values of the newest run, with their unit, or empty if only the ratio was
@@ -53,7 +53,7 @@ class Range:
 
     @property
     def few(self) -> bool:
-        """Whether the runs are too few to show how far the machine moves the figure."""
+        """Whether the runs are too few to show how much the figure varies between runs."""
         return self.timed and len(self.ratios) < ENOUGH_RUNS
 
     @property

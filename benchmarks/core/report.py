@@ -67,8 +67,9 @@ class Figure:
       goal: "<= x" or ">= x", a condition on the ratio, or empty if the figure is only shown.
       unit: for example "s" or "bytes"; seconds are shown in a readable scale.
       note: the conditions that a reader must know to trust the number.
-      ours_iqr, reference_iqr: the spread of the two, in `unit`, or None for a count.
-      paired_ratio: the median of the ratios of pairs, which is the ratio when given.
+      ours_iqr, reference_iqr: the spreads of `ours` and `reference`, in `unit`, or None for counts.
+      paired_ratio: the median of the ratios of pairs, which replaces ours / reference as the ratio,
+        or None.
 
     Raises:
       JaxdistError: a goal that cannot be read.
@@ -212,9 +213,9 @@ class Sheet(Generic[T]):
     """The columns of a listing of one kind of record; a call with records returns a `Listing`.
 
     Attributes:
-      title: the text above the rows, or a function from the records to it.
-      columns: for each column, the name of an attribute of the records or a function of a record;
-        a pair of it and a unit where the column has a unit.
+      title: the text above the rows, or a function from the records to this text.
+      columns: for each column, the name of an attribute of the records or a function of a record.
+        For a column with a unit, a pair of this name or function and the unit.
 
     >>> sheet = Sheet("sizes", {"real": ("real", "bytes"), "twice": lambda one: 2 * one.real})
     >>> sheet([3.0]).rows

@@ -6,7 +6,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 BERT_LAYERS, BERT_EMBED, BERT_MLP, BERT_VOCAB, BERT_POSITIONS = 12, 768, 3072, 30522, 512
 RESNET_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
-"""The number of blocks of each stage, and their width; their output has 4 times as many channels.
+"""The number of blocks of each stage, and their width; a block outputs 4 times as many channels.
 """
 
 

@@ -114,7 +114,7 @@ def compared(name: str, ours: Sample, reference: Sample, note: str) -> Figure:
 
 
 def told_figure(path: Path, step_seconds: float) -> Figure:
-    """Compare with a step the time of status reports, in the main thread and for heartbeats."""
+    """Compare the time of status reports (main thread and heartbeats) with the time of a step."""
     with Publisher(path, 0) as publisher:
         account = Account(Activity.STEP, tell=publisher.phase)
         quiet = Account(Activity.STEP)

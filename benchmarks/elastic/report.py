@@ -60,7 +60,7 @@ def bench(
       kills: the number of kills.
       torch: a Python that has torch, to compare with torchrun and DDP.
       sigterms: the number of further runs that receive SIGTERM.
-      scoreboard: rows of the scoreboard to try instead of all this; see
+      scoreboard: rows of the scoreboard, which are tried instead of all other measurements; see
         `benchmarks.elastic.scoreboard.board.asked`.
     """
     if scoreboard is not None:

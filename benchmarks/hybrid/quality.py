@@ -2,8 +2,8 @@
 
 The data are MovieLens-100K. Each of two devices is a worker with a client of its own, like a
 training process, and each step averages the gradients of the dense parameters over the devices. The
-servers are in this process: servers and clients are those of a run, and a local wire carries their
-frames.
+servers are in this process. Servers and clients are the same classes as in a run, and a local wire
+carries their frames.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Task:
       config: the name of the shipped config.
       settings: the settings that override the config, except its seed.
       folds: the number of held-out parts, each of which has its own runs.
-      goal: the value to reach, which outside sources report for the same division of the data.
+      goal: the value to reach, which published results report for the same division of the data.
       sign: the comparison with the goal.
     """
 
@@ -137,7 +137,7 @@ class WorkerRows(TableRows):
 
 @dataclass
 class Workers:
-    """The clients of all workers, in the place of the client of one process.
+    """The clients of all workers, which replace the client of a single process.
 
     Attributes:
       ahead: whether the rows of the next batch are pulled in this step.

@@ -29,9 +29,9 @@ from jaxdist.tables.store import RowStore
 WIDTH = 16
 OPTIMIZER = RowAdagrad(learning_rate=0.1)
 ROWS = 50_000_000
-"""Rows of a table, of which one of two servers holds half."""
+"""The number of rows of a table, half of which one of two servers holds."""
 BOUNDED_ROWS = 10_000_000
-"""The largest number of rows of tables that grow, of which one of two servers holds half."""
+"""The largest number of rows of tables that grow, half of which one of two servers holds."""
 PART = 100_000
 
 
@@ -132,7 +132,7 @@ def store_figures(repeats: int) -> list[Figure]:
 
 
 def bounded_figures(repeats: int, most: int = BOUNDED_ROWS) -> list[Figure]:
-    """Measure a server of half of the rows that tables keep by 64-bit ids, four fifths full.
+    """Measure a server that holds half of the rows of tables with 64-bit ids, and is 4/5 full.
 
     Args:
       most: the largest number of rows of both servers.
@@ -144,7 +144,7 @@ def bounded_figures(repeats: int, most: int = BOUNDED_ROWS) -> list[Figure]:
     order["id"] = draws.integers(2**63, size=len(order), dtype=np.uint64)
     order = order[servers_of(order, 2, most) == 0]
     note = f"{len(order)} ids of 64 bits in room for {most // 2}, {WIDTH} wide with Adagrad"
-    # A row has its values and state, and the number of its last update; its key comes with it.
+    # A row has its values, its optimizer state, the number of its last update, and its key.
     return _of_store("bounded ", store, order, store.columns * 4 + KEY.itemsize, note, repeats)
 
 
@@ -203,7 +203,7 @@ def worker_figures() -> list[Figure]:
 def _rate(
     name: str, ours: Callable[[], object], other: Callable[[], object], repeats: int
 ) -> Figure:
-    """Compare the rates of two functions of the same rows, in CPU seconds, in turns."""
+    """Compare the rates, in CPU seconds, of two functions of the same rows that run in turn."""
     seconds: list[list[float]] = [[], []]
     for _ in range(repeats):
         for function, into in zip((ours, other), seconds, strict=True):

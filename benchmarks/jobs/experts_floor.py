@@ -1,8 +1,8 @@
 """The balance of a router that is perfectly even over all text, on a held-out split of few files.
 
 `python -m benchmarks.jobs.experts_floor RUN` prints MaxVio of a run that trained with experts on
-Python's standard library, on its held-out split and on as many random training windows. Beside each
-value is what a perfectly even router would show.
+Python's standard library, once on the held-out split and once on as many random training windows.
+With each value it prints the MaxVio that a perfectly even router would have.
 
 Dims: P parts of a text, N layers with experts, E experts.
 """
@@ -32,8 +32,9 @@ DRAWS = 2000
 def floors(load_PNE: np.ndarray, draws: int = DRAWS) -> np.ndarray:
     """Return MaxVio of a perfectly even router on texts of random parts, `[draws, N]`.
 
-    The parts are drawn with replacement, as many as there are. The deviation of their relative load
-    from that of all parts is the deviation of an even router from an even load (a bootstrap).
+    As many parts as the text has are drawn with replacement. The deviation of their relative load
+    from the relative load of all parts estimates the deviation of an even router from an even load
+    (a bootstrap).
     """
     random, count = np.random.default_rng(0), len(load_PNE)
 
@@ -65,7 +66,7 @@ def by_file(load_PNE: np.ndarray, fraction: float, tokens: int) -> np.ndarray:
 
 
 def main(run: Path) -> None:
-    """Print the balance of a run beside the floors."""
+    """Print the balance of a run, with the floors."""
     document, config = load(run / "config.yaml")
     experiment = build(config, document)
     assert isinstance(config.data, TextConfig)

@@ -1,9 +1,9 @@
-"""The bench of the jobs that review articles show, in parts that can run alone.
+"""The bench of the shipped jobs, in parts that can run alone.
 
     jaxdist bench jobs --part cnn --torch PYTHON
     jaxdist bench jobs --part targets:mlp/digits
 
-The parts that train read their targets from the heads of the configs.
+The parts that train read their targets from the first lines of the configs.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def two_processes(seed: int) -> float:
 
 
 def flops(_: str | None) -> Iterator[Figure]:
-    """Compare the FLOPs of compiled steps with those of models and optimizers."""
+    """Compare the FLOPs of compiled steps with the FLOPs of models and optimizers."""
     for name, (path, overrides) in PROGRAMS.items():
         found = inspect_step(open_subject(path, overrides, jax.devices()[:1]))
         given = found.ledger.flops_high, found.ideal_flops
@@ -147,7 +147,7 @@ def flops(_: str | None) -> Iterator[Figure]:
 
 
 def augmentation(_: str | None) -> Iterator[Figure]:
-    """Compare a step and the random changes of its images with the step alone, in CPU seconds."""
+    """Compare the CPU seconds of a step with, and without, random changes of its images."""
     overrides = ["model.width=64", "train.batch_size=16", ONE]
     scaled = "data.transform={type: scale, mean: 73.0, std: 90.0}"
     document, config = load(RESNET, overrides)

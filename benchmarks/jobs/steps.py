@@ -1,7 +1,7 @@
 """The step times of jaxdist, of torch and of torch.compile, on one core and with the same batch.
 
-A process of each takes steps in turn. Initial values and examples differ; the number of parameters,
-the shapes of a batch and the optimizer are the same.
+Each of the three has a process, and the processes take steps in turn. The number of parameters, the
+shapes of a batch and the optimizer are the same; initial values and examples differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def steps(torch: str | None, names: Sequence[str] = tuple(MODELS)) -> Iterator[F
 
 
 def measure(name: str, python: str) -> dict[str, list[tuple[float, float]]]:
-    """Return the CPU seconds and the wall seconds of steps in turn, by who takes the steps.
+    """Return the CPU seconds and the wall seconds of steps, by the name of the contender.
 
     Raises:
       RunError: a process ends early or is not ready in time.
@@ -117,7 +117,7 @@ def one_step(team: Team) -> tuple[float, float]:
 
 
 def compared(name: str, took: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[Figure]:
-    """Compare the CPU seconds of steps with those of the faster kind of torch.
+    """Compare the CPU seconds of steps with the faster of torch and torch.compile.
 
     >>> took = {"jaxdist": [(2.0, 4.0)], "eager": [(3.0, 3.0)], "compiled": [(1.0, 1.0)]}
     >>> (figure,) = compared("mine", took)

@@ -24,8 +24,7 @@ TRAINED = tuple(
         "gpt/quickstart", "gpt/moe", "gpt/lamb", "bert/small",
     )
 )  # fmt: skip
-"""The configs whose commands reach a target by themselves: without another run before, and without
-a text that the user installs."""
+"""The configs whose commands need no other run before, and no text that the user installs."""
 BUDGET_SECONDS = 2400.0
 TIMEOUT_SECONDS = 1800.0
 _COMMAND = re.compile(r"# command: +jaxdist train (\S+)(.*)")
@@ -39,7 +38,7 @@ class Target:
     Attributes:
       arguments: the arguments of `jaxdist train` after the config.
       metric: the name of the metric in the records of a run.
-      value: the value to reach, as the last held-out one of the run.
+      value: the value that the last held-out value of the run must reach.
     """
 
     arguments: Sequence[str]
@@ -83,7 +82,7 @@ def reached(run: Path, metric: str) -> float:
 def targets(_: str | None, paths: Sequence[Path] = TRAINED) -> Iterator[Figure]:
     """Run the commands in the heads of configs, and compare the results with the targets there.
 
-    A command that fails reaches no target; the others run nevertheless.
+    If a command fails, its target counts as missed, and the other commands still run.
     """
     wall = cpu = 0.0
     for path in paths:
@@ -117,8 +116,8 @@ class Trained:
       target: the target in its head.
       value: the value that was reached, or NaN if the command failed.
       wall_seconds: the seconds from start to end, or NaN.
-      cpu_seconds: the CPU seconds of all its processes and threads, or NaN. Other work on the
-        machine moves this time less than the wall time.
+      cpu_seconds: the CPU seconds of all processes and threads of the command, or NaN. Other work
+        on the machine changes this time less than the wall time.
       note: the error of a command that failed.
     """
 
@@ -131,7 +130,7 @@ class Trained:
 
     @property
     def figures(self) -> tuple[Figure, Figure]:
-        """The value over the target, and the CPU time over the time of all commands."""
+        """The figures: value / target, and CPU time / time of all commands."""
         given = self.value, self.target.value, self.target.goal, "", self.note
         note = f"{self.wall_seconds:.0f} s from start to end; the reference is 40 minutes"
         return (

@@ -66,7 +66,7 @@ PUBLISHED: Mapping[str, JsonObject] = {
         "num_attention_heads": 64,
     },
 }
-"""The `config.json` of each model, without what only text needs."""
+"""The `config.json` of each model, without the keys of its tokenizer."""
 
 
 def figures(name: str) -> Iterator[Figure]:

@@ -43,7 +43,7 @@ _SIZES = {
     "rope_theta": 10_000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-    # transformers warns of ids beyond the vocabulary, and drops the gradient of a padding id's
+    # transformers warns about ids beyond the vocabulary, and drops the gradient of the padding id's
     # embedding.
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -166,7 +166,7 @@ def drawn(name: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
 
     Values are normal around 0, or around 1 for the scales of norms; variances exceed 0.
     """
-    # A checksum, since Python's `hash` of a text differs between processes.
+    # The seed is a checksum, since Python's `hash` of a text differs between processes.
     rng = np.random.default_rng(zlib.crc32(f"{name} {layer}".encode()))
     values = 0.2 * rng.standard_normal(shape) + name.endswith("scale")
     return (np.abs(values) + 0.5 if name.endswith("/var") else values).astype(np.float32)
@@ -221,9 +221,10 @@ def given(source: Source) -> dict[str, np.ndarray]:
 
 
 def ours(path: Path, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return jaxdist's loss, logits and gradients of a model; gradients by the file's names.
+    """Return jaxdist's loss, logits and gradients of a model, gradients by the file's names.
 
-    Of a bert without a head they are the states, and the mean of their squares.
+    For a bert without a head, the final states replace the logits, and the mean of their squares
+    replaces the loss.
     """
     source = open_source(path)
     model = build_model(source.family.model(source.config), source.inputs)
@@ -292,10 +293,10 @@ def asked(
 
 
 def apart(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the largest difference of logits, and of gradients, over the largest absolute value.
+    """Return the largest differences of logits and of gradients, relative to the largest value.
 
-    That value is taken over all gradients, since the gradient of a key's bias is 0 but for
-    rounding.
+    For gradients, this value is the largest of all gradients, since the exact gradient of a key's
+    bias is 0.
     """
     most = float(np.abs(right["logits"]).max())
     by_kind = {"logits": _apart(found["logits"], right["logits"]) / most}

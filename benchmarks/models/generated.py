@@ -24,8 +24,11 @@ from jaxdist.train.sampling import Sampling
 
 ROWS = (1, 8)
 PROMPT, SHORT, LONG, WINDOW = 65, 1, 13, 128
-"""Tokens of a prompt, of two continuations, and of the window, which is the size of their caches.
-The time of a token is the difference, which does not have the prompt in it."""
+"""The numbers of tokens of a prompt, of a short and a long continuation, and of the caches.
+
+The time of a token is computed from the difference of the two continuations, so that it does not
+include the prompt.
+"""
 REPEATS = 5
 
 
@@ -44,7 +47,7 @@ def main(run: Path, python: str, model: str, rows: int) -> None:
         return np.array([time.perf_counter(), time.process_time()]) - begun
 
     found: list[list[float]] = []
-    # Otherwise torch's threads wait in loops, whose seconds of cores are no work.
+    # Otherwise torch's threads wait in loops, which would count as CPU seconds.
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-3, text=True, env=env) as child:
         assert child.stdin is not None

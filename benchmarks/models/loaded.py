@@ -70,7 +70,7 @@ def cold_seconds(acts: Sequence[Callable[[], object]], files: set[Path]) -> list
         for act, seconds in zip(acts, found, strict=True):
             for path in files:
                 with path.open("rb") as file:
-                    os.fsync(file.fileno())  # A page that is not on the disk is not dropped.
+                    os.fsync(file.fileno())  # only written pages are dropped
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             begun = time.perf_counter()
             act()

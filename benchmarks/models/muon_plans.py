@@ -71,8 +71,8 @@ class Alone(NamedTuple):
       begun: the first state.
       losses: the loss of each step.
       params: the last parameters, by name.
-      rounding: the largest relative distance that the last parameters move if the first parameters
-        are changed by a unit in the last place.
+      rounding: the largest relative change of the last parameters if the first parameters change by
+        a unit in the last place.
     """
 
     begun: TrainState
@@ -83,7 +83,7 @@ class Alone(NamedTuple):
 
 @cache
 def alone(model: int) -> Alone:
-    """Train a model on one device, and with first parameters that are rounded otherwise."""
+    """Train a model on one device, once more with first parameters that differ by rounding."""
     steps = FirstSteps(built(single_device(config(model, (1, 1, 1, 0)))))
     begun = steps.begin()
     losses, params = twice(steps, steps, begun)
@@ -104,7 +104,7 @@ def twice(
 
 
 def apart(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> float:
-    """Return the largest norm of a parameter's difference, over the norm of the parameter."""
+    """Return the largest ratio of the norm of a parameter's difference to the parameter's norm."""
     norm = np.linalg.norm
     return float(max(norm(found[name] - x) / norm(x) for name, x in right.items()))
 

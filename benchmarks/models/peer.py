@@ -1,6 +1,6 @@
-"""A program that computes a model's logits, loss and gradients: DIR GIVEN.npz OUT.npz.
+"""A program that computes logits, loss and gradients by transformers: DIR GIVEN.npz OUT.npz.
 
-It uses transformers, and nothing of jaxdist.
+The program uses nothing of jaxdist.
 """
 
 import json
@@ -48,7 +48,7 @@ def computed(path, model, arrays):
 
 
 def widened(model, length):
-    """Return a model in float64, but for the angles of the positions below `length`.
+    """Return a model in float64, except the angles of the positions below `length`.
 
     transformers computes norms and softmax in float32 even for a model in float64, so the name
     float32 is replaced in the model's module. No other model may be computed afterwards.

@@ -112,7 +112,7 @@ def preferences(path, adapters, arrays):
 
 
 def exact_preferences(path, adapters, arrays):
-    """Return what `preferences` returns, for a llama in float64. Nothing may run afterwards.
+    """Return the result of `preferences` for a llama in float64; nothing may run afterwards.
 
     transformers and trl compute norms, angles and log-probabilities in float32 even for a model in
     float64, so the name float32 is replaced in their modules.

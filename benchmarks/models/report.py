@@ -88,13 +88,13 @@ def real_tuning(given: Given) -> Iterator[Figure]:
 
 
 def generation(given: Given, rows: int) -> Iterator[Figure]:
-    """Compare the speed of generation with that of transformers."""
+    """Compare the speed of generation with transformers."""
     if given.is_decoder:
         yield from generated(given.real, given.python, rows)
 
 
 Cases = Mapping[str, Iterator[Figure]]
-"""The figures of each case of a part, which are measured when they are taken."""
+"""The figures of each case of a part; each iterator measures its figures when it is read."""
 PARTS: Mapping[str, Callable[[Given], Cases]] = {
     "families": lambda given: {name: family(given, name) for name in CONFIGS},
     "weights": lambda given: {"real": real_weights(given)},
@@ -186,7 +186,7 @@ def tuned(name: str, path: Path, python: str) -> Iterator[Figure]:
 
 
 def returned(name: str, path: Path) -> Figure:
-    """Import and export a model, and count the tensors that are the same to the bit."""
+    """Import and export a model, and count the tensors that are bit-identical afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         run, out = Path(folder) / "run", Path(folder) / "out"
         import_model(path, run, small(path), console=QUIET)
@@ -209,7 +209,7 @@ def returned(name: str, path: Path) -> Figure:
 
 
 def generated(path: Path, python: str, rows: int) -> Iterator[Figure]:
-    """Compare tokens for each second with those of transformers."""
+    """Compare the generated tokens per second with transformers."""
     with tempfile.TemporaryDirectory() as folder:
         import_model(path, Path(folder) / "run", small(path), console=QUIET)
         command = [sys.executable, "-P", "-m", "benchmarks.models.generated"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 ROWS, COLUMNS, ADDENDS = 512, 576, (64, 576, 1536)
-"""Sizes of SmolLM2-135M: tokens, the width, and the numbers that an element of a product adds."""
+"""Sizes of SmolLM2-135M: tokens, width, and the numbers of addends of a product's element."""
 PEER = """
 import sys, numpy, torch
 a, b = (torch.from_numpy(numpy.load(path)) for path in sys.argv[1:3])
@@ -24,9 +24,10 @@ numpy.save(sys.argv[3], (a @ b).numpy())
 
 
 def rounded(found: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
-    """Return the mean difference of a product from float64, over the mean of its elements.
+    """Return the relative error of a product, compared with float64.
 
-    Both are means of squares, of which the root is taken.
+    The error is the root mean square of the difference, divided by the root mean square of the
+    elements.
     """
     exact = a.astype(np.float64) @ b.astype(np.float64)
     return float(np.sqrt(np.mean((found - exact) ** 2) / np.mean(exact**2)))

@@ -39,7 +39,7 @@ LORA: JsonObject = {"rank": 8, "alpha": 16.0, "targets": ["blocks/attention/*", 
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 CONSTANT = {"type": "constant"}
 PROMPT, ENDS, BETA = 24, ((64, 40), (33, 50)), 0.1
-"""Tokens of a prompt, of both texts of each pair with their prompt, and the loss's strength."""
+"""The tokens of a prompt, the ends of both texts of each pair, and the strength of the loss."""
 
 
 class Blank:
@@ -90,7 +90,7 @@ def ours(
 ) -> tuple[dict[str, np.ndarray], float]:
     """Return the losses and gradients of jaxdist, and the bytes of state of an adapter's element.
 
-    The adapters with which it begins are written to `folder`.
+    The initial adapters are written to `folder`.
 
     Args:
       sections: sections of the config, such as a mesh.
@@ -110,7 +110,7 @@ def ours(
         losses.append(float(metrics[0]))
     found["text losses"] = np.array(losses)
     write(made, source, folder / "tuned", program.home.used_params(state.params)[PREFIX])
-    # The loss of a step is that of the parameters before the step.
+    # The loss of a step is computed from the parameters before the step.
     _, metrics = program.train(state, put(made, given["text"][0]))
     found["tuned loss"] = np.asarray(metrics[0])
 
@@ -166,7 +166,7 @@ def write(made: Experiment, source: Source, out: Path, tree: Any) -> None:
 
 
 def export_tuned(path: Path, folder: Path) -> None:
-    """Write the tuned model, with its adapters merged, as a user would by commands."""
+    """Export the tuned model, with its adapters merged, by the commands of a user."""
     import_model(path, folder / "base", small(path), console=QUIET)
     import_adapters(folder / "tuned", folder / "base", folder / "run", console=QUIET)
     export_model(folder / "run", folder / "merged", console=QUIET)
@@ -181,7 +181,7 @@ def small(path: Path) -> list[str]:
 def theirs(python: str, path: Path, folder: Path) -> dict[str, np.ndarray]:
     """Return the losses of peft, and the loss and gradients of trl, for adapters in a folder.
 
-    The loss of the exported model is that of transformers.
+    The loss of the exported model is computed by transformers.
 
     Raises:
       RunError: the other Python fails.

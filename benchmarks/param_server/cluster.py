@@ -44,8 +44,8 @@ class Played:
       servers, layouts: the servers, and the layout of each.
       clients: the client of each worker.
       clocks: the number of clocks of each worker so far.
-      leads: for each read, the clocks by which its worker was ahead of the slowest worker, as the
-        parameters that it read show.
+      leads: for each read, the number of clocks by which the reading worker was ahead of the
+        slowest worker, computed from the read parameters.
     """
 
     servers: Sequence[Server]
@@ -169,7 +169,7 @@ def _received(
 
 
 def slow_worker(workers: int = 4, seconds: float = 4.0) -> list[Figure]:
-    """Make one worker ten times slower: measure the others' rate, and a bounded lead."""
+    """Make one worker ten times slower, and measure the rate and the lead of the other workers."""
     alone = _rates(Asynchronous(), [1.0] * workers, seconds)
     factors = [1.0] * (workers - 1) + [float(SLOWER)]
     beside = _rates(Asynchronous(), factors, seconds)
@@ -197,13 +197,13 @@ def slow_worker(workers: int = 4, seconds: float = 4.0) -> list[Figure]:
 
 
 def _rates(model: Consistency, factors: Sequence[float], seconds: float) -> Played:
-    """Run workers with these factors on their step time, each of which counts its own pushes.
+    """Run workers with these factors on their step time; each worker counts its own pushes.
 
-    A worker counts in its own row of the parameters, so that each read shows the clocks of all.
+    A worker counts in its own row of the parameters, so that each read shows all workers' clocks.
     """
     workers = len(factors)
     params = {"w": np.zeros((workers, 1024), np.float32)}
-    share = 1 / workers  # the rate of updates on arrival
+    share = 1 / workers  # the rate of an update that is applied on arrival
     with played(model, workers, 1, params, 2**20) as run:
         end = threading.Event()
 

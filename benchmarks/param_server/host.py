@@ -101,7 +101,7 @@ def work(task: Task, case: Case, number: int, address: str) -> None:
     begun = threading.Event()
 
     def steps() -> None:
-        with suppress(RunError):  # the last read waits in vain for workers that have ended
+        with suppress(RunError):  # the last read waits for workers that have ended
             client.read()
             begun.set()
             while True:

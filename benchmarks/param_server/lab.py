@@ -43,7 +43,7 @@ GOAL = "<= 1.2"
 
 
 def figures() -> list[Figure]:
-    """Compare step times of real runs with the simulator's, and of all-reduces with the model's.
+    """Compare real step times with the simulator, and real all-reduces with the cost model.
 
     Raises:
       RunError: a host fails.
@@ -98,7 +98,7 @@ def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> lis
 
 
 def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
-    """Return a figure with the larger time over the smaller, so that its goal bounds both ways."""
+    """Return a figure whose ratio is the larger time divided by the smaller time."""
     note = (
         f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
         "ratio is the larger over the smaller"
@@ -119,13 +119,13 @@ def measured(
 
 
 def step_seconds(times: Sequence[float], updates: int) -> float:
-    """Return the seconds in which every worker computes one gradient, without the first steps."""
+    """Return the mean seconds in which each worker computes a gradient, without the first steps."""
     counted = np.asarray(times[WARMUP * updates :])
     return float((counted[-1] - counted[0]) / (len(counted) - 1) * updates)
 
 
 def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -> float:
-    """Return the seconds of a step in the simulator, on such links."""
+    """Return the seconds of a step in the simulator, with links of this kind."""
     rate = link.payload_bytes_per_s
     cards = NetworkConfig(
         bytes_per_second=rate, server_bytes_per_second=rate, latency_seconds=MESSAGE_SECONDS
@@ -136,6 +136,6 @@ def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -
 
 
 def all_reduce_seconds(size_bytes: int, workers: int, link: LabLink) -> float:
-    """Return the seconds of an all-reduce by the cost model, on such links."""
+    """Return the seconds of an all-reduce by the cost model, with links of this kind."""
     level = Level(workers, hardware.Link(MESSAGE_SECONDS, link.payload_bytes_per_s))
     return predict_seconds(XLA, "all_reduce", size_bytes, [level])

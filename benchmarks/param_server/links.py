@@ -46,7 +46,7 @@ from jaxdist.wire.rpc import RpcWire
 WORKERS, BATCH, WIDTH = 3, 512, 16
 CLICKS = ClicksConfig(type="clicks", fields=26, ids=40_000, examples=2**20, heldout_examples=0)
 DENSE = 2**20
-"""The number of dense parameters, as many as the top MLP 1024-512-256 and a bottom MLP have."""
+"""The number of dense parameters, as in a top MLP 1024-512-256 with a bottom MLP."""
 STEP_SECONDS = 0.01
 TABLE_PORT, DENSE_PORT = 9930, 9931
 PATIENCE = Timeouts(120.0, 120.0)
@@ -55,7 +55,7 @@ HYBRID, SERVER, RING = "hybrid", "parameter server", "all-reduce"
 
 
 def form() -> RowForm:
-    """Return the form of the tables."""
+    """Return the shapes and initial values of the tables."""
     return RowForm({f"field_{at}": CLICKS.ids for at in range(CLICKS.fields)}, WIDTH, 0.01)
 
 

@@ -1,4 +1,4 @@
-"""The transport within a process, in which queues instead of a network carry the frames."""
+"""A wire within a process: queues carry the frames, as a network would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
-    """An end of a session: a queue, and a thread that delivers the queue to the other end."""
+    """One end of a session: a queue, and a thread that delivers its messages to the other end."""
 
     def __init__(
         self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]
@@ -37,7 +37,7 @@ class _End:
 
 @dataclass(frozen=True)
 class LocalWire:
-    """A client's connection to a service in the same process.
+    """A wire to a service in this process.
 
     Attributes:
       spec_of: the function from an envelope of the service to the specification of its payload, or
@@ -92,8 +92,7 @@ class _LocalSession:
             self._closed = True
         self._worker.close()
         for end in (self._worker, self._server):
-            # A callback may close the session from within the session's thread, and a thread cannot
-            # join itself.
+            # A callback may close the session in the session's thread, which cannot join itself.
             if threading.current_thread() is not end.thread:
                 end.thread.join()
 

@@ -1,7 +1,8 @@
 """A program that runs one worker until it is killed.
 
 `python -m benchmarks.param_server.pusher CLIENT PORT LENGTH` pushes integers to a server. It prints
-its first clock, and after every fifth push its clock once all pushes are acknowledged.
+its first clock. After every fifth push it waits until all pushes are acknowledged, and prints its
+clock.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def raw_tcp(size_bytes: int) -> int:
 
 
 _kept: object = None
-"""A reference to the server, which would end as soon as it is garbage."""
+"""A reference to the server, which would be closed when it is garbage-collected."""
 KINDS: dict[str, Callable[[int], int]] = {
     "streamed": streamed,
     "one_message": one_message,

@@ -1,4 +1,4 @@
-"""A program that runs a replicated range on one server, and servers of it that are killed.
+"""A program that runs one server of a replicated range, and a bench that kills such servers.
 
 `python -m benchmarks.param_server.replicated NUMBER LEADS LENGTH` writes reports to its standard
 output and reads the arbiter's orders from its standard input, a line of JSON each.
@@ -74,7 +74,7 @@ class Range:
     def kill(self, number: int) -> None:
         """Kill a server with SIGKILL, and wait until the arbiter knows.
 
-        If the other server were killed before, the range would be lost.
+        If the other server were killed before the arbiter knows, the range would be lost.
         """
         self.servers[number].kill()
         with self._lock:
@@ -99,7 +99,7 @@ class Range:
         for child in self.servers.values():
             for pipe in (child.stdin, child.stdout):
                 assert pipe is not None
-                with suppress(OSError):  # what was not yet written is lost with the server
+                with suppress(OSError):  # an unwritten message is lost with the server
                     pipe.close()
 
     def _tell(self, server: int, order: JsonObject) -> None:
@@ -129,7 +129,7 @@ def seat(number: int, leads: bool, length: int, say: Callable[[JsonObject], None
     sgd = optax.with_extra_args_support(optax.sgd(1.0, momentum=0.0))
     shard = ServerShard(layout, WHOLE, sgd, np.zeros(length, np.float32))
     state = RangeState(Clocks(1)) if leads else None
-    kept: list[RpcServer] = []  # a server without a reference would close its port
+    kept: list[RpcServer] = []  # a collected server would close its port
 
     def opens(service: Service) -> int:
         kept.append(RpcServer(service, TOKEN))
@@ -187,8 +187,9 @@ def killed(kills: int, length: int, workers: int = 2) -> tuple[list[np.ndarray],
     """Kill servers at random moments, and return the sums applied and acknowledged, and times.
 
     Returns:
-      What the last leader has applied, what was pushed and acknowledged; and for each kill the
-      seconds until a push that was sent afterwards was acknowledged to each worker.
+      The sum that the last leader has applied; the sum that was pushed and acknowledged; and for
+      each kill, the seconds until each worker had an acknowledgement for a push that it sent
+      afterwards.
     """
     rng, seconds, team = random.Random(kills), list[float](), list[Pusher]()
 

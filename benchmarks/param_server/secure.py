@@ -33,7 +33,7 @@ def _round(count: int, values: int) -> list[Figure]:
     push, masked = _timed(lambda: team[0].masked(encode(x, count), to[0]))
     server = SecureSum(roster, needed, values)
     arrived = range(count - dropouts)
-    # The time of a sum does not depend on what the vectors are, so that of one client does for all.
+    # The time of a sum does not depend on the values, so all clients push the same vector.
     adding, _ = _timed(lambda: [server.add(number, masked) for number in arrived])
     for number in range(1, count):
         team[number].masked(np.zeros(1, np.uint64), to[number])

@@ -44,7 +44,7 @@ def table_servers(
     """Start table servers whose rows begin at zero, with plain SGD at rate 1, and clients.
 
     Args:
-      run: an empty run directory; None makes one.
+      run: an empty run directory, or None to create a directory.
       settings: further settings of the strategy.
     """
     whole = Asynchronous(gradient_weight="whole")
@@ -119,14 +119,14 @@ def killed(
     takeover_seconds: float = 5.0,
     signals: Sequence[Signals] = (SIGKILL,),
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Kill table servers at random moments, stopping the first instead, which is found and killed.
+    """Kill table servers at random moments; the first is only stopped, and the run must kill it.
 
     Args:
       signals: the signals in turn; SIGTERM asks a server to leave.
 
     Returns:
-      What servers have applied and what they have acknowledged, and for each kill the seconds until
-      each client had a push acknowledged that it began afterwards.
+      The sum that servers have applied, the sum that they have acknowledged, and for each kill the
+      seconds until each client had an acknowledgement for a push that it began afterwards.
 
     Raises:
       RunError: pushes stop, or the rows are lost.
@@ -142,7 +142,7 @@ def killed(
             victim = team.servers[rng.choice(sorted(team.servers))]
             os.kill(victim.process.pid, signals[kill % len(signals)] if kill else SIGSTOP)
             _until(lambda begun=begun: all(one.last > begun for one in pushers))
-            if kill:  # the first is only found after the time for a takeover
+            if kill:  # a stopped server is detected only after the time for a takeover
                 seconds.append(time.monotonic() - begun)
             _until(lambda victim=victim: victim not in team.servers.values())
         for one in pushers:

@@ -11,14 +11,14 @@ from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
 
 BUBBLE_PERCENT, GOAL = 1.0, "<= 1"
-"""The largest bubble, in percent of a period, that twice 1F1B's memory may leave."""
+"""The largest allowed bubble with twice the memory of 1F1B, in percent of a period."""
 STAGES = (2, 4, 8, 32)
 ROUNDS = 4
 """The number of microbatches per stage."""
 TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 1.0), (0.9, 1.0, 0.95))
 """The times of F, I and W."""
 KEPT = 0.43
-"""The fraction of activations that the input half leaves, in a model of the paper's width."""
+"""The fraction of activations that remains after a task I, in a model of the paper's width."""
 MODELS = {
     "1.5B, 24": (8, 24, Costs(18.522, 18.086, 9.337, transfer=0.601, kept=0.37), (15.85, 4.46)),
     "1.5B, 32": (8, 32, Costs(18.513, 18.086, 9.331, transfer=0.626, kept=0.37), (12.42, 0.39)),
@@ -56,7 +56,7 @@ class AutoSchedule:
 def measure(
     stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)
 ) -> list[AutoSchedule]:
-    """Schedule the times `TIMES` in twice 1F1B's memory, the paper's models in once and twice."""
+    """Schedule `TIMES` in twice 1F1B's memory, and the paper's models in once and twice."""
     found = [
         _auto(" ".join(f"{time:g}" for time in times), p, ROUNDS * p, 2.0, costs)
         for p in stages
@@ -78,7 +78,7 @@ def _auto(
 
 
 def figures(autos: Sequence[AutoSchedule]) -> list[Figure]:
-    """Return the worst bubble against the goal, the worst against the paper, and the worst peak."""
+    """Return the worst bubble by the goal, the worst bubble by the paper, and the worst peak."""
     plain = [one for one in autos if one.paper_percent is None]
     papers = [one for one in autos if one.paper_percent is not None]
     return [

@@ -41,7 +41,8 @@ class Law(NamedTuple):
       peak: a function from stages and microbatches to the peak memory, in microbatches through a
         whole stage, or None if only a bound is known.
       serves: whether the formulas hold for a number of stages and of microbatches.
-      times: F, I and W of the simulation, which are equal if the bubble is only known for that.
+      times: F, I and W of the simulation, which are equal if the bubble is known only for equal
+        times.
     """
 
     build: Callable[[int, int], Schedule]
@@ -58,7 +59,8 @@ def _fill_and_drain(p: int, times: TaskTimes) -> float:
 LAWS = {
     "gpipe": Law(gpipe, _fill_and_drain, lambda p, m: m),
     "1f1b": Law(one_f_one_b, _fill_and_drain, lambda p, m: min(m, p)),
-    # A stage's times are v times those of its chunks, so that its bubble is 1/v of the formula's.
+    # The times of a stage are v times the times of its chunks, so that the bubble, as a fraction of
+    # the stage's times, is 1/v of the formula.
     "interleaved": Law(
         lambda p, m: interleaved(p, m, CHUNKS),
         _fill_and_drain,
@@ -99,8 +101,8 @@ class Worst(NamedTuple):
     """The size at which simulation and formula differ most.
 
     Attributes:
-      apart: the larger of the two numbers over the smaller: 1 if they are equal.
-      found, formula: the simulated number, and that of the formula.
+      apart: the larger of the two numbers, divided by the smaller; 1 if they are equal.
+      found, formula: the simulated number, and the number by the formula.
       where: the numbers of stages and microbatches, as text.
     """
 

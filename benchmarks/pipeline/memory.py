@@ -1,7 +1,6 @@
 """The temporary memory of the executor's programs, which grows with microbatches only in GPipe.
 
-The batch itself is an argument of the program, which every schedule takes whole. Programs are only
-compiled.
+The batch is an argument of the program and does not count. Programs are compiled, but not run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule
 STAGES, ROUNDS = 4, (1, 2, 4, 8)
 """The number of stages, and the numbers of microbatches per stage."""
 FLAT_FROM = 2
-"""The number of microbatches per stage that fill the pipeline, even if forward tasks run ahead."""
+"""The number of microbatches per stage that fills the pipeline, also if forward tasks run ahead."""
 FLAT_GOAL, GROWS_GOAL = "<= 1.05", ">= 2"
 SIZE = ModelSize(rows=256, features=256, layers=2)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {

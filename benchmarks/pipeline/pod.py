@@ -41,7 +41,8 @@ class Pod:
       peak_bytes: the memory that the step takes, or would take if the compiler refuses it.
       memory_bytes: the memory of a device by its data sheet, or by the refusal.
       fits: whether the compiler accepts the program.
-      sent_bytes: the most bytes sent over each mesh axis, or empty if the compiler refuses.
+      sent_bytes: the most bytes that a device sends over each mesh axis, or empty if the compiler
+        refuses the program.
       compile_seconds: the time of compiling and of reading the program's text, without tracing.
     """
 
@@ -55,7 +56,7 @@ class Pod:
 
 
 def measure() -> list[Pod]:
-    """Compile the pod in a new process; return an empty list where there is no libtpu."""
+    """Compile the pod in a new process; without libtpu, return an empty list."""
     return [] if lacking("libtpu") else child.apart(pods, "compiling the pod's step")()
 
 

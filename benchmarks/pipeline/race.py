@@ -2,8 +2,9 @@
 
 Both sides train one model from the same parameters on the same tokens, in the same microbatches and
 by the same schedules. Efficiency is half the time of one process that does all the work, microbatch
-after microbatch, over that of the pipelined step. It is below 1 by the bubble, communication, and
-the cost of the executor. `python -m benchmarks.pipeline.race [REPEATS]` runs only this race.
+after microbatch, divided by the time of the pipelined step. The bubble, communication and the cost
+of the executor lower the efficiency below 1. `python -m benchmarks.pipeline.race [REPEATS]` runs
+only this race.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("peer")
 STAGES, CHUNKS = race.WORLD, 2
-"""The number of stages, and of chunks on each stage where a schedule has several."""
+"""The number of stages, and the number of chunks on a stage for schedules with several chunks."""
 MICROBATCHES, ROWS, WINDOW = 8, 2, 128
 """The number of microbatches, the rows of each, and the tokens of a row."""
 STEPS, REPEATS = 2, 9
@@ -37,7 +38,7 @@ SIDES = ("ours", "torch")
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Compare efficiencies with torch's; where the race cannot run, the figure has the reason.
+    """Compare efficiencies with torch's; if the race cannot run, the figure has the reason.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -47,7 +48,7 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Sample]:
-    """Time each contender's steps, in turn; return an empty dict where the race cannot run.
+    """Time each contender's steps, in turn; return an empty dict if the race cannot run.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -59,7 +60,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Sample]:
 
 
 def check_losses(losses: Mapping[str, float]) -> None:
-    """Check that every contender's loss agrees with that of "ours alone".
+    """Check that every contender's loss agrees with the loss of "ours alone".
 
     Raises:
       RunError: two losses do not agree.
@@ -89,7 +90,7 @@ def ours_config(kind: str) -> JsonObject:
 
 
 def efficiency(samples: Mapping[str, Sample], side: str, kind: str) -> Sample:
-    """Return the efficiency by round: half of one process's time over the pipeline's."""
+    """Return the efficiency by round: half of one process's time / the pipeline's time."""
     return samples[f"{side} alone"] / STAGES / samples[f"{side} {kind}"]
 
 

@@ -1,4 +1,4 @@
-"""The executor in real time: its stages are devices whose tasks sleep, by a callback to the host.
+"""The executor in real time, with devices whose tasks sleep by a callback to the host.
 
 Ticks are in lock step: in each tick the stages wait for one another when they exchange their
 results. A step should therefore take the sum over ticks of the busiest stage's tasks

@@ -146,7 +146,7 @@ def measure(
 
 
 def figures(played: Sequence[Played]) -> list[Figure]:
-    """Return, by number of stages, the schedule that is furthest above its simulation."""
+    """Return, by number of stages, the schedule that exceeds its simulated time most."""
     found = []
     for stages in sorted({one.stages for one in played}):
         cases = [one for one in played if one.stages == stages]

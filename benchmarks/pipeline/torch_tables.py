@@ -40,7 +40,7 @@ class Peer(NamedTuple):
       torch_name: the class in torch.
       build: a function from stages and microbatches to jaxdist's schedule.
       chunks: the number of chunks per stage.
-      single: whether torch's class takes one stage object, not a list of them.
+      single: whether torch's class takes one stage object instead of a list of stage objects.
     """
 
     torch_name: str
@@ -76,7 +76,10 @@ class Versus(NamedTuple):
 
 
 def measure(sizes: Iterable[tuple[int, int]] = SIZES) -> list[Versus]:
-    """Compare every schedule that both have, at its worst size; return none without torch."""
+    """Compare every schedule that jaxdist and torch both have, at its worst size.
+
+    Without torch, the result is empty.
+    """
     if lacking("torch"):
         return []
     grid = list(sizes)
@@ -131,7 +134,7 @@ def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
 
 
 def figures(found: Sequence[Versus]) -> list[Figure]:
-    """Return the schedule with the longest makespan over torch's; NaN where there is no torch."""
+    """Return the schedule whose makespan is longest relative to torch's; NaN without torch."""
     name = "makespan over torch's"
     if not found:
         return [Figure.skipped(name, lacking("torch"))]
@@ -155,4 +158,4 @@ listing = Sheet[Versus](
         "ratio": lambda one: f"{one.ratio:.3f}",
     },
 )
-"""The listing of every schedule that both have."""
+"""The listing of every schedule that jaxdist and torch both have."""

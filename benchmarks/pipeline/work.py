@@ -1,7 +1,7 @@
 """The work and the time of the executor, compared with the usual SPMD pipeline.
 
 The usual form is one scan over m + p - 1 ticks, which `jax.grad` differentiates. In each tick every
-stage runs its layers, on meaningless values where it has no microbatch.
+stage runs its layers; a stage without a microbatch computes with meaningless values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZE = ModelSize(rows=256, features=512, layers=2)
 COUNTED = ModelSize(rows=2, features=4, layers=1)
 """The size of the programs whose passes are counted while they run."""
 PAIRS = 21
-"""The number of timed pairs, high since four devices on fewer cores are easily disturbed."""
+"""The number of timed pairs, which is large because four devices share fewer cores."""
 WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"
 
 
@@ -185,7 +185,7 @@ measure = child.apart(cells, "the executor beside the usual scan", devices=STAGE
 
 
 def figures(cells: Sequence[WorkCell]) -> list[Figure]:
-    """Return the most work over the model's, by program and by count, and times over the scan's."""
+    """Return the largest ratios of work to the model's work, and of times to the scan's times."""
 
     def at(one: WorkCell) -> str:
         return f"the worst of {len(cells)} is {one.microbatches} microbatches, {one.activations}"
@@ -230,4 +230,4 @@ listing = Sheet[WorkCell](
         "(m+p-1)/m": lambda one: f"{(one.microbatches + one.stages - 1) / one.microbatches:.3f}",
     },
 )
-"""The listing of every cell, with its work over the model's."""
+"""The listing of every cell, with the ratio of its work to the model's work."""

@@ -20,7 +20,8 @@ class Published:
       name, model, topology, plan: the model, the chips and the plan of the run.
       mfu: the published MFU.
       source: the place of publication.
-      whole: whether this MFU counts attention without its mask; else it counts half.
+      whole: whether this MFU counts all products of attention, instead of the half that the mask
+        keeps.
       slices: the number of TPU slices.
     """
 

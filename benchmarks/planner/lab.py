@@ -2,9 +2,9 @@
 
 A prediction simulates the plan's compiled program (`jaxdist.hlo.timeline`, as for TPUs) with the
 measured speeds of the lab. Collectives are timed for each kind and payload that the programs have.
-The work of a host is timed by a step that sends nothing, which all hosts take at once, since they
-share the cores. These measurements take turns with the predicted steps, but no time of a predicted
-step is used.
+The work of a host is timed by a step that sends nothing, which all hosts take at the same time,
+since they share the cores. These measurements take turns with the steps that are predicted, but a
+prediction uses no time of these steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLANS = (
 def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
     """Measure and predict six plans at each speed of the links.
 
-    The bench is skipped, with the reason in the report, where the lab cannot be built.
+    If the lab cannot be built here, the bench is skipped, and the report has the reason.
 
     Raises:
       RunError: a host fails.
@@ -84,7 +84,7 @@ def _where(hosts: Lab) -> str:
 
 
 def figures_of(hosts: Lab, found: Found) -> list[Figure]:
-    """Return how well plans are ranked, and the share of them that is predicted within 25%."""
+    """Return Kendall's tau of the plans, and the share of plans that is predicted within 25%."""
     timed = found.timed
     times = [statistics.median(one.seconds) for one in timed]
     tau = kendall_tau(times, [one.predicted for one in timed])

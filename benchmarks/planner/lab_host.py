@@ -40,7 +40,7 @@ class Task:
     Attributes:
       values: the values of the config, without the plans' settings.
       plans: the plans whose steps are timed.
-      warmup, repeats: the number of rounds that are not counted, and of those that are.
+      warmup, repeats: the number of rounds that are not counted, and of counted rounds.
     """
 
     values: dict[str, object]
@@ -94,9 +94,9 @@ class Step:
     def predicted(self, rates: Rates, hosts_per_core: float = 1.0) -> tuple[float, float]:
         """Return the predicted seconds of a step, and the part of them that waits for the network.
 
-        A host that waits in a pipeline's bubble leaves its share of a core to the others. Thus a
-        step takes the time of all work on shared cores, or that of its longest path on unshared
-        cores, whichever is longer.
+        A host that waits in a pipeline's bubble leaves its share of a core to the other hosts. A
+        step therefore takes the time of all work on shared cores, or the time of its longest path
+        on unshared cores, whichever is longer.
 
         Args:
           rates: the measured speeds.
@@ -116,7 +116,7 @@ class Step:
         return account(self.module, self.layout).collectives
 
     def turn(self) -> Callable[[], None]:
-        """Return a function that takes a step on its own training state, at each call the next."""
+        """Return a function that takes the next step, on its own training state, at each call."""
         state, batch = (
             self.program.init(),
             {name: _drawn(shape) for name, shape in self.program.batch.items()},

@@ -25,7 +25,7 @@ from jaxdist.runtime.hardware import DEVICES
 SIZES = (4, 64, 2**15, 2**17, 2**19, 2**21)
 """The payload bytes at which a collective is timed."""
 REPEATED = 5
-"""The number of collectives of a probe, each of the previous one's result."""
+"""The number of collectives of a probe, each of which takes the result of the previous one."""
 _CPU = DEVICES["cpu"]
 
 
@@ -71,7 +71,8 @@ class Rates:
 
     Attributes:
       curves: the curve of each sort of collective in the simulated programs.
-      slower: the time of a host's work over that of the CPU in `jaxdist.runtime.hardware`.
+      slower: the time of a host's work, divided by the time of the same work on the CPU of
+        `jaxdist.runtime.hardware`.
     """
 
     curves: Mapping[Sort, Curve]
@@ -112,7 +113,7 @@ def sorts_of(collectives: Iterable[Collective]) -> list[Sort]:
 
 
 def sizes_of(sort: Sort) -> tuple[int, ...]:
-    """Return the payload bytes to time; the least has one float32 for each host with a share."""
+    """Return the payload bytes to time; the smallest payload has one float32 for each host."""
     least = 4 if sort.kind in ("all-reduce", "collective-permute") else 4 * sort.group_size
     return (least, *(size for size in SIZES if size > least))
 
@@ -124,7 +125,7 @@ def probe(sort: Sort, size_bytes: int) -> Callable[[], None]:
 
 
 def probe_program(sort: Sort, size_bytes: int) -> tuple[jax.stages.Compiled, jax.Array]:
-    """Compile `REPEATED` collectives among all hosts; return them and an array of ones for them.
+    """Compile `REPEATED` collectives among all hosts; return the program and its argument of ones.
 
     Args:
       sort: the sort of collective.

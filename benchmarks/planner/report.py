@@ -27,8 +27,7 @@ from jaxdist.planner.target import Places, meshes, parse_target
 
 PROGRAMS = 60
 SEED = 3
-"""The seed of the draws, other than the seeds 1 and 2 that served to choose the factors of
-memory."""
+"""The seed of the draws; the factors of memory were chosen with draws of the seeds 1 and 2."""
 
 
 def bench(programs: int = PROGRAMS, maxtext: Path | None = None, lab: bool = False) -> Report:
@@ -170,7 +169,8 @@ def against_rows() -> list[Against]:
 
 
 def against_figure(rows: Sequence[Against]) -> Figure:
-    """Return the share of published plans among the planner's five, or slower than its first."""
+    """Return the share of published plans that are among the planner's five, or slower than its
+    first plan."""
     good = sum(one.rank is not None or one.ratio < 1 for one in rows)
     note = "plans among our five, or predicted slower than our first; the table has the reasons"
     return Figure("published plans found or beaten", good, len(rows), ">= 1", "", note)
@@ -190,7 +190,7 @@ against_listing = Sheet[Against](
 
 
 def error_of(one: Program) -> float:
-    """Return the ratio of the memory by formula to that of the compiled program."""
+    """Return the ratio of the memory by formula to the memory of the compiled program."""
     given, plan = one.drawn, one.drawn.plan
     places = places_of(given.topology, (plan.stage, plan.data, plan.tensor))
     mine = judge_plan(decoder(given), plan, places, parse_target(given.topology))

@@ -1,7 +1,7 @@
 """Random correct plans, for which the check of types must report no error.
 
-Only types are checked here: `jaxdist parity --draw` compares the numbers of the same draws with
-those of one device.
+This module checks only types; `jaxdist parity --draw` compares the numbers of the same draws with
+one device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def outcomes(seeds: Iterable[int]) -> Iterator[Outcome]:
     """Yield the result for each draw."""
 
     def one(seed: int) -> JsonObject:
-        # Each draw traces other programs, which jax would keep in memory.
+        # Each draw traces different programs, which jax would otherwise keep in memory.
         if seed % 10 == 0:
             jax.clear_caches()
         return asdict(judged(seed))

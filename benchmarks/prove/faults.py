@@ -1,8 +1,8 @@
 """Faults to plant in the code of train steps: their place, their code, and the values they spoil.
 
-A fault is planted only in the code of the plan: the reference on one device computes as before.
-Each represents bugs reported of other systems, such as sums that are missing or taken twice, or
-norms and counts of a single shard.
+A fault is planted only in the code of the plan; the reference on one device computes without the
+fault. Each fault represents bugs that were reported in other systems, such as sums that are missing
+or taken twice, or norms and counts of a single shard.
 """
 
 from __future__ import annotations

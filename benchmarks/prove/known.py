@@ -1,4 +1,4 @@
-"""Known mistakes in steps that know nothing of jaxdist, each given to `jaxdist.prove`.
+"""Known mistakes in steps that do not use jaxdist, each given to `jaxdist.prove`.
 
 The mistakes are public reports of wrong numbers and faults planted in two trainers. The trainers
 are also proved without a fault.
@@ -69,7 +69,7 @@ def _json(of: str, fault: str, proof: Proof) -> JsonObject:
 
 
 def proof_of(bug: Bug) -> Proof:
-    """Prove the step of a report; a single device takes the right step."""
+    """Prove the step of a report; the reference on a single device is the correct step."""
     wrong, right, state, batch = steps_of(bug, MESH)
     return jaxdist.prove(wrong, MESH, state, batch, one_device=jax.jit(right), weight="m")
 

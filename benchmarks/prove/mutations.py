@@ -37,7 +37,7 @@ class Planted:
       fault, plan: the fault, and the name of the plan.
       types, numbers: the spoiled leaf or value that this part of the proof reported; numbers are
         compared only if types report none.
-      elsewhere: the reported leaves or values, if only others than the spoiled were reported.
+      elsewhere: the reported leaves or values, if none of them is a spoiled leaf or value.
       changed: whether the fault changes the program; if not, nothing is wrong.
     """
 
@@ -131,8 +131,9 @@ def plan(name: str) -> tuple[str, JsonObject, Reference, Reference]:
 def judged(fault: Fault, name: str) -> Planted:
     """Plant a fault in a plan and prove the plan; the reference computes without the fault.
 
-    Numbers are compared if types do not report a spoiled leaf, and with weights only if they are
-    right without: devices that disagree about a weight take different branches, and never end.
+    Numbers are compared if types do not report a spoiled leaf. They are compared with weights only
+    if they are right without weights, because devices that disagree about a weight take different
+    branches, and then wait for each other forever.
     """
     right, sections, *references = plan(name)
     with planted(fault):
@@ -182,8 +183,8 @@ def _text(experiment: Experiment) -> str:
 def mutations(count: int, seed: int) -> Iterator[Planted]:
     """Plant `count` random faults that change a program, and yield the reports of each.
 
-    Faults are sorted by plan, since the reference of each plan is cached. A fault that does not
-    change its plan's program is replaced by one of the other pairs.
+    Faults are sorted by plan, since the reference of each plan is cached. If a fault does not
+    change the program of its plan, another pair of fault and plan replaces this pair.
     """
     pairs, all_ = drawn(seed), faults()
     numbered = [(all_.index(fault), name) for fault, name in pairs]

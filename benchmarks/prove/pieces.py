@@ -16,7 +16,7 @@ CODE = (Path(jaxdist.__file__).parent, Path(__file__).parent)
 
 
 def digest() -> str:
-    """Return a digest of the code: pieces of another version of it do not count."""
+    """Return a digest of the code; pieces that another version computed do not count."""
     found = hashlib.sha256()
     for folder in CODE:
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.toml")]):

@@ -1,6 +1,6 @@
-"""Public reports of wrong numbers in other frameworks, as steps on 4 devices that make the mistake.
+"""Public reports of wrong numbers in other frameworks, as steps on 4 devices with the mistake.
 
-Each mistake has the step that one device would take, for comparison.
+Each mistake also has the correct step of one device, for comparison.
 
 The inner function sees a device's rows (or shard) along the axis d. Its arguments are `w`, the
 parameters, and the rows `x` [B, 8], `y` [B] and weights `m` [B].
@@ -23,11 +23,11 @@ F = Callable[..., Any]
 
 
 class Bug(NamedTuple):
-    """A report.
+    """A public report of a mistake.
 
     Attributes:
-      wrong: a device's function (w, x, y, m) -> (new w, value).
-      right: the same on one device.
+      wrong: the function (w, x, y, m) -> (new w, value) of a device, with the mistake.
+      right: the correct function on one device.
       split: how `w` is sharded.
       rows: how the batch is sharded.
     """
@@ -61,7 +61,7 @@ def plain(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> tuple[jax.A
 
 
 def summed(w: jax.Array, *rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loss and gradient of all rows, right."""
+    """Return the correct loss and gradient of all rows."""
     loss, grad = jax.value_and_grad(total)(w, *rows)
     weight = safe(lax.psum(rows[2].sum(), "d"))
     return lax.psum(loss, "d") / weight, lax.psum(grad, "d") / weight
@@ -101,7 +101,7 @@ def logged_by_root(w: jax.Array, *rows: jax.Array) -> Any:
 
 
 def inside(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """The gradient of a sum over devices, then summed."""
+    """Differentiate a loss that is summed over devices, and sum the gradients a second time."""
     weight = safe(lax.psum(m.sum(), "d"))
     grad = jax.grad(lambda w: lax.psum(total(w, x, y, m), "d"))(w)
     return w - 0.1 * lax.psum(grad, "d") / weight, weight
@@ -145,7 +145,7 @@ def right_auxiliary(w: jax.Array, *rows: jax.Array) -> Any:
 
 
 def log_total(logits: jax.Array) -> jax.Array:
-    """The logarithm of the sum of exponentials over the shards of a vocabulary."""
+    """Return the logarithm of the sum of exponentials over all shards of a vocabulary."""
     most = lax.pmax(lax.stop_gradient(logits.max(1)), "d")
     return jnp.log(lax.psum(jnp.exp(logits - most[:, None]).sum(1), "d")) + most
 
@@ -160,7 +160,7 @@ def whole_logits(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
 
 
 def smoothed_by_a_shard(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """Labels are smoothed over the columns of a device."""
+    """Smooth labels over the columns of a device instead of over all columns."""
     logits = x @ w
     return w, ((log_total(logits) - logits.mean(1)) * m).sum()
 
@@ -170,7 +170,7 @@ def smoothed(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
 
 
 def recomputed_of_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """Each device keeps some columns of an activation, and gathers those of other devices' rows."""
+    """Keep some columns of an activation on each device, and gather columns of other rows."""
     size = WIDTH // DEVICES
     own = lax.dynamic_slice_in_dim(jnp.tanh(x * w[None]), lax.axis_index("d") * size, size, 1)
     activation = lax.all_gather(own, "d", axis=1, tiled=True)
@@ -187,7 +187,7 @@ def masked_by_others(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> 
 
 
 def half_batches(rows: Any, shards: int) -> list[Any]:
-    """Two microbatches: the first and second half of the rows of each of `shards` devices."""
+    """Return two microbatches: the first and the second half of the rows of each device."""
     halves = [leaf.reshape(shards, 2, -1, *leaf.shape[1:]).swapaxes(0, 1) for leaf in rows]
     return [[leaf[i].reshape(-1, *leaf.shape[3:]) for leaf in halves] for i in range(2)]
 
@@ -203,7 +203,7 @@ def whole_microbatches(w: jax.Array, *rows: jax.Array) -> Any:
 
 
 def scaled_by_all(w: jax.Array, *rows: jax.Array) -> Any:
-    """The mean over a device's rows, times the count of all rows in place of the device's."""
+    """Multiply the mean over a device's rows by the count of all rows instead of its own rows."""
     count = lax.psum(rows[2].sum(), "d")
     return w - 0.1 * lax.psum(mean(w, *rows)[1] * count, "d"), count * 0
 
@@ -213,7 +213,7 @@ def summed_once(w: jax.Array, *rows: jax.Array) -> Any:
 
 
 def scale_of_heads(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """Each device has some of the heads (rows of `x`), which share the scale `w`."""
+    """Compute some of the heads (rows of `x`) on each device; all heads share the scale `w`."""
     out = lax.psum((jnp.tanh(x) * w[None]).sum(), "d")
     return w - 0.01 * 2 * (out - 1) * jnp.tanh(x).sum(0), out
 
@@ -229,7 +229,7 @@ def padded_vocabulary(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) ->
 
 
 def sink_in_the_norm(w: jax.Array, x: jax.Array, y: jax.Array, m: jax.Array) -> Any:
-    """A parameter split over heads, in the norm as if each device had all of it."""
+    """Count a parameter that is split over heads in the norm as if each device had all heads."""
     norm = jnp.sqrt((w * w).sum() + lax.psum((x * x).sum(), "d") / DEVICES)
     return w / norm, lax.pmean(norm, "d")
 
@@ -304,7 +304,7 @@ def evaluated_too_often(w: jax.Array, *rows: jax.Array) -> Any:
 
 
 def first_of_two_uses(w: jax.Array, *rows: jax.Array) -> Any:
-    """A tied parameter: the gradient of its second use is not summed."""
+    """Use a parameter twice, and sum only the gradient of its first use."""
     one, other = jax.grad(lambda a, b: total(a + b, *rows), argnums=(0, 1))(w / 2, w / 2)
     return w - 0.1 * (lax.psum(one, "d") + other), rows[2].sum() * 0
 
@@ -372,7 +372,7 @@ BUGS: dict[str, Bug] = {
 
 
 def steps_of(bug: Bug, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
-    """The step with the mistake, the right step, their state and their batch."""
+    """Return the step with the mistake, the correct step, the state and the batch."""
     random = np.random.default_rng(3)
     shape = (WIDTH, WIDTH) if bug.split == COLUMNS else (WIDTH,)
     sharded = {"x": bug.rows, "y": bug.rows, "m": bug.rows}

@@ -79,7 +79,7 @@ def time_figures() -> Iterator[Figure]:
     """Time `jaxdist prove` with whole configs, in seconds of CPU time of the process.
 
     CPU seconds are at least the time that the command takes on an idle machine with one core, and
-    do not depend on what else the machine computes.
+    do not depend on other work of the machine.
     """
     for name, (config, limit) in PROOFS.items():
         runs = [*kept("times", [(config, index) for index in range(TIMES)], _timed)]
@@ -161,5 +161,5 @@ faults_listing = Sheet[Planted](
         "numbers": "numbers",
     },
 )
-"""The listing of the leaf or value that each part reported; if both are empty, the fault was not
-found."""
+"""The listing of the leaf or value that each part of the proof reported. If both parts reported
+nothing, the fault was not found."""

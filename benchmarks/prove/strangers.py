@@ -1,4 +1,4 @@
-"""Two trainers that know nothing of jaxdist, with faults that can be planted in each."""
+"""Two trainers that do not use jaxdist, with faults that can be planted in each trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch_on(mesh: Mesh) -> dict[str, jax.Array]:
 
 
 SPECS = {"up": P(None, "data"), "down": P("data"), "bias": P()}
-"""Fully sharded, but for the bias."""
+"""The partition specs: all parameters are sharded, except the bias."""
 FSDP_FAULTS = (
     "gradients of a shard are not summed",
     "the bias's gradient is not summed",
@@ -58,7 +58,7 @@ def fsdp_state(mesh: Mesh) -> dict[str, Any]:
 
 
 def fsdp_step(mesh: Mesh, fault: str = "") -> Step:
-    """Data parallel, with parameters in shards: gathered for a step, gradients scattered."""
+    """Return a data-parallel step that gathers sharded parameters and scatters gradients."""
 
     def gathered(name: str, leaf: jax.Array) -> jax.Array:
         dims = [dim for dim, axis in enumerate(SPECS[name]) if axis == "data"]
@@ -140,7 +140,7 @@ class Net(nnx.Module):
 
 
 def nnx_pair(mesh: Mesh) -> tuple[Any, Any]:
-    """The graph and the state of a model with its optimizer, placed on a mesh."""
+    """Return the graph and the state of a model with its optimizer, placed on a mesh."""
     with jax.set_mesh(mesh):
         model = Net(mesh, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -150,7 +150,7 @@ def nnx_pair(mesh: Mesh) -> tuple[Any, Any]:
 
 
 def nnx_step(mesh: Mesh, fault: str = "") -> Step:
-    """`nnx.jit` with shardings, communication left to XLA."""
+    """Return a step by `nnx.jit` with shardings, in which XLA places the communication."""
     graph, _ = nnx_pair(mesh)
     shards = mesh.size
 

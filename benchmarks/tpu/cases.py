@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LLAMA_7B = "model.layers=32 model.embed=4096 model.heads=32 model.kv_heads=32 model.mlp=11008"
-"""Llama-2-7B (arXiv 2307.09288), except for its vocabulary, which the config has."""
+"""The settings of Llama-2-7B (arXiv 2307.09288), except its vocabulary, which the config has."""
 # MaxText's own models scale a base of 16 layers, width 2048, 16 heads of 128 and mlp 7168 by
 # `global_parameter_scale` (configs/v5e/*.sh, configs/v5p/*.sh).
 SCALE_16B = (
@@ -114,4 +114,4 @@ CASES = (
     ),
 )  # fmt: skip
 """The steps to compile. Published MFUs are from the README files of MaxText's configs for v5e and
-v5p; that of 70B is from its table of models for v5p."""
+v5p; the MFU of 70B is from MaxText's table of models for v5p."""

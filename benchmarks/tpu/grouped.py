@@ -4,9 +4,9 @@
 experts, and their gradients, for one chip of v5p, as `benchmarks.tpu.splash` compiles attention. A
 turn of a kernel's loop multiplies one tile of rows by one tile of an expert's kernel:
 
-- A turn has one of the largest regions: `gmm` has one for the last tile along the contracted
-  features, and one for all others. It takes as many cycles as it has bundles, or as the matrix
-  units need, whichever is more.
+- A turn runs one of the largest regions: `gmm` has one such region for the last tile along the
+  contracted features, and one for all other tiles. The region takes as many cycles as it has
+  bundles, or as the matrix units need, whichever is more.
 - Regions that begin the loop or follow a branch start and await copies, in every turn.
 - The other regions clear the accumulator, once for each tile of the result. For `tgmm`, whose
   products contract the rows, this is rare and left out.
@@ -47,7 +47,7 @@ _KERNEL = re.compile(r"jit_(t?gmm)_\w*\.\d+-\d+-final_bundles\.txt$")
 
 @dataclass(frozen=True)
 class Turn:
-    """The cycles of one tile: the least that its products need, and those of the schedule."""
+    """The cycles of one tile: the least cycles of its products, and the cycles of the schedule."""
 
     kernel: str
     tile: tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The predicted MFU of mixtures of experts on pods, beside MaxText's published steps.
+"""The predicted MFU of mixtures of experts on pods, compared with MaxText's published steps.
 
 A step is composed of two predictions, since libtpu needs many minutes for the whole program:
 
@@ -70,7 +70,8 @@ class Mixture:
 
 
 MIXTURES = (
-    # A width of 128 stands for no shared expert, which a decoder cannot express.
+    # A decoder cannot have no MLP at all, so a width of 128 represents a model without shared
+    # expert.
     Mixture(
         "Mixtral-8x7B, 16 x 4,096 a chip", "v5p:4x4x8",
         Decoder(32, 4096, 32, 8, 128, 128, vocab=32000, window=4096, batch=2048, tied=False),

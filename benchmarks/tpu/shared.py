@@ -37,7 +37,7 @@ from jaxdist.runtime.topology import topology_devices
 
 NEEDS = ContextNeeds(heads=32, kv_heads=8, head_dim=128, length=131_072, gathers=True)
 TOPOLOGIES = {8: "v5p:2x4x4", 16: "v5p:2x2x4"}
-"""The chips by the size of axis context; the rest of them is axis data, with a sequence each."""
+"""The chips by the size of the axis context; the axis data has the remaining factor."""
 PREDICTED = "predicted s"
 _KERNEL = re.compile(r"splash_m[hq]a_\w+, blocks of (\d+)")
 

@@ -56,7 +56,7 @@ _KERNEL = re.compile(r"splash_mqa_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$")
 
 @dataclass(frozen=True)
 class Turn:
-    """The cycles of one block: the least that its products need, and those of the schedule."""
+    """The cycles of one block: the least cycles of its products, and the cycles of the schedule."""
 
     family: str
     kernel: str

@@ -1,8 +1,8 @@
 """Figure 1 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) from compiled programs.
 
 The paper computes the memory of 7.5 billion parameters on each of 64 devices. Here the whole train
-step of such a model is compiled for 64 TPU v5p, and XLA reports its memory, or that it does not
-fit. libtpu can be loaded by one process only, hence a separate process.
+step of such a model is compiled for 64 TPU v5p, and XLA reports its memory, or refuses it because
+it does not fit. Only one process can load libtpu, so a separate process compiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL: JsonObject = {
     "remat": "full",
     "compute_dtype": "bfloat16",
 }
-"""A model of 7.48 billion parameters, narrow and deep as those of the paper."""
+"""A model of 7.48 billion parameters, narrow and deep like the models of the paper."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class PaperRow:
     params: int
     formula_bytes: float
     peak_bytes: float
-    """The memory that the step takes, or would take where it is refused."""
+    """The memory that the step takes, or would take if the compiler refuses it."""
     memory_bytes: float | None
-    """The memory of a device by the compiler, where it refuses the step."""
+    """The memory of a device according to the compiler's refusal, or None without a refusal."""
 
     @property
     def refused(self) -> bool:

@@ -26,7 +26,7 @@ _STAGES = {0: "0: replicas", 1: "1: optimizer", 2: "2: + gradients", 3: "3: + pa
 
 
 def plot_memory(rows: Sequence[PaperRow], directory: str | os.PathLike[str]) -> Path:
-    """Draw the peak of each stage and the formula's, and return the SVG file.
+    """Draw the peak of each stage with the peak by formula, and return the SVG file.
 
     Args:
       rows: the rows of the figure, at least one.

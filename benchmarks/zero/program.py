@@ -1,6 +1,6 @@
 """Train steps under each stage of ZeRO, compiled but not run, to compare them with formulas.
 
-The rows are made in separate processes, since the number of devices is fixed when jax starts.
+Separate processes compute the rows, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ZeroRow:
     peak_bytes: float
     """The peak memory of the program."""
     bytes_per_param: float | None
-    """The bytes that further layers add, over their parameters: see `added_bytes_per_param`."""
+    """The bytes that further layers add, per parameter; see `added_bytes_per_param`."""
     sent_bytes: float
     flops: float
     ideal_flops: float
@@ -129,12 +129,12 @@ def compile_step(
 
 
 def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
-    """Return the peak memory that the additional layers take, over their parameters.
+    """Return the peak memory that the additional layers take, per parameter of these layers.
 
     Memory that does not grow with depth cancels out: a layer's activations, one gathered layer,
-    logits, and the embedding's state. The state grows, as do temporaries of the model's size and
-    the activations that full remat keeps. The latter are subtracted, since their size is known: a
-    layer's input, window x embed in float32.
+    logits, and the embedding's state. The state grows with depth, and so do temporaries of the
+    model's size and the activations that full remat keeps. These activations are subtracted, since
+    their size is known: the input of each layer, window x embed in float32.
     """
     layers, params = deep.layers - shallow.layers, deep.params - shallow.params
     peaks = deep.ledger.memory.peak_bytes - shallow.ledger.memory.peak_bytes
@@ -206,4 +206,4 @@ measure = child.apart(
     "compiling steps for {}",
     devices=lambda platform: max(CPU_COUNTS) if platform == "cpu" else None,
 )
-"""A function that returns the rows of a platform, "cpu" or "tpu", made in another process."""
+"""A function that returns the rows of a platform, "cpu" or "tpu", from another process."""

@@ -1,8 +1,9 @@
 """A race of jaxdist's data parallelism and ZeRO against torch's DDP and FSDP2.
 
-There are two processes of one core each. Both sides train one model from the same parameters on the
-same tokens. Efficiency is the time of one process alone over that of two together, each with the
-same work; the additional time of two is communication, and waiting for the slower core.
+There are two processes of one core each. jaxdist and torch train the same model from the same
+parameters on the same tokens. Efficiency is the time of one process alone, divided by the time of
+two processes together, each with the same work. The additional time of two processes is
+communication, and waiting for the slower core.
 `python -m benchmarks.zero.race [REPEATS]` runs only this race.
 """
 
@@ -35,12 +36,12 @@ FORMS: Mapping[str, JsonObject] = {
 """The settings of jaxdist for each form of torch. Over gloo, the permutes of `halving`, and of the
 gathers of `auto`, take half the time of gloo's own all-reduce and gather, which `xla` uses."""
 ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
-"""The contender of jaxdist in one process with the same work; torch's is "alone" for both."""
+"""The single-process contender of jaxdist with the same work, by form; torch has only "alone"."""
 PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Compare efficiency and speed with torch's; where the race cannot run, state the reason.
+    """Compare efficiency and speed with torch; if the race cannot run, the figure has the reason.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -58,7 +59,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Sample]:
 
 
 def check_losses(losses: Mapping[str, float]) -> None:
-    """Check that the losses of jaxdist's contenders agree with those of torch's.
+    """Check that the losses of jaxdist's contenders agree with the losses of torch's contenders.
 
     Raises:
       RunError: two losses that should agree do not.

@@ -120,7 +120,7 @@ def _worst(
 
 
 def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:
-    """Compare the peaks of the paper's figure 1 with the formula, or if refused, with a device."""
+    """Compare the peaks of figure 1 with the formula, or with a device's memory if refused."""
     figures = []
     for row in rows:
         if row.form != "explicit":

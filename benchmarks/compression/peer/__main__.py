@@ -47,8 +47,8 @@ def network(widths: list[int]) -> nn.Sequential:
 def wrapped(kind: str, widths: list[int]) -> DistributedDataParallel:
     """Return the network under DDP with a kind's hook.
 
-    PowerSGD takes all gradients in one bucket: messages of a second bucket, sent by another thread,
-    may overtake those of the first on some hosts, and gloo would report a mismatch.
+    PowerSGD has all gradients in one bucket. Another thread would send the messages of a second
+    bucket, which may overtake messages of the first bucket, and gloo would report a mismatch.
     """
     one_bucket = {"bucket_cap_mb": 1024} if kind == "powersgd" else {}
     model = DistributedDataParallel(network(widths), **one_bucket)
@@ -66,7 +66,7 @@ def wrapped(kind: str, widths: list[int]) -> DistributedDataParallel:
 def main(widths: list[int], rows: int, rate: float) -> None:
     """Join the other hosts, and take the steps that the input asks for."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # text that torch prints must not be taken for an answer
+    os.dup2(2, 1)  # standard output must have nothing but answers
     torch.set_num_threads(1)
     host, _, _ = os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")
     rank, world = (int(os.environ[f"JAX_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES"))

@@ -60,7 +60,7 @@ def asked(text: str) -> dict[str, int]:
 
 
 def scoreboard(text: str, seed: int = 0) -> Report:
-    """Try the requested rows one after another; a row that fails is reported in its place."""
+    """Try the requested rows one after another, and report the errors of rows that fail."""
     rows = []
     for name, trials in asked(text).items():
         score, begun = SCORES[name], time.monotonic()

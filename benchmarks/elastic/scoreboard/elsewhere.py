@@ -23,7 +23,7 @@ ROWS, EPOCHS, RATE = 60, 2, 0.01
 """The rows of a device, the epochs, and the learning rate on a mesh of four devices."""
 WORKERS = (4, 3, 5, 2)
 BAND = 0.1
-"""The fraction by which the mean loss of the last steps may exceed that of a run of one size."""
+"""The largest allowed excess of the mean loss of the last steps over a run of one size."""
 
 
 def experiment_of(devices: int, seed: int, sizes: Sizes) -> Experiment:

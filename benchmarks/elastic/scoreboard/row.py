@@ -11,7 +11,7 @@ class Row:
     """The result of the trials of a row.
 
     Attributes:
-      came: the result in words, with numbers.
+      came: the result as text, with numbers.
       held: whether the goal was met in every trial.
     """
 

@@ -1,7 +1,7 @@
 """A process that saves step after step: `python -m ... RUN GENERATION CALL NUMBER`.
 
-The process kills itself at call NUMBER of `os.CALL`, counted from its second save; with CALL "none"
-it never does. It prints a line for each step whose save is complete.
+The process kills itself at call NUMBER of `os.CALL`, counted from its second save. With CALL "none"
+the process does not kill itself. It prints a line for each step whose save is complete.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from jaxdist.errors import JaxdistError, RunError
 from jaxdist.runtime.environment import python_module
 
 CALLS = {"fsync": 40, "rename": 16, "link": 12, "unlink": 12, "mkdir": 8}
-"""System calls of a save, and for each the largest number of the call at which the process is
-killed."""
+"""The system calls of a save at which the process is killed, each with the largest number of the
+call."""
 LONGEST_SECONDS, FROZEN_SECONDS = 0.8, 0.5
 WAIT_SECONDS = 120.0
 
@@ -31,7 +31,7 @@ def started(run: Path, generation: int, call: str = "none", number: int = 0) -> 
     """Start a saving process, and wait until it is ready to save.
 
     Raises:
-      RunError: the process ends before.
+      RunError: the process ends before it is ready.
     """
     command = python_module(saver.__name__, str(run), str(generation), call, str(number))
     process = subprocess.Popen(
@@ -58,7 +58,8 @@ def killed_saves(trials: int, seed: int) -> Row:
                 process.kill()
                 out, _ = process.communicate()
             newest = max([newest, *map(int, out.split())])
-            # A save may have been committed before its line was printed: one step more is right.
+            # A save may have been committed before its line was printed, so the restored step may
+            # be one step later than the last line.
             found = restored(run)
             right += found in (newest, newest + 1)
             newest = max(newest, found)
@@ -86,7 +87,7 @@ def restored(run: Path) -> int:
 
 
 def woken_generations(trials: int, seed: int) -> Row:
-    """Try R04: freeze a generation in its saves, save by the next generation, wake the first."""
+    """Try R04: freeze a generation while it saves, save in the next one, and wake the first one."""
     rng, refused = random.Random(seed), 0
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as name:

@@ -49,7 +49,7 @@ class Hit:
     Attributes:
       at: when the process was struck, in seconds since 1970.
       victim: the process.
-      lost, again: the agent's journal entries for the loss and for the next generation.
+      lost, again: the entries of the agent's journal for the loss and for the next generation.
     """
 
     at: float
@@ -176,7 +176,7 @@ def same_bits(one: Path, other: Path) -> bool:
 
 
 def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
-    """Try R01: SIGKILL repeatedly in one run, whose last state must equal an undisturbed run's."""
+    """Try R01: kill processes of a run repeatedly; its last state must equal an undisturbed run."""
     hits, same = struck(trials, seed, processes, signal.SIGKILL)
     seconds = [one.seconds for one in hits]
     tail = float(np.quantile(seconds, 0.95))
@@ -188,9 +188,9 @@ def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
 
 
 def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
-    """Try R19: SIGSTOP; steps of this model take less than 0.1 s."""
+    """Try R19: stop processes of a run by SIGSTOP; a step of the model takes less than 0.1 s."""
     hits, same = struck(trials, seed, processes, signal.SIGSTOP)
-    limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # 1 s is for writing the stack traces
+    limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # 1 s to write the stack traces
     named = sum(one.named for one in hits)
     longest = max(one.detect for one in hits)
     words = (
@@ -214,7 +214,7 @@ def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hi
 
 
 def soak(minutes: int, seed: int) -> Row:
-    """Try R27: a random fault each 15 s, without intervention; resources must not grow."""
+    """Try R27: inject a random fault every 15 s; the run must recover, and resources not grow."""
     goodput, hits, grown = timed(minutes, seed, SOAK_SECONDS, (signal.SIGKILL, signal.SIGSTOP))
     files = sum(one[1] for one in grown)
     memory = sum(one[0] for one in grown)
@@ -227,7 +227,7 @@ def soak(minutes: int, seed: int) -> Row:
 
 
 def rare_faults(minutes: int, seed: int) -> Row:
-    """Try R28: SIGKILL once a minute; goodput is the time of kept steps over wall time."""
+    """Try R28: kill a process every minute; goodput is the time of kept steps / wall time."""
     goodput, hits, _ = timed(minutes, seed, RARE_SECONDS, (signal.SIGKILL,))
     words = f"{goodput:.1%} of {minutes} min with {len(hits)} kills (steps kept over wall time)"
     return Row(words, goodput >= GOODPUT and bool(hits))

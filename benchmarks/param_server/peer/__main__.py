@@ -1,9 +1,9 @@
 """A parameter server as in Ray's documentation: an actor that holds the weights.
 
 In each step the workers, also actors, compute gradients of the actor's weights, and the actor
-applies their mean. `PYTHON __main__.py WORKERS STEPS` prints the seconds of each step as JSON; it
-needs ray, jax and numpy, and nothing of jaxdist. `benchmarks.param_server.race` trains the same
-model with a server of jaxdist.
+applies their mean. `PYTHON __main__.py WORKERS STEPS` prints the seconds of each step as JSON. The
+program needs ray, jax and numpy, and nothing of jaxdist. `benchmarks.param_server.race` trains the
+same model with a server of jaxdist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A program with torch's side of `benchmarks.pipeline.race`: jaxdist's GPT in stages.
 
 `python peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo and runs a schedule of
-torch.distributed.pipelining; with KIND "alone" it joins none, and takes the microbatches one after
-another. It starts from DIRECTORY/weights.npz and trains on DIRECTORY/tokens.npy. It answers as
+torch.distributed.pipelining. With KIND "alone" it joins no other process, and computes the
+microbatches one after another. It starts from DIRECTORY/weights.npz and trains on
+DIRECTORY/tokens.npy. It answers as
 `benchmarks.zero.ours` does, each process with its share of the loss times WORLD, so that the mean
 over processes is the loss. SIZES is JSON: layers, embed, heads, mlp, vocab, microbatches, and
 chunks of a stage. It imports torch, and of this package only the model and optimizer of
