@@ -141,6 +141,19 @@ def test_a_word_has_one_meaning() -> None:
     assert len(terms) == len(set(terms))
 
 
+REFERENCES = sorted((DOCS / "reference").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", REFERENCES, ids=lambda path: path.stem)
+def test_modules_of_the_reference_exist(page: Path) -> None:
+    names = re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
+    files = [ROOT.joinpath(*name.split(".")) for name in names]
+    assert names or page.stem == "index"
+    assert [
+        file for file in files if not (file.is_dir() or file.with_suffix(".py").is_file())
+    ] == []
+
+
 def test_the_citation_is_of_this_version() -> None:
     cited = YAML(typ="safe").load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
