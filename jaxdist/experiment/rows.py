@@ -286,7 +286,8 @@ def check_rows(
         # data, so the code may raise any exception.
         return (
             "cannot determine whether the model computes across the examples of a batch, "
-            f"because the model fails for a batch of another size: {error}",
+            f"because the model fails for a batch of another size ({error}). "
+            "If it does, the parts of a batch give other numbers than the whole batch",
         )
     if not place:
         return ()
@@ -294,7 +295,8 @@ def check_rows(
         f"train.microbatches {microbatches}: the model computes across the examples of a batch "
         f"({place}), but each microbatch is computed separately. Batch statistics are those of a "
         "microbatch, running statistics are updated once for each microbatch, and losses differ "
-        "from those of the whole batch",
+        "from those of the whole batch. For the numbers of the whole batch, set "
+        "train.microbatches: 1",
     )
 
 

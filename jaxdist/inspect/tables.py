@@ -88,7 +88,7 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
         assumed, *more = inspection.bound_notes
         notes.append(f"Bound of {axes}: {assumed}.")
         if more:
-            notes.append(f"It leaves out that {', that '.join(more)}.")
+            notes.append(f"This bound leaves out that {', that '.join(more)}.")
     if unbounded:
         notes.append(f"No bound is known for {', '.join(unbounded)}.")
     return notes

@@ -156,7 +156,8 @@ class Slurm(Engine):
             f"--job-name={_job_name(job)}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
-            "--distribution=block:block",  # Neighbors on the mesh are near.
+            # Processes that are neighbors on the mesh get the same node, or nodes that are near.
+            "--distribution=block:block",
             f"--time={self.time}",
             f"--signal=B:USR1@{self.notice_seconds}",
             "--requeue",

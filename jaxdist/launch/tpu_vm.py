@@ -17,7 +17,8 @@ from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
-# The id alone does not suffice, since after a restart of the host another process may have it.
+# The id alone does not identify the process: after a restart of the host, another process may have
+# the same id.
 _ALIVE = 'alive() { grep -qs jaxdist "/proc/$(cat "$at/pid" 2>/dev/null)/cmdline"; }'
 _STATUS = """
 if alive; then echo "$(hostname): process $(cat "$at/pid") is training"

@@ -69,7 +69,10 @@ def verdict(cells: Sequence[StudyCell]) -> list[str]:
     rows = by_row(cells)
     at_base = [row[0] for row in rows.values() if not row[0].diverged]
     if not at_base:
-        return ["every optimizer diverged at the base batch: there is nothing to compare with"]
+        return [
+            "every optimizer diverged at the base batch: there is nothing to compare with; "
+            "begin --batches with a smaller size"
+        ]
     accuracy = metric_of(at_base) == "accuracy"
     best = max(at_base, key=lambda cell: cell.mean if accuracy else -cell.mean)
     limit = best.mean - MARGIN if accuracy else best.mean * (1 + MARGIN)

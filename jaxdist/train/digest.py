@@ -127,7 +127,7 @@ class Replicas:
         def all_of(tree: PyTree) -> jax.Array:
             return mapped(jax.tree.map(_on_device, tree, self.shapes))
 
-        # The result is replicated, so that every process can read all digests.
+        # The array of digests is replicated, so that every process can read all digests.
         whole = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(all_of, out_shardings=whole)
 

@@ -69,7 +69,10 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
         return ()
     _check_evaluated(config.parts, program)
     listed = ", ".join(config.parts)
-    return (f"checkpoint.parts: checkpoints hold only {listed}, so --resume is refused",)
+    return (
+        f"checkpoint.parts: checkpoints hold only {listed}, so --resume is refused; leave "
+        "parts out if the run may have to be resumed",
+    )
 
 
 def _check_evaluated(parts: Sequence[str], program: Program) -> None:

@@ -71,7 +71,8 @@ def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tu
         return ()
     if not replicas_of(program).coverage.compared_bytes:
         return (
-            ("train.check_replicas has no effect: no part of the state has copies on two devices"),
+            "train.check_replicas has no effect: no part of the state has copies on two devices; "
+            "leave train.check_replicas out",
         )
     zero = program.exchange.zero
     if zero is not None and zero.stage < 3 and settings.every > 1:

@@ -40,12 +40,13 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
     if zero.stage and parts == 1 and not (zero.offload or zero.offload_parameters):
         yield (
             f"{shown_stage(facts)} has no effect: {axes} of {shown_mesh(facts)} has size 1, so "
-            "that nothing is split"
+            "that nothing is split; leave parallel.zero out, or use more devices along this axis"
         )
     elif plan is not None and all(dim is None for dim in plan.dims.values()):
         yield (
             f"{shown_stage(facts)} has no effect: no parameter has {zero.whole_below} elements or "
-            f"more (parallel.zero.whole_below) and a dim that divides by {parts}"
+            f"more (parallel.zero.whole_below) and a dim that divides by {parts}; leave "
+            "parallel.zero out, or lower whole_below"
         )
     elif plan is not None and plan.uneven:
         uneven = [f"{name} {list(shape)}" for name, shape in plan.uneven.items()]
@@ -59,10 +60,13 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         yield (
             f"{shown_stage(facts)} saves no more memory than stage 1 with parallel.deterministic, "
             "because the whole gradient of a logical shard is kept until it is added to the "
-            "gradient of the next logical shard"
+            "gradient of the next logical shard; set parallel.zero.stage: 1"
         )
     if zero.scope == "ici" and not zero.stage:
-        yield "parallel.zero.scope ici has no effect at parallel.zero.stage 0"
+        yield (
+            "parallel.zero.scope ici has no effect at parallel.zero.stage 0; set "
+            "parallel.zero.stage: 1"
+        )
     if zero.offload and not zero.stage:
         yield (
             "parallel.zero.offload true has no effect at parallel.zero.stage 0: the host's memory "
@@ -79,14 +83,18 @@ def _of_reduction(facts: Facts) -> Iterator[str]:
     mesh = shown_mesh(facts)
     if facts.reduce is not None and facts.parts(facts.batch_axes) == 1:
         axes = ", ".join(facts.batch_axes)
-        yield f"{shown_reduce(facts)} has no effect: {axes} of {mesh} has size 1"
+        yield (
+            f"{shown_reduce(facts)} has no effect: {axes} of {mesh} has size 1; leave "
+            "parallel.reduce out, or use more devices along this axis"
+        )
     if facts.reduce_dtype is not None and facts.reduction is None:
         narrow = f"parallel.reduce_dtype {facts.reduce_dtype} has no effect"
         yield (
             f"{narrow} with parallel.reduce null: XLA sums gradients in their own dtype; set "
             "parallel.reduce: {type: xla}"
             if facts.batch_axes
-            else f"{narrow}: no axis of {mesh} splits the batch, so that no gradients are summed"
+            else f"{narrow}: no axis of {mesh} splits the batch, so that no gradients are summed; "
+            "leave parallel.reduce_dtype out, or set mesh.data"
         )
     if facts.local_statistics and facts.reduction is None and facts.shards is None:
         yield (
@@ -104,13 +112,14 @@ def _of_messages(facts: Facts) -> Iterator[str]:
     if facts.parts(axes) == 1:
         yield (
             f"{shown_compression(facts)} affects only the state that is kept: {', '.join(axes)} "
-            f"of {shown_mesh(facts)} has size 1, so that no message is sent"
+            f"of {shown_mesh(facts)} has size 1, so that no message is sent; leave "
+            "parallel.compression out, or use more devices along this axis"
         )
     if facts.reduce_dtype is not None and not across:
         yield (
             f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with "
             f"{shown_compression(facts)}: the codec sets the form of messages, and they are "
-            "summed in float32"
+            "summed in float32; leave parallel.reduce_dtype out"
         )
 
 
@@ -119,7 +128,7 @@ def _of_gathers(facts: Facts) -> Iterator[str]:
     if facts.stages > 1 and zero.stage < 3 and "parallel.pipeline.gather task" in facts.pipeline:
         yield (
             f"parallel.pipeline.gather task has no effect with {shown_stage(facts)}: only stage 3 "
-            "gathers parameters"
+            "gathers parameters; set parallel.zero.stage: 3, or leave parallel.pipeline.gather out"
         )
     if zero.stage == 3 and facts.reduction is not None:
         return
@@ -132,7 +141,9 @@ def _of_gathers(facts: Facts) -> Iterator[str]:
         if value != unset:
             yield (
                 f"parallel.zero.{name} {value} has no effect with {shown_stage(facts)} and "
-                f"{shown_reduce(facts)}: only stage 3 with an explicit reduction gathers parameters"
+                f"{shown_reduce(facts)}: only stage 3 with an explicit reduction gathers "
+                f"parameters; leave {name} out, or set parallel.zero.stage: 3 and "
+                "parallel.reduce: {type: xla}"
             )
 
 

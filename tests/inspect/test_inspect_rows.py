@@ -106,7 +106,7 @@ def test_the_longest_names_still_fit() -> None:
     ledger = dataclasses.replace(wide.ledger, axes=dict.fromkeys(axes, 2))
     text = printed(dataclasses.replace(wide, ledger=ledger))
     assert "Bound of data_dcn x data_ici: one all-reduce of the gradients." in text
-    assert "It leaves out that stage 3 gathers." in text
+    assert "This bound leaves out that stage 3 gathers." in text
 
 
 def test_what_is_not_known_or_not_there() -> None:

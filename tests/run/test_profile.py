@@ -136,7 +136,10 @@ def test_a_trace_that_cannot_be_written_is_told(
     hook = Profile(2, 2, tmp_path, said.append)
     at(hook, 1)
     at(hook, 2)
-    assert said == [f"profile: no trace was written to {tmp_path}: No space left on device"]
+    assert said == [
+        f"profile: no trace was written to {tmp_path}: No space left on device; if you need the "
+        "trace, resume the run with --profile"
+    ]
 
 
 def experiment(platform: str, kind: str, dtype: str) -> Any:

@@ -60,7 +60,8 @@ def test_the_verdict_where_nothing_holds() -> None:
         == "learning rate by the rule: lamb at no batch, sgd to 32, lars at no batch"
     )
     assert verdict([cell("lars", 32, None)]) == [
-        "every optimizer diverged at the base batch: there is nothing to compare with"
+        "every optimizer diverged at the base batch: there is nothing to compare with; begin "
+        "--batches with a smaller size"
     ]
 
 

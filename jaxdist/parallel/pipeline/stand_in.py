@@ -34,7 +34,8 @@ class StandIn:
         jax.tree_util.register_pytree_node(cls, _refused, _refused)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's protocols, such as copying, expect this error.
+        # Python's protocols, such as copying, expect an AttributeError for a missing method.
+        if name.startswith("__"):
             raise AttributeError(name)
         _refuse(f"{name} of its model")
 

@@ -126,7 +126,7 @@ class Asynchronous(OnArrival):
     """
 
     type: Literal["async"] = "async"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     reads: Literal["each_clock", "ahead"] = "each_clock"
     """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
     computation begins, the worker pulls for the next computation, and does not wait for the
@@ -151,7 +151,7 @@ class SSP(OnArrival):
     """
 
     type: Literal["ssp"] = "ssp"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     bound: Bound = 2
     """The number of clocks that a worker may be ahead of the slowest worker."""
     reads: Reads = "each_clock"
@@ -181,7 +181,7 @@ class AdaptiveSSP(OnArrival):
     """
 
     type: Literal["adaptive"] = "adaptive"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     least: Bound = 1
     """The number of clocks that a worker may always be ahead of the slowest worker."""
     most: Bound = 8

@@ -25,7 +25,7 @@ class Decoupled(Consistency):
     """
 
     type: Literal["decoupled"] = "decoupled"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     payload: ClassVar[Payload] = "outer"
     local_steps: Count = 100
     """The number of steps that a worker takes from one push to the next."""

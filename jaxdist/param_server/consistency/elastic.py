@@ -27,7 +27,7 @@ class Elastic(Consistency):
     """
 
     type: Literal["elastic"] = "elastic"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     payload: ClassVar[Payload] = "elastic"
     every: Count = 10
     """The number of steps that a worker takes from one exchange to the next (tau in the paper)."""

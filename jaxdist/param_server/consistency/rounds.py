@@ -41,7 +41,7 @@ class BSP(Rounds):
     """
 
     type: Literal["bsp"] = "bsp"
-    """The name that selects this model in a config."""
+    """The name that selects this consistency model in a config."""
     backups: Annotated[int, Field(ge=0)] = 0
     """The number of workers whose gradients a round does not wait for, so that slow workers delay
     no round. 0 waits for all workers."""

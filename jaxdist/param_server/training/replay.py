@@ -105,7 +105,8 @@ class Replay:
         if stuck:
             raise RunError(
                 f"servers {', '.join(stuck)} wait for changes that cannot be replayed: a worker "
-                "died when only some servers had received its changes"
+                "died when only some servers had received its changes. Replay a run "
+                "without such a death"
             )
         return [server.shard.params for server in self.servers]
 

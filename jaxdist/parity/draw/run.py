@@ -187,7 +187,8 @@ def replicas_apart(state: PyTree) -> tuple[float, str]:
             own = np.asarray(shard.data, np.float64)
             other = first.setdefault(str(shard.index), own)
             if not np.array_equal(own, other, equal_nan=True):
-                with np.errstate(all="ignore"):  # Zeros, infinities and NaNs would warn.
+                # NumPy would warn of zeros, infinities and NaNs, which are results here.
+                with np.errstate(all="ignore"):
                     apart = np.abs(own - other).max() / np.abs(other).max()
                 worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
     return worst

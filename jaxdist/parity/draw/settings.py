@@ -416,11 +416,8 @@ def _offload_parameters(random: Random, config: Sections) -> Sections | None:
     parallel = _left_to_xla(config)
     chosen = {**parallel["zero"], "offload_parameters": [random.choice(FREEZABLE[model["type"]])]}
     if model["type"] in ("gpt", "bert", "vit"):
-        model = {
-            **model,
-            "remat": "full",
-            "scan_unroll": 1,
-        }  # jaxdist refuses others.
+        # jaxdist refuses other values of `remat` and `scan_unroll` here.
+        model = {**model, "remat": "full", "scan_unroll": 1}
     return {"model": model, "parallel": {**parallel, "zero": chosen}}
 
 

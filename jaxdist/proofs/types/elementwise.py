@@ -61,7 +61,7 @@ def kind_of_elementwise(op: Op) -> k.Kind:
     if zeros or (op.all(k.Zero) and op.name in LINEAR - {"div"}):
         return k.ZERO
     if op.name == "select_n" and isinstance(op.kinds[0], k.Zero):
-        return op.kinds[1]  # The predicate is False everywhere: select the first case.
+        return op.kinds[1]  # A predicate that is False everywhere selects the first case.
     if op.has(k.Rank) and op.out.ndim:
         own = [v.of_kind(k.OWN) if isinstance(v.kind, k.Rank) else v for v in op.values]
         op = op.of(own)

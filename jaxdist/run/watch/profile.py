@@ -126,7 +126,10 @@ class Profile(LoopHook):
         try:
             jax.profiler.stop_trace()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self.say(f"profile: no trace was written to {self.folder}: {error}")
+            self.say(
+                f"profile: no trace was written to {self.folder}: {error}; if you need the trace, "
+                "resume the run with --profile"
+            )
             return
         self.say(
             f"profile: steps {self.first} to {self.last} in {self.folder}; open its file "

@@ -65,7 +65,8 @@ def length_notices(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
     if left == total_steps:
         return (
             f"strategy.type lookahead has no effect: the run ends after {total_steps} steps, "
-            f"before the first {strategy.steps} (strategy.steps) are done",
+            f"before the first {strategy.steps} (strategy.steps) are done; train longer, or set "
+            "strategy.type: synchronous",
         )
     return (
         f"strategy.steps {strategy.steps}: the last {left} steps of the run do not change the slow "

@@ -144,7 +144,9 @@ def find_password(environ: Mapping[str, str]) -> str | None:
     path = environ.get(PASSWORD_FILE)
     if path is None:
         return environ.get(PASSWORD)
-    with os_errors_as(ConfigError, f"{PASSWORD_FILE} {path} cannot be read"):
+    with os_errors_as(
+        ConfigError, f"{PASSWORD_FILE} {path} cannot be read", "name a file that this user may read"
+    ):
         return Path(path).read_text(encoding="utf-8").strip()
 
 
