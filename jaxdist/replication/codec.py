@@ -26,12 +26,7 @@ def entry_envelopes(
     entry: LogEntry, server: int, tensor: int, updates: Sequence[Update]
 ) -> Iterator[Envelope]:
     """Yield the envelopes of an entry: one for each of its changes, then one for its state."""
-    given: dict[str, Any] = {
-        "epoch": entry.epoch,
-        "client": server,
-        "sequence": entry.index,
-        "tensor": tensor,
-    }
+    given = _addressed(entry, server, tensor)
     for _, change in updates:
         if change is not None:
             yield Envelope(Op.COPY, **given, payload=change)
@@ -42,16 +37,20 @@ def entry_envelopes(
     yield Envelope(Op.ENTRY, **given, payload=_bytes(json.dumps(told).encode()))
 
 
-def snapshot_envelopes(
-    entry: LogEntry, server: int, tensor: int, arrays: PyTree
-) -> Iterator[Envelope]:
-    """Yield the envelopes of an entry with all arrays: the raw leaves, then the state."""
-    given: dict[str, Any] = {
+def _addressed(entry: LogEntry, server: int, tensor: int) -> dict[str, Any]:
+    return {
         "epoch": entry.epoch,
         "client": server,
         "sequence": entry.index,
         "tensor": tensor,
     }
+
+
+def snapshot_envelopes(
+    entry: LogEntry, server: int, tensor: int, arrays: PyTree
+) -> Iterator[Envelope]:
+    """Yield the envelopes of an entry with all arrays: the raw leaves, then the state."""
+    given = _addressed(entry, server, tensor)
     for leaf in jax.tree.leaves(arrays):
         yield Envelope(Op.WHOLE, **given, payload=_bytes(np.asarray(leaf).tobytes()))
     told = {"state": _fields(entry.state), "updates": []}

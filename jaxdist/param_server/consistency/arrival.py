@@ -139,7 +139,22 @@ class Asynchronous(OnArrival):
         return True
 
 
-class SSP(OnArrival):
+class BoundedStaleness(OnArrival):
+    """The common part of the models that bound how far a worker runs ahead of the slowest."""
+
+    reads: Reads = "each_clock"
+    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
+    computation begins, the worker pulls for the next computation. While the old copy is within the
+    bound, the next computation does not wait for the answer, so the copy may lack the worker's last
+    changes. lazy: the worker pulls when its copy is older than the bound allows, or lacks one of
+    the worker's changes. eager: like lazy, and the server also sends new parameters whenever the
+    slowest clock advances."""
+
+    def how(self) -> Reads:
+        return self.reads
+
+
+class SSP(BoundedStaleness):
     """Stale synchronous parallel: no worker is more than `bound` clocks ahead of the slowest.
 
     A worker at clock c reads a version that contains all changes of all workers from clocks before
@@ -154,22 +169,12 @@ class SSP(OnArrival):
     """The name that selects this consistency model in a config."""
     bound: Bound = 2
     """The number of clocks that a worker may be ahead of the slowest worker."""
-    reads: Reads = "each_clock"
-    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
-    computation begins, the worker pulls for the next computation. While the old copy is within the
-    bound, the next computation does not wait for the answer, so the copy may lack the worker's last
-    changes. lazy: the worker pulls when its copy is older than the bound allows, or lacks one of
-    the worker's changes. eager: like lazy, and the server also sends new parameters whenever the
-    slowest clock advances."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
 
-    def how(self) -> Reads:
-        return self.reads
 
-
-class AdaptiveSSP(OnArrival):
+class AdaptiveSSP(BoundedStaleness):
     """SSP with an adaptive bound: a fast worker runs ahead when that shortens its wait.
 
     A worker that is at most `least` clocks ahead of the slowest worker never waits. Beyond `least`,
@@ -186,13 +191,6 @@ class AdaptiveSSP(OnArrival):
     """The number of clocks that a worker may always be ahead of the slowest worker."""
     most: Bound = 8
     """The largest number of clocks that a worker can be ahead of the slowest worker."""
-    reads: Reads = "each_clock"
-    """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a
-    computation begins, the worker pulls for the next computation. While the old copy is within the
-    bound, the next computation does not wait for the answer, so the copy may lack the worker's last
-    changes. lazy: the worker pulls when its copy is older than the bound allows, or lacks one of
-    the worker's changes. eager: like lazy, and the server also sends new parameters whenever the
-    slowest clock advances."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdaptiveSSP:
@@ -217,9 +215,6 @@ class AdaptiveSSP(OnArrival):
 
     def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:
         return arrival.clock - clocks.floor <= self.most
-
-    def how(self) -> Reads:
-        return self.reads
 
 
 def _slowest(clocks: Clocks) -> int:
