@@ -196,17 +196,6 @@ def best_split(
     return ranked[0], f"bytes that a device receives in a layer and step: {shown}"
 
 
-def attention_share(order: Order, groups: int) -> float:
-    """Return the causal work of the busiest group, divided by the mean work of a group.
-
-    If the work is balanced, the result is 1.
-
-    >>> [round(attention_share(order, 4), 3) for order in ("contiguous", "zigzag", "striped")]
-    [1.75, 1.0, 1.0]
-    """
-    return 2 - 1 / groups if order == "contiguous" else 1.0
-
-
 def near_lengths(length: int, parts: int) -> str:
     """Return the multiples of `parts` that are nearest to `length`, as text."""
     low = length // parts * parts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from jaxdist.pipeline_schedules.check import check_schedule
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.order import Walk, key, needed
-from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.types import JsonObject
 
 
@@ -193,26 +193,3 @@ def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None)
         live += change[task.kind] * sizes[task.chunk]
         most = max(most, live)
     return most * schedule.stages / schedule.chunks
-
-
-def in_ticks(schedule: Schedule) -> Schedule:
-    """Insert None into the rows of a schedule for each unit of time in which a stage waits.
-
-    Each task takes a unit of time, so all rows of the result have the same length.
-
-    Raises:
-      ConfigError: the schedule violates a rule of `check_schedule`.
-
-    >>> from jaxdist.pipeline_schedules.gpipe import gpipe
-    >>> [" ".join(str(t or "-") for t in row) for row in in_ticks(gpipe(2, 1)).rows]
-    ['0F0 - - 0B0', '- 1F0 1B0 -']
-    """
-    # Every task takes one unit. By default a FULL task would take the sum of its two halves.
-    timeline = simulate(schedule, Costs(full=1.0))
-    rows: list[tuple[Slot, ...]] = []
-    for spans in timeline.spans:
-        row: list[Slot] = [None] * int(timeline.makespan)
-        for span in spans:
-            row[int(span.start)] = span.task
-        rows.append(tuple(row))
-    return replace(schedule, rows=tuple(rows))

@@ -278,17 +278,3 @@ class Follower:
         assert view.epoch > self.range.epoch, f"epoch {view.epoch} after {self.range.epoch}"
         state = range_in_epoch(self.range, view.epoch)
         return Leader(view, state, self.index, released=self.index)
-
-
-def begin_leader(view: RangeView, state: RangeState) -> Leader:
-    """Return the first leader of a range.
-
-    The follower must begin with the same state and arrays.
-    """
-    has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
-    return Leader(view, state, has=has)
-
-
-def begin_follower(server: int, state: RangeState, epoch: int = 0) -> Follower:
-    """Return the first follower of a range; the first leader begins with the same state."""
-    return Follower(server, epoch, 0, state)

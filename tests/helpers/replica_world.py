@@ -12,17 +12,27 @@ from dataclasses import dataclass, field
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Apply, Publish, Refuse
+from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.replication.decision import (
     Copied,
     Follower,
     Leader,
     LogEntry,
     RangeView,
-    begin_follower,
-    begin_leader,
 )
 
 ARBITER = "arbiter"
+
+
+def begin_leader(view: RangeView, state: RangeState) -> Leader:
+    """The first leader of a range; the follower begins with the same state and arrays."""
+    has: dict[int, int | None] = {} if view.follower is None else {view.follower: 0}
+    return Leader(view, state, has=has)
+
+
+def begin_follower(server: int, state: RangeState, epoch: int = 0) -> Follower:
+    """The first follower of a range."""
+    return Follower(server, epoch, 0, state)
 
 
 @dataclass

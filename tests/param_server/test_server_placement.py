@@ -1,5 +1,6 @@
 """Placements against their bounds, brute force, and what may move."""
 
+from collections import Counter
 from itertools import product
 
 import hypothesis.strategies as st
@@ -14,9 +15,19 @@ from jaxdist.errors import ConfigError
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.placement.central import Central
-from jaxdist.param_server.placement.contract import least_bytes, moved_bytes
+from jaxdist.param_server.placement.contract import Placement, least_bytes
 from jaxdist.param_server.placement.hashed import Hashed
 from jaxdist.param_server.placement.ranges import PlaceableTensor, cut_ranges, placeable_tensors
+
+
+def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], int]:
+    """The bytes that move between two placements of the same ranges, by servers (from, to)."""
+    assert before.ranges == after.ranges, "placements of other ranges"
+    found: Counter[tuple[int, int]] = Counter()
+    for part, old, new in zip(before.ranges, before.owners, after.owners, strict=True):
+        if old != new:
+            found[old, new] += part.size_bytes
+    return dict(found)
 
 
 def tensors(*sizes):

@@ -1,20 +1,35 @@
 """The CSV form: what is written is read back; what is wrong is named by row, column and value."""
 
 import os
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
+from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.csv_form import format_csv, parse_csv, read_csv, write_csv
 from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import interleaved
-from jaxdist.pipeline_schedules.schedule import Task, TaskKind
-from jaxdist.pipeline_schedules.simulate import in_ticks
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
+from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.pipeline_schedules.zero_bubble.v import v_min
+
+
+def in_ticks(schedule: Schedule) -> Schedule:
+    """The schedule with None for each unit of time in which a stage waits; each task takes one."""
+    # Every task takes one unit. By default a FULL task would take the sum of its two halves.
+    timeline = simulate(schedule, Costs(full=1.0))
+    rows: list = []
+    for spans in timeline.spans:
+        row: list = [None] * int(timeline.makespan)
+        for span in spans:
+            row[int(span.start)] = span.task
+        rows.append(tuple(row))
+    return replace(schedule, rows=tuple(rows))
 
 
 @pytest.mark.parametrize(

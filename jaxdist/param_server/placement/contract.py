@@ -147,20 +147,3 @@ def least_bytes(sizes: Sequence[int], servers: int) -> int:
     # bytes of the two smallest of these n + 1 ranges.
     pair = sum(ordered[servers - 1 : servers + 1]) if len(ordered) > servers else 0
     return max(mean, ordered[0], pair)
-
-
-def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], int]:
-    """Return the bytes that move between two placements of the same ranges, by servers (from, to).
-
-    >>> from jaxdist.param_server.placement.hashed import Hashed
-    >>> tensors, rule = [PlaceableTensor("w", 1000, 4000)], Hashed(range_bytes=4)
-    >>> found = moved_bytes(rule.place(tensors, [0, 1, 2]), rule.place(tensors, [0, 1]))
-    >>> sorted(found), sum(found.values()) < 2000
-    ([(2, 0), (2, 1)], True)
-    """
-    assert before.ranges == after.ranges, "placements of other ranges"
-    found: Counter[tuple[int, int]] = Counter()
-    for part, old, new in zip(before.ranges, before.owners, after.owners, strict=True):
-        if old != new:
-            found[old, new] += part.size_bytes
-    return dict(found)
