@@ -209,7 +209,7 @@ def _parallel(parallel: Json) -> JsonObject:
         found["compression"] = {"type": "whole", "axis": parallel["compression"]["axis"]}
     found["reduce_dtype"], below = None, min(zero["whole_below"], WHOLE_BELOW)
     found["zero"] = {**zero, "gather_dtype": None, "whole_below": below}
-    # `bucket_bytes` may be null or "auto", and then stays as it is.
+    # If `bucket_bytes` is null or "auto", it is not changed.
     if reduce and isinstance(reduce.get("bucket_bytes"), int):
         found["reduce"] = {**reduce, "bucket_bytes": min(reduce["bucket_bytes"], BUCKET_BYTES)}
     return found
