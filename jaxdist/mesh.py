@@ -310,7 +310,7 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
     """Arrange devices over two networks, in an array of shape `dcn` * `ici`, axis by axis.
 
     Args:
-      devices: the devices.
+      devices: the devices of all fast networks.
       dcn: the size of each axis across the slow network.
       ici: the size of each axis inside a fast network.
 

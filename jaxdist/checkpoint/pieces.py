@@ -56,7 +56,7 @@ def array_cuts(array: jax.Array, chunk_bytes: int) -> Cuts | None:
     together with other arrays.
 
     Args:
-      array: the array.
+      array: the array to save.
       chunk_bytes: the largest number of bytes of a chunk.
 
     >>> array_cuts(jax.numpy.zeros((5, 4)), chunk_bytes=32)
@@ -117,7 +117,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 
     Args:
       number: the number of the array.
-      array: the array.
+      array: the array to save.
       cuts: the positions, in each dim, at which the array is divided into chunks.
     """
     found: list[Piece] = []

@@ -65,7 +65,7 @@ class FencedBy(Protocol):
     generation: int
 
     def check(self) -> None:
-        """Check that this generation may still write.
+        """Check that this generation of the run may still write checkpoints.
 
         Raises:
           RunError: a later generation has started.

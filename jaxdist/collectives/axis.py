@@ -56,7 +56,7 @@ def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
 
     Args:
       x: this device's array.
-      axis: the axis.
+      axis: the name of a mesh axis, or a tuple of names.
       pairs: the pairs (sender, receiver). A device is in at most one pair as sender, and in at most
         one pair as receiver.
     """
@@ -94,7 +94,7 @@ def checked(axis: object, operation: str) -> Axis:
     """Check an axis, and return the axis, or only the name if the axis is a tuple with one name.
 
     Args:
-      axis: the axis.
+      axis: the name of a mesh axis, or a tuple of names.
       operation: the name of the collective, for error messages.
 
     Raises:

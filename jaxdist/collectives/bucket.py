@@ -159,7 +159,7 @@ def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int)
     collectives itself.
 
     Args:
-      algorithm: the algorithm.
+      algorithm: the algorithm of the collective.
       kind: the operation.
       axis: the axis of the collective.
       payload_bytes: the bytes of the bucket.

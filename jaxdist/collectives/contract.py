@@ -92,7 +92,7 @@ class Algorithm(Config):
     doubles the bytes; null keeps the dtype of the inputs."""
     bucket_bytes: Count | Literal["auto"] | None = "auto"
     """The size, in bytes, of the buckets into which the leaves of a tree are fused. With `auto`,
-    leaves are fused if that is predicted to be faster; with null, each leaf is sent by itself."""
+    leaves are fused if fusing is predicted to be faster; with null, each leaf is sent by itself."""
 
     native: ClassVar[bool] = False
     """Whether JAX itself differentiates this algorithm and types its results as replicated."""

@@ -75,7 +75,7 @@ class CodecCandidate:
     """A codec that the automatic choice compares with others, and its predicted cost.
 
     Attributes:
-      codec: the codec.
+      codec: the codec that is compared.
       prediction: the predicted cost, or None if the codec cannot encode all gradients.
       refused: the reason why the codec cannot encode all gradients, or "".
     """

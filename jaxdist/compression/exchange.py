@@ -118,7 +118,7 @@ def scatter_decoded(
     are gathered on all devices.
 
     Args:
-      codec: the codec.
+      codec: the codec of the bucket.
       gradient: this device's bucket.
       held: the state of the codec for this bucket.
       state: what the error feedback keeps for the bucket.
@@ -285,7 +285,7 @@ def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 
 
 
 def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
-    """Convert [*lead, ...] to uint8 [*lead, b]."""
+    """Convert an array [*lead, ...] to its bytes, uint8 [*lead, b]."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:lead], -1)
 
 

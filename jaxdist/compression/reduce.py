@@ -240,7 +240,7 @@ def _reduce_group(
     """Return the sums of a group's leaves, by the indices of the leaves, and the next state.
 
     Args:
-      group: the group.
+      group: the group of leaves that have the same choice of codec.
       leaves: the gradients of this device for all leaves.
       state: the group's state.
       party: the settings of the exchange.
@@ -267,7 +267,7 @@ def _run(
     """Exchange all buckets of a group by the codec of a stage.
 
     Args:
-      group: the group.
+      group: the group of leaves that have the same choice of codec.
       stage: the index of the stage in `group.codecs`.
       party: the settings of the exchange.
       xs: this device's buckets.

@@ -57,7 +57,7 @@ class Sender:
     """A codec with error feedback for a single sender, such as a worker of a parameter server.
 
     Attributes:
-      codec: the codec.
+      codec: the codec of the sender's messages.
       feedback: the error feedback.
 
     >>> from jaxdist.compression import Sign, first_round
@@ -95,9 +95,9 @@ class Sender:
         """Encode the gradient of a round as a message, and compute the next state.
 
         Args:
-          gradient: the gradient.
+          gradient: the gradient to send.
           state: the state after the previous round.
-          round: the round.
+          round: the round in which the message is sent.
         """
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
@@ -118,7 +118,7 @@ class Sender:
         """Decode a message, and return the value that replaces the gradient, and the next `view`.
 
         Args:
-          message: the message.
+          message: the message of the sender.
           view: the state of the receiver, which is `feedback.view(like)` before the first round.
           like: the shape and dtype of the gradient.
           round: the round of the message.

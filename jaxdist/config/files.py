@@ -1,7 +1,7 @@
 """Safe reads of files from unknown sources, which refuse anything except regular files.
 
-To open a pipe may block for ever, and a device may be endless. `json.loads` raises RecursionError
-for ten thousand brackets, which no caller expects.
+Opening a pipe may block for ever, and a device file may be endless. `json.loads` raises
+RecursionError for ten thousand brackets, which no caller expects.
 """
 
 from __future__ import annotations

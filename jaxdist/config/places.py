@@ -59,7 +59,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield the paths of all settings.
+    """Yield the paths of all settings in a schema.
 
     A section with alternatives has the settings of the chosen type.
     """

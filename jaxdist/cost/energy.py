@@ -35,7 +35,7 @@ class Power:
     source: str
 
     def watts(self, utilisation: float) -> float:
-        """Return the watts at a utilisation, which is from 0 to 1.
+        """Return the watts that a chip draws at a utilisation from 0 to 1.
 
         >>> Power(200.0, 100.0, "").watts(0.5), Power(700.0, None, "").watts(0.5)
         (150.0, 700.0)

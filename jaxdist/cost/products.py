@@ -26,7 +26,9 @@ has only the table `OWN_LIMIT`."""
 
 @cache
 def shares(family: str, *, scoped: bool = True) -> Shares | None:
-    """Return the fractions of a family, or None for a family that is not in `products.json`.
+    """Return the fractions of the peak that products reach on a family of chips.
+
+    The result is None for a family that is not in `products.json`.
 
     Args:
       scoped: the argument of `product_share` with the same name.
@@ -67,7 +69,7 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the lengths below and above `length` in a table, and a position between them.
+    """Return the lengths below and above `length` in a table, and the position between these two.
 
     The position is from 0 to 1, and linear in the logarithm of `length`. A `length` outside the
     table is clamped to the edge of the table.

@@ -94,7 +94,7 @@ class TpuRates:
         return size_bytes / rate
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Return the seconds of a kernel's work, and the assumption as text.
+        """Return the seconds of a kernel's work, and the assumption about its rate as text.
 
         The seconds are the larger of the time for FLOPs and the time for bytes.
         """

@@ -49,7 +49,7 @@ class BatchPlacement:
     """The layout of batches, which all have the same shapes, on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
-        """Plan the layout.
+        """Plan the layout of batches on the devices.
 
         Args:
           shapes: the shapes of a single example, by name.

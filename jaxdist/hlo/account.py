@@ -30,7 +30,7 @@ class Totals:
 
     Attributes:
       flops: the least and the largest number of FLOPs.
-      collectives: the collectives.
+      collectives: the records of the executed collectives.
       unknown_loops: the names of loops whose length is unknown.
     """
 

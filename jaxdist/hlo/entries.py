@@ -97,6 +97,6 @@ class ProgramTimeline:
     """Whether the program has a conditional whose branch is unknown."""
 
     def scaled(self, times: float) -> ProgramTimeline:
-        """Return the timeline of `times` repetitions."""
+        """Return the timeline of `times` repetitions of this program."""
         entries = {name: entry.scaled(times) for name, entry in self.entries.items()}
         return dataclasses.replace(self, seconds=self.seconds * times, entries=entries)

@@ -33,7 +33,7 @@ def instruction_flops(instruction: Instruction, computation: Computation) -> int
     """Return the FLOPs of an instruction, without the FLOPs of computations that it calls.
 
     Args:
-      instruction: the instruction.
+      instruction: the instruction of an HLO program.
       computation: the computation that contains the instruction.
     """
     if instruction.opcode in ("dot", "ragged-dot"):

@@ -169,7 +169,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encod
 
 @cache
 def table_rows(*names: str) -> Mapping[str, Row]:
-    """Return the row of each parameter from sections `rows` of `families.toml`, the last first."""
+    """Return each parameter's row in the tables `names` of `families.toml`; later tables win."""
     found: dict[str, Row] = {}
     for name in names:
         rows = dict(_TABLE["rows"][name])
@@ -185,7 +185,7 @@ def _row(tensor: str, layout: str, more: int | Literal["absent"] | None = None) 
 
 
 def read_family(name: str, **functions: Any) -> Family:
-    """Return a family of `families.toml`.
+    """Return the family that `families.toml` describes under a name.
 
     Args:
       name: the name of the family.

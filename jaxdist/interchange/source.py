@@ -48,7 +48,7 @@ class Source:
 
     @property
     def family(self) -> Family:
-        """The family of the model.
+        """The family to which the model belongs.
 
         Raises:
           ConfigError: the architecture has no table.
@@ -75,7 +75,7 @@ class Source:
         return found
 
     def rows(self) -> Mapping[str, Row]:
-        """Return the rows of the family's table, with the names of the tensors in these files."""
+        """Return the family's table of names, with the tensors' names in these files."""
         if self.is_gguf:
             return gguf_files.rows(self.family, self.tensors)
         rows, prefix = self.family.table(self.config), self.family.prefix

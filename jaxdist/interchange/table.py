@@ -64,7 +64,7 @@ class _File(Config):
     """The YAML file of a table."""
 
     import_: Table = Field(alias="import")
-    """The table."""
+    """The table of names, of orders of dims, and of ignored tensors."""
 
 
 def read_table(path: Path) -> Table:

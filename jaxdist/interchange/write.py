@@ -148,7 +148,7 @@ def write_directory(
     dtype: str,
     folder: Path | None,
 ) -> None:
-    """Write config.json, the tensors, and the tokenizer's files.
+    """Write a model's directory: config.json, the tensors, and the tokenizer's files.
 
     Args:
       config: the content of config.json.

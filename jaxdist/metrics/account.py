@@ -89,14 +89,14 @@ class Account:
         self._told()
 
     def leave(self) -> None:
-        """End the innermost interval."""
+        """End the innermost interval of the account."""
         assert len(self._stack) > 1, "nothing was entered"
         self._settle()
         self._stack.pop()
         self._told()
 
     def switch(self, kind: Activity) -> None:
-        """Change the activity of the innermost interval from now on."""
+        """Change the activity of the account's innermost interval from now on."""
         self._settle()
         self._stack[-1] = kind
         self._told()

@@ -141,7 +141,7 @@ class Goodput:
         return sum(life.last_step - max(life.kept_step, life.first_step) for life in self.lives)
 
     def as_json(self) -> JsonObject:
-        """Return the use of time as plain data."""
+        """Return the use of the run's time as plain data for JSON."""
         return {
             "wall_seconds": self.wall_seconds,
             "goodput": self.goodput,

@@ -63,7 +63,7 @@ class SmoothedStepTime:
         self._weight = weight
 
     def add(self, seconds: float) -> None:
-        """Add the wall time of a step."""
+        """Add the wall time of a step to the smoothed time."""
         self.count += 1
         if self.count <= 2:
             self.seconds = seconds

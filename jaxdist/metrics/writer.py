@@ -146,7 +146,7 @@ class MetricsWriter(Records):
             self._events = EventFile(folder, resume_step=resume_step)
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
-        """Append a record.
+        """Append a record of the run's metrics to the file.
 
         An evaluation at the step of the resume is not written again, if the file already has it.
 

@@ -72,7 +72,8 @@ class BertConfig(PartConfig):
     paper uses 0.1; 0 drops nothing."""
     vocab_multiple: Count = 64
     """The number to whose multiple the embedding table is padded, so that a mesh axis can divide
-    it. See the same setting of gpt."""
+    the table. See the same setting of gpt.
+    """
     isolate_documents: bool = False
     """Whether to block attention between the documents that are packed in a window, and to padding.
     The positions of each document then start at 0."""

@@ -116,7 +116,7 @@ class Functional:
         return divide(params, self.frozen)
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-        """Create the parameters and the buffers.
+        """Create the model's parameters and buffers from a random key.
 
         Under `jax.jit` with out_shardings, each device creates only its shards.
         """

@@ -169,7 +169,7 @@ class GptConfig(PartConfig):
 
     @property
     def head_dim(self) -> int:
-        """The width of a head."""
+        """The width of an attention head."""
         return self.head_size or self.embed // self.heads
 
     @property

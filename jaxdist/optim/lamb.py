@@ -185,7 +185,7 @@ class _Look(NamedTuple):
 
     @classmethod
     def at(cls, count: jax.Array, b1: float, b2: float, eps: float, rule: LambRule) -> _Look:
-        """Return the scales at step `count`, counted from 1."""
+        """Return the scales of Adam's direction at step `count`, counted from 1."""
         step = count.astype(jnp.float32)
 
         def correction(b: float, s: jax.Array) -> jax.Array:

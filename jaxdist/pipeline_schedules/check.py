@@ -32,7 +32,7 @@ def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None)
     5. No activation is overwritten in a ring buffer while it is still needed.
 
     Args:
-      schedule: the schedule.
+      schedule: the schedule to check.
       slots: the size of the ring buffer of a chunk's activations, as a number for all chunks or a
         sequence with a number for each chunk, or None to skip the last check. The activation of
         microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or WEIGHT

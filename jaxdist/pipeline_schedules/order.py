@@ -41,7 +41,7 @@ class Walk:
     it needs. The iteration ends when all tasks are done, or when no stage can continue.
 
     Attributes:
-      schedule: the schedule.
+      schedule: the schedule whose tasks the walk visits.
       blocked: for each stage that waits, the index of its next task in its row, and the missing
         result. After the iteration, the dict is empty if all tasks are done.
 

@@ -71,7 +71,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of stages of the schedule."""
         return len(self.rows)
 
     @property
@@ -91,7 +91,7 @@ def needs(task: Task, chunks: int) -> tuple[Task, ...]:
     these two tasks, but both are in the result.
 
     Args:
-      task: the task.
+      task: the task that needs results.
       chunks: the number of chunks of the schedule.
 
     >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]

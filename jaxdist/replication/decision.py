@@ -269,7 +269,7 @@ class Follower:
 
     @property
     def copied(self) -> Copied:
-        """The answer to the leader."""
+        """The follower's reply to the leader, about its newest entry."""
         return Copied(self.epoch, self.server, self.index)
 
     def takes_over(self, view: RangeView) -> Leader:

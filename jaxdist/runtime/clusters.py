@@ -60,7 +60,7 @@ Detector = Callable[[Environ], Sighting | None]
 
 
 def sightings(environ: Environ) -> list[Sighting]:
-    """Return the information of all schedulers whose variables are set, the most specific first.
+    """Return the information from all schedulers whose variables are set, the most specific first.
 
     >>> found = sightings({"PMI_RANK": "1", "PMI_SIZE": "2"})
     >>> found[0].scheduler, found[0].index, found[0].missing
@@ -87,7 +87,7 @@ def _lacking(read: Environ, *names: str) -> str:
 
 
 def open_mpi(environ: Environ) -> Sighting | None:
-    """Return the information of Open MPI's mpirun, or None if mpirun did not start this process.
+    """Return the information from Open MPI's mpirun, or None if mpirun did not start this process.
 
     mpirun reports the host on which it runs: version 4 as an address, version 5 in the name of the
     job. Process 0 is on this host unless the user excluded the host from the job.
@@ -111,7 +111,7 @@ def open_mpi(environ: Environ) -> Sighting | None:
 
 
 def slurm(environ: Environ) -> Sighting | None:
-    """Return the information of Slurm's srun, or None outside of a Slurm job.
+    """Return the information from Slurm's srun, or None outside of a Slurm job.
 
     The port differs between concurrent steps of a job.
     """
@@ -138,7 +138,7 @@ def slurm(environ: Environ) -> Sighting | None:
 
 
 def torchrun(environ: Environ) -> Sighting | None:
-    """Return the information of torchrun, or None if torchrun did not start this process.
+    """Return the information from torchrun, or None if torchrun did not start this process.
 
     torchrun is the same as `python -m torch.distributed.run`.
     """
@@ -192,7 +192,7 @@ def tpu_pod(environ: Environ) -> Sighting | None:
 
 
 def skypilot(environ: Environ) -> Sighting | None:
-    """Return the information of SkyPilot, or None if SkyPilot did not start this process.
+    """Return the information from SkyPilot, or None if SkyPilot did not start this process.
 
     SkyPilot starts a single process on each node.
     """
@@ -208,7 +208,7 @@ def skypilot(environ: Environ) -> Sighting | None:
 
 
 def tpu_vm(environ: Environ) -> Sighting | None:
-    """Return the information of a TPU VM's metadata server, or None on any other host.
+    """Return the information from a TPU VM's metadata server, or None on any other host.
 
     The result is also None on GKE, where variables have the information.
     """
@@ -239,7 +239,7 @@ def _attribute(server: str, name: str) -> str:
 
 
 def kubernetes(environ: Environ) -> Sighting | None:
-    """Return the information of a Kubernetes pod, or None outside of a pod.
+    """Return the information from a Kubernetes pod, or None outside of a pod.
 
     A pod of an indexed job knows its number, but not its peers.
     """

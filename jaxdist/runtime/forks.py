@@ -51,7 +51,7 @@ class ForkServer:
         self.lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the server, which imports while the caller continues."""
+        """Start the fork server, which imports modules while the caller continues."""
         self.close()
         self._channel, theirs = socket.socketpair()
         with theirs, self._log.open("ab") as errors:
@@ -76,7 +76,7 @@ class ForkServer:
           The id of the process, which leads a session.
 
         Raises:
-          RunError: the server did not start.
+          RunError: the fork server did not start.
         """
         for _ in range(2):  # A server that has ended since the last fork is restarted once.
             if self._channel is None:
@@ -94,7 +94,7 @@ class ForkServer:
         """Wait until the server has imported everything, so that later processes begin at once.
 
         Raises:
-          RunError: the server did not start.
+          RunError: the fork server did not start.
         """
         with open(os.devnull, "r+b") as nothing:  # The forked process gets no setup, and ends.
             self.begin(nothing.fileno(), nothing.fileno()).wait()
@@ -106,7 +106,7 @@ class ForkServer:
           stdin, stderr: the descriptors of the process's standard input and standard error.
 
         Raises:
-          RunError: the server did not start.
+          RunError: the fork server did not start.
         """
         with self.lock:
             return Forked(self, self.fork([stdin, stderr]))
@@ -146,7 +146,7 @@ class ForkServer:
         self._codes.clear()
 
     def _hear(self, *, wait: bool) -> bool:
-        """Receive the server's messages; return whether the server is alive."""
+        """Receive the fork server's messages; return whether the fork server is alive."""
         if self._channel is None:
             return False
         try:

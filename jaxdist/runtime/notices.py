@@ -121,7 +121,7 @@ class PreemptionConfig(Config):
     """The address of the metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
-        """Build the sources that the settings select."""
+        """Build the sources of preemption notices that the settings select."""
         found: list[Notice] = []
         if self.file is not None:
             found.append(FileNotice(self.file, self.file_seconds))

@@ -69,7 +69,7 @@ class Wait:
 
     @property
     def over(self) -> bool:
-        """Whether the time limit is reached."""
+        """Whether the time limit of the wait is reached."""
         return self.elapsed >= self.seconds
 
     @property

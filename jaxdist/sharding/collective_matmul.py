@@ -77,7 +77,7 @@ class AxisRing:
 
         Args:
           pieces: the chunks.
-          kernels: the kernels.
+          kernels: the kernels, `[D, F]` each.
           leaving: whether the caller passes the results to `reduced`. If true, the farthest chunk
             is multiplied first. If false, the chunks must be from `gathered`, and the nearest chunk
             is multiplied first.
@@ -157,7 +157,7 @@ def _one_by_one(
     matmul.
 
     Args:
-      function: the function.
+      function: the function of a chunk.
       pieces: the chunks, the nearest chunk first.
       farthest_first: whether to begin with the last chunk.
     """

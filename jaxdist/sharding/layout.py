@@ -115,7 +115,7 @@ class Layout:
     hashable, so that a model that is an argument of `jax.jit` may contain it.
 
     Attributes:
-      mesh: the mesh.
+      mesh: the mesh of devices.
       rules: the pairs of a logical dim and a mesh axis or None.
       collective_matmul: the setting of `ShardingConfig` with the same name.
       experts: the setting of `ShardingConfig` with the same name.
@@ -458,7 +458,7 @@ def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) ->
     """Return the sharding of each parameter, a tree like the parameters.
 
     Args:
-      layout: the layout.
+      layout: the mesh, and the rules for logical dims.
       params: the parameters, or their shapes.
       dims: the logical dims of each parameter, by name.
 

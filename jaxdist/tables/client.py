@@ -67,7 +67,7 @@ class TableClient:
         self._changed = self._exchange.changed
 
     def close(self) -> None:
-        """End all sessions."""
+        """End all sessions with table servers."""
         self._exchange.close()
 
     def fail(self, reason: str) -> None:
@@ -101,7 +101,7 @@ class TableClient:
         self._ask(rows)
 
     def take(self) -> np.ndarray:
-        """Wait for the values of the rows that `begin` asked for, and return them.
+        """Wait for the values of the rows that `begin` asked for, and return these values.
 
         The client assumes that the gradients of the next push are computed from these values.
 

@@ -17,7 +17,7 @@ from jaxdist.models.recommend.rows import RowForm
 
 KEY = np.dtype([("field", "<u4"), ("id", "<u8")])
 WAYS = 32
-"""The largest number of rows in a set."""
+"""The largest number of rows that a bounded store keeps in a set."""
 
 
 def row_dtype(most: int) -> np.dtype:

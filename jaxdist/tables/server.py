@@ -21,7 +21,7 @@ from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The payloads of a table server, which replace the layout of a shard."""
+    """The number of a table server, in place of the layout of a shard of parameters."""
 
     server: int
     spec: Spec

@@ -29,18 +29,18 @@ class Op(IntEnum):
     """The operation of an envelope between workers and servers, or between two servers."""
 
     HELLO = 1
-    """Bind the session to a client, which joins if it is new."""
+    """The request that binds a session to a client, which joins if it is new."""
     PULL = 2
     PUSH = 3
     LATE = 4
-    """Ask which clients are late, so that an error message can name them."""
+    """The question which clients are late, so that an error message can name them."""
     WELCOME = 5
     ACKNOWLEDGE = 6
     ANSWER = 7
     PUBLISH = 8
     REFUSE = 9
     WAITING = 10
-    """Answer LATE with the late clients, as text."""
+    """The answer to LATE, with the late clients as text."""
     COPY = 11
     """A merged change, which the leader of a range sends to its follower."""
     WHOLE = 12
@@ -139,7 +139,7 @@ class Wire(Protocol):
     """A worker's connection to a server."""
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
-        """Open a new session.
+        """Open a new session with the server.
 
         Args:
           hear: the function that is called with each envelope of the server.
@@ -153,7 +153,7 @@ class Wire(Protocol):
 
 
 class Peer(Protocol):
-    """A server's end of a session."""
+    """A session from the server's side, with a worker, a host or another server."""
 
     def say(self, envelope: Envelope) -> None:
         """Queue an envelope for the worker.
@@ -163,7 +163,7 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """End the session."""
+        """End the session with this peer."""
         ...
 
 

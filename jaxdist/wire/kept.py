@@ -71,7 +71,7 @@ class Board:
         self._lock = threading.Lock()
 
     def show(self, text: str) -> None:
-        """Replace the text, and send the new text to all peers."""
+        """Replace the text of the board, and send the new text to all peers."""
         with self._lock:
             self._text = text
             for peer in self._peers:

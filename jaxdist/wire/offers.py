@@ -41,7 +41,7 @@ class Offers:
             open_gate(run, settings, token, self.offer, self._stack, devices=devices)
 
     def offer(self, remote: RemoteProcess) -> None:
-        """Keep a process until the run takes it, or refuse it."""
+        """Keep an offered process until the run takes the process, or refuse the offer."""
         with self._changed:
             given = self._offers[remote.role]
             if remote.role == "server" and len(self._alive("server")) >= self._wanted["server"]:

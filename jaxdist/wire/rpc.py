@@ -67,7 +67,7 @@ class _Call(Protocol):
 
 
 class _Peer:
-    """A server's end of a session."""
+    """A session over gRPC, from the server's side."""
 
     def __init__(self) -> None:
         self.outbox = Outbox(MOST_SHARDS)

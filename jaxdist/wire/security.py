@@ -35,13 +35,13 @@ class Tls:
     key: bytes
 
     def server(self) -> grpc.ServerCredentials:
-        """Return the credentials of a server that refuses clients without a certificate."""
+        """Return the TLS credentials of a server that refuses clients without a certificate."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a worker."""
+        """Return the TLS credentials with which a worker connects to servers."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 

@@ -63,7 +63,7 @@ class Candidate:
     """An algorithm from which `Auto` can choose for a call of a collective.
 
     Attributes:
-      algorithm: the algorithm.
+      algorithm: the algorithm that would run the call.
       seconds: the predicted time of the call, in seconds.
     """
 

@@ -30,7 +30,7 @@ class Encoded(Protocol):
     """The bytes of an encoded image; `str` of the object is the image's name in error messages."""
 
     def read(self) -> bytes:
-        """Return the bytes."""
+        """Return the bytes of the encoded image."""
         ...
 
 

@@ -64,7 +64,7 @@ class TrigramModel:
     """
 
     def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
-        """Make a model from counts.
+        """Make a trigram model from the counts of n-grams.
 
         Args:
           orders: the counts of 1-grams, 2-grams and 3-grams.

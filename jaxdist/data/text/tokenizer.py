@@ -79,7 +79,7 @@ class BpeTokenizer:
     def __init__(
         self, file: Path, end_of_document: str | None = None, vocab_size: int | None = None
     ):
-        """Load the file.
+        """Load a tokenizer.json file.
 
         Raises:
           DataError: the file is missing or not a tokenizer, or does not have the token

@@ -41,7 +41,7 @@ class EnergyConfig(Config):
 
     @property
     def site(self) -> Site:
-        """The site of the run, with its effectiveness and carbon intensity."""
+        """The site of the run, with its power usage effectiveness and carbon intensity."""
         return Site(self.pue, self.grid)
 
     def power_of(self, device: str | None) -> Power | None:

@@ -92,7 +92,7 @@ class Energy:
         return 1e6 * self.joules / self.units if self.units else None
 
     def as_json(self) -> JsonObject:
-        """Return the energy as plain data."""
+        """Return the energy of the run as plain data for JSON."""
         return {
             "joules": self.joules,
             "seconds": self.seconds,

@@ -52,7 +52,7 @@ class WandbConfig(PackagedConfig):
 
     package = "wandb"
     type: Literal["wandb"]
-    """The name that selects this tracker."""
+    """The name that selects this tracker in a config."""
     entity: str | None = None
     """The user or team that owns the project; null uses your default."""
     mode: Mode | None = None
@@ -62,7 +62,7 @@ class WandbConfig(PackagedConfig):
     """The tags of the run, for searches."""
 
     def build(self) -> Tracker:
-        """Return the tracker."""
+        """Return the tracker for Weights & Biases."""
         return WandbTracker(self.project, self.name, self.entity, self.mode, self.tags)
 
 
@@ -71,12 +71,12 @@ class TrackioConfig(PackagedConfig):
 
     package = "trackio"
     type: Literal["trackio"]
-    """The name that selects this tracker."""
+    """The name that selects this tracker in a config."""
     space: str | None = None
     """The Hugging Face Space to which records are sent; null keeps the records on this machine."""
 
     def build(self) -> Tracker:
-        """Return the tracker."""
+        """Return the tracker for Trackio."""
         return TrackioTracker(self.project, self.name, self.space)
 
 
@@ -85,14 +85,14 @@ class MlflowConfig(PackagedConfig):
 
     package = "mlflow"
     type: Literal["mlflow"]
-    """The name that selects this tracker."""
+    """The name that selects this tracker in a config."""
     uri: str | None = None
     """The tracking server or database, such as sqlite:///mlflow.db; null follows the variable
     MLFLOW_TRACKING_URI.
     """
 
     def build(self) -> Tracker:
-        """Return the tracker."""
+        """Return the tracker for MLflow."""
         return MlflowTracker(self.project, self.name, self.uri)
 
 
@@ -100,7 +100,7 @@ class ImportedTrackerConfig(Config):
     """A tracker of the user's: a class or a function whose result has the methods of `Tracker`."""
 
     type: Literal["import"]
-    """The name that selects this tracker."""
+    """The name that selects this tracker in a config."""
     path: str
     """The import path of the class or function, `mypkg.module:Name`."""
     args: Kwargs = Field(default_factory=dict)
@@ -120,7 +120,7 @@ class ImportedTrackerConfig(Config):
         load_object(self.path)
 
     def build(self) -> Tracker:
-        """Return the tracker.
+        """Return the tracker that the user's class or function makes.
 
         Raises:
           ConfigError: the class or function raises an error, or its result lacks a method of

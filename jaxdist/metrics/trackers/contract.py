@@ -56,7 +56,7 @@ class Tracker(Protocol):
         ...
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """Send all remaining records, and end; called only if `start` has returned a key.
+        """Send the remaining records, and end the tracked run, for which `start` returned a key.
 
         Args:
           summary: the last metrics by `split/name`, and the time of the run by activity.
@@ -66,7 +66,7 @@ class Tracker(Protocol):
 
 
 def with_split(split: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values by `split/name`.
+    """Return the values of a record by `split/name`, instead of by name.
 
     >>> with_split("train", {"loss": 1.5})
     {'train/loss': 1.5}

@@ -76,7 +76,7 @@ class Pieces:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of a piece."""
+        """The number of chunks of the sequence that a device has as its piece."""
         return 2 if self.order == "zigzag" else 1
 
     @property

@@ -104,7 +104,7 @@ class SwiGLU(nnx.Module):
         return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (*into, down_FD)))
 
     def _activated(self, *columns_BLF: jax.Array) -> jax.Array:
-        """Return the hidden features.
+        """Return the hidden features of the MLP, after its nonlinearity.
 
         Args:
           columns_BLF: the products of x with gate and up, or with up alone.

@@ -73,7 +73,7 @@ class Tables(nnx.Module):
             self.rows = nnx.Param(rows, dims=("rows", None))
 
     def __call__(self, ids_BF: jax.Array, pulled: jax.Array | None = None) -> jax.Array:
-        """Look up rows `[B, F, D]`.
+        """Return the table rows `[B, F, D]` of a batch's ids.
 
         Args:
           ids_BF: the ids. An id is an index in the table of its field or, with `pulled`, an index

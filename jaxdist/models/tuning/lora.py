@@ -143,7 +143,7 @@ class Merged(Deferred):
     Attributes:
       base, a, b: the kernel and the adapter's two parameters: arrays or placeholders.
       key: the random key of the dropout, or a key for each layer of a stack; None drops nothing.
-      adapter: the form of the adapter.
+      adapter: the settings of the adapter.
     """
 
     base: Any
@@ -191,7 +191,7 @@ class Merged(Deferred):
 
     @classmethod
     def tree_unflatten(cls, adapter: Adapter, arrays: Sequence[Any]) -> Merged:
-        """Invert `tree_flatten`."""
+        """Return a placeholder from its adapter and arrays: the inverse of `tree_flatten`."""
         base, a, b, key = arrays
         return cls(base, a, b, key, adapter)
 

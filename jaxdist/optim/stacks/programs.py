@@ -159,7 +159,7 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Return whether each layer is proven to have the same results alone as among all layers.
+        """Return whether every layer is proven to have the same results without other layers.
 
         Results that belong to no layer, such as a step count, must be the same for every layer.
         Stacks of different lengths cannot be mapped together.

@@ -37,7 +37,7 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
     narrow. The later chunks of a stage have lighter colors.
 
     Args:
-      timeline: the timeline.
+      timeline: the timeline of a simulated schedule.
       width: the width of the picture, in pixels.
 
     Returns:

@@ -29,7 +29,7 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
     the middle of a part.
 
     Args:
-      timeline: the timeline.
+      timeline: the timeline of a simulated schedule.
       columns: the width of the terminal, in characters; a width below 40 counts as 40.
       colour: whether to color backgrounds by kind of task, with ANSI escapes.
 

@@ -22,7 +22,7 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
     """Convert a timeline to a Chrome trace with a thread for each stage and an event for each task.
 
     Args:
-      timeline: the timeline.
+      timeline: the timeline of a simulated schedule.
       unit_seconds: the length of the timeline's unit of time, in seconds. The times in the trace
         are in microseconds.
 

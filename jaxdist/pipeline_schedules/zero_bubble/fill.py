@@ -42,7 +42,7 @@ class Fill:
         limit: float,
         patience: float,
     ) -> None:
-        """Insert the WEIGHT tasks.
+        """Insert the WEIGHT tasks into the rows of all stages.
 
         Args:
           placement: the stage of each chunk.

@@ -161,7 +161,7 @@ class TableTeam:
             return [self._answers[at] for at in sorted(self._answers)]
 
     def close(self) -> None:
-        """End all servers."""
+        """End all table servers of the run."""
         with self._changed:
             self._closed = True
             ended, self.servers = [*self.servers.values()], {}
