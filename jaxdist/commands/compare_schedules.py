@@ -57,7 +57,7 @@ class StageCosts(Config):
 
 
 class ComparisonConfig(Config):
-    """The settings of all schedules in a comparison."""
+    """The settings that all schedules of a comparison share."""
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 2
     """The number of chunks on each stage, for schedules with a setting `chunks`."""

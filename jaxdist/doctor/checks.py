@@ -40,7 +40,7 @@ class Check:
 
 
 def checks(facts: MachineFacts) -> list[Check]:
-    """Return all checks, the most basic check first."""
+    """Return all checks of a machine, the most basic check first."""
     return [
         *_software(facts),
         _backend(facts),

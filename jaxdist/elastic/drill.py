@@ -189,7 +189,7 @@ class Drilled:
         return self.achieved >= 0.9 * self.predicted
 
     def as_json(self) -> JsonObject:
-        """Return the result as an object for JSON."""
+        """Return the result of the drill as an object for JSON."""
         told: list[Json] = [
             {
                 "step": one.strike.step,

@@ -106,7 +106,7 @@ class RunFolder:
         return self.folder / f"log_{member}"
 
     def environ(self) -> dict[str, str]:
-        """Return the environment variables with which a process finds the folder."""
+        """Return the environment variables with which a process finds its agent's folder."""
         fence = {} if self.fence is None else {FENCE: self.fence}
         return {FOLDER: str(self.folder), GENERATION: str(self.generation), **fence}
 

@@ -103,7 +103,7 @@ def _print(found: Inspection, plot: Path | None, console: Console) -> None:
 
 
 def inspection_json(inspection: Inspection) -> JsonObject:
-    """Return everything that the tables show, and the ledger, as JSON values."""
+    """Return everything that the tables of an inspection show, and its ledger, as JSON values."""
     ledger = inspection.ledger
     ideal = inspection.ideal_flops
     return {

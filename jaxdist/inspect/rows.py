@@ -44,7 +44,7 @@ class CollectiveRow:
 
     @property
     def label(self) -> str:
-        """The mesh axes as text."""
+        """The mesh axes over which the row's collectives send, as text."""
         return "other groups" if self.axes is None else " x ".join(self.axes) or "one device"
 
     @property

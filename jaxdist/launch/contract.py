@@ -196,7 +196,7 @@ class Engine(Config):
 
     @abstractmethod
     def render(self, job: Job) -> Rendered:
-        """Return the files and the command for a job."""
+        """Return the files that a job needs, and the command that starts the job."""
 
     def commands(self, identity: str, folder: Path) -> Commands:
         """Return the commands about a submitted job. By default there are no such commands.

@@ -39,7 +39,7 @@ class Direct(Config):
         return ()
 
     def check(self, workers: int) -> None:
-        """Accept any number of workers."""
+        """Accept any number of workers, since direct pushes need no racks."""
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
         """Return the bytes that servers and aggregators receive when every worker pushes once.

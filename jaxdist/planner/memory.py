@@ -136,7 +136,7 @@ class PlanMemory:
         )
 
     def parts(self) -> dict[str, float]:
-        """Return the bytes of each part, by its name in the tables."""
+        """Return the bytes of each part of the plan's memory, by its name in the tables."""
         return {
             "parameters": self.parameters,
             "optimizer state": self.optimizer,

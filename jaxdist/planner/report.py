@@ -268,7 +268,7 @@ def _explain(
 
 
 def _to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Return everything that the tables show as JSON values."""
+    """Return everything that the tables of the plans show, as JSON values."""
     model = results[0].model
     return {
         "parameters": model.parameters,

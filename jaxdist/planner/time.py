@@ -104,7 +104,7 @@ class Seconds:
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part, by its name in the tables."""
+        """Return the seconds of each part of a step, by its name in the tables."""
         return {
             "matrix products": self.products,
             "attention": self.attention,

@@ -100,7 +100,7 @@ def _require(condition: bool, otherwise: str) -> None:
 
 
 class _Returned(NamedTuple):
-    """The values that a step returns."""
+    """The values that a traced step of the user returns."""
 
     state: PyTree
     outputs: PyTree

@@ -211,7 +211,7 @@ def server_seconds(
 
 
 def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
-    """Format the rows as a table of at most 80 columns."""
+    """Format the compared exchanges as a table of at most 80 columns."""
     widths = {name: max(len(name), 7) for name in rows[0].seconds}
     head = f"{'touched':>7}  {'Gbit/s':>6}  {'workers':<12}"
     lines = [

@@ -54,7 +54,7 @@ class SimulationResult:
         )
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the text, and every run."""
+        """Return the simulations as plain data: the text, and every run."""
         return {
             "text": self.text().splitlines(),
             "targets": [target if math.isfinite(target) else None for target in self.targets],

@@ -44,7 +44,7 @@ class SimulatedVariant:
         return statistics.fmean(reached) if len(reached) == len(found) else None
 
     def as_json(self, targets: Targets) -> JsonObject:
-        """Return plain data: settings, means and all runs."""
+        """Return the comparison as plain data: settings, means and all runs."""
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),

@@ -47,7 +47,7 @@ class SaveTier:
 
     @property
     def means(self) -> list[float]:
-        """The goodput of each row, over all of its runs."""
+        """The simulated goodput at each interval, over all runs with this interval."""
         return [row.shares[Activity.STEP] for row in self.rows]
 
     @property
@@ -70,7 +70,7 @@ class Fleet:
 
     @property
     def every(self) -> list[float]:
-        """The seconds of work between two saves, by row."""
+        """The simulated intervals: seconds of work between two saves."""
         return [row.saves.every for row in self.tiers[0].rows]
 
     def marks(self, tier: SaveTier) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Fleet:
         return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
 
     def text(self) -> str:
-        """Return the tables, at most 80 columns wide."""
+        """Return the results as tables, at most 80 columns wide."""
         return "\n".join([*_head(self.config), "", *self._sweep(), "", *self._accounts()])
 
     def _sweep(self) -> list[str]:
@@ -113,7 +113,7 @@ class Fleet:
         return lines
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the text, the config, and every row."""
+        """Return the results as plain data: the text, the config, and every interval's results."""
         return {
             "text": self.text().splitlines(),
             "config": self.config.model_dump(mode="json"),

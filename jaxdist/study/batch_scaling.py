@@ -51,7 +51,7 @@ class Study:
     runs: tuple[TrialOutcome[Trial], ...]
 
     def text(self) -> str:
-        """Return the caption, the table and the verdict."""
+        """Return the study as text: the caption, the table and the verdict."""
         return "\n".join([self.caption, "", study_table(self.cells), "", *verdict(self.cells)])
 
     def as_json(self) -> JsonObject:

@@ -35,7 +35,7 @@ class Comparison:
     rows: tuple[VariantResult, ...]
 
     def text(self) -> str:
-        """Return the caption, the table and the variants' settings."""
+        """Return the comparison as text: the caption, the table and the variants' settings."""
         settings = [
             f"{row.variant.name}: {' '.join(row.variant.overrides)}"
             for row in self.rows

@@ -91,7 +91,7 @@ class Done(Protocol):
     """The results of a study, which can be printed and written as JSON."""
 
     def text(self) -> str:
-        """Return the caption, the table and the conclusions."""
+        """Return the study as text: the caption, the table and the conclusions."""
         ...
 
     def as_json(self) -> JsonObject:

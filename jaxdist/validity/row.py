@@ -46,7 +46,7 @@ class ValidityRow:
     heading: str = ""
 
     def problem(self, facts: Facts) -> str | None:
-        """Return the message for the user if the row refuses a config, or None if it does not."""
+        """Return the message for the user if this row of the table refuses a config, or None."""
         found: list[list[Feature]] = []
         for group in self.groups:
             active = [EVERY[name] for name in group if EVERY[name].active(facts)]

@@ -1,4 +1,4 @@
-"""The models that apply each change on arrival: asynchronous, or with bounded staleness (SSP)."""
+"""The consistency models that apply changes on arrival: asynchronous, or bounded (SSP)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DelayCompensation(Config):
 
 
 class OnArrival(Consistency):
-    """The base class of models that apply each gradient on arrival, as a separate update."""
+    """The base of consistency models that apply each gradient on arrival, as a separate update."""
 
     gradient_weight: Literal["share", "whole"] = "share"
     """The weight of a gradient. With share, the learning rate is divided by the number of workers,
@@ -140,7 +140,7 @@ class Asynchronous(OnArrival):
 
 
 class BoundedStaleness(OnArrival):
-    """The common part of the models that bound how far a worker runs ahead of the slowest."""
+    """The common part of consistency models that bound the lead over the slowest worker."""
 
     reads: Reads = "each_clock"
     """The rule for pulls. each_clock: the worker pulls before every computation. ahead: when a

@@ -1,4 +1,4 @@
-"""A model of local steps, in which the server merges the workers' changes of parameters."""
+"""The consistency model of local steps, whose servers merge the workers' changes of parameters."""
 
 from __future__ import annotations
 

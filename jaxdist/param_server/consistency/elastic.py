@@ -1,4 +1,4 @@
-"""The model of elastic averaging: workers train alone, attracted to a common centre."""
+"""The consistency model of elastic averaging: workers train alone, attracted to a centre."""
 
 from __future__ import annotations
 

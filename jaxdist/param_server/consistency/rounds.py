@@ -1,4 +1,4 @@
-"""The models with rounds: a round waits for the workers' changes and applies them as one update."""
+"""The consistency models with rounds, which apply all changes of a round as one update."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class PlacementRule(Config):
 
     @abstractmethod
     def law(self, servers: int) -> str:
-        """Return the rule's guarantee about bytes for a number of servers, as a sentence."""
+        """Return what this rule guarantees about each server's bytes, as a sentence."""
         ...
 
 

@@ -84,7 +84,7 @@ class Supervisor:
         return min(clock * self.cluster.local_steps, self.total_steps)
 
     def run(self) -> TrainState:
-        """Run all remaining clocks, and return the last state."""
+        """Run all remaining clocks of the run, and return the last training state."""
         state = self.prepared.state
         self._gather()
         if self.first >= self.last:

@@ -294,7 +294,7 @@ class _Ahead:
             self._batches.close()
 
     def take(self, clock: int) -> list[DeviceBatch]:
-        """Return the batches of a clock."""
+        """Return the batches of a clock of this worker."""
         if self._batches is None or clock != self._next:
             if self._batches is not None:
                 self._batches.close()

@@ -33,22 +33,22 @@ class Op:
 
     @cached_property
     def kinds(self) -> list[k.Kind]:
-        """The kinds of the operands."""
+        """The kinds of the operation's operands."""
         return [value.kind for value in self.values]
 
     @cached_property
     def out(self) -> Any:
-        """The shape and dtype of the first result."""
+        """The shape and dtype of the operation's first result."""
         return self.eqn.outvars[0].aval
 
     @property
     def params(self) -> Any:
-        """The parameters of the equation."""
+        """The parameters of the jax equation from which the operation was made."""
         return self.eqn.params
 
     @property
     def every(self) -> frozenset[int]:
-        """The indices of all dims of the first result."""
+        """The indices of all dims of the operation's first result."""
         return frozenset(range(self.out.ndim))
 
     def has(self, kind: Any) -> bool:

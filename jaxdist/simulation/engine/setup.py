@@ -33,7 +33,7 @@ def place_arrays(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placeme
 
 
 def bound_of(model: Consistency) -> int | None:
-    """Return the largest allowed age of a read, in clocks, or None if the model has no bound."""
+    """Return the largest age of a read, in clocks, that a consistency model allows, or None."""
     match model:
         case SSP():
             return model.bound

@@ -38,7 +38,7 @@ class Review:
         return "\n".join(line for part in parts for line in (*part, "")).rstrip()
 
     def as_json(self) -> JsonObject:
-        """Return plain data: the lines of the page, and every number."""
+        """Return the page as plain data: its lines, and every number."""
         return {
             "text": self.text().splitlines(),
             "efficiency": [asdict(point) for point in self.points],

@@ -141,6 +141,6 @@ def read_review(settings: Sequence[str]) -> ReviewConfig:
 
 
 def _placed(config: ReviewConfig, folder: Path) -> ReviewConfig:
-    """Return the review with the full path of its program."""
+    """Return the review with the full path of the config that it compiles."""
     program = FOLDER / "program.yaml" if config.program is None else folder / config.program
     return config.model_copy(update={"program": program})

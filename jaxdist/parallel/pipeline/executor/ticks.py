@@ -130,7 +130,7 @@ class Ticks:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks."""
+        """The number of ticks in which the tables run all tasks of a step."""
         return len(self.forward.kind)
 
     @property
