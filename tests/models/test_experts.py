@@ -38,7 +38,31 @@ def masked(x, ids, weights, gate, up, down):
     return jnp.einsum("ted,te->td", every, share)
 
 
-@pytest.mark.parametrize("product", [Loop(), RaggedDot()], ids=["loop", "ragged_dot"])
+@jax.custom_vjp
+def not_written(x, y, used):
+    """NaN in the rows of y that are not used, and in the gradients of these rows of x."""
+    return jnp.where(used, y, jnp.nan)
+
+
+not_written.defvjp(
+    lambda x, y, used: (not_written(x, y, used), (jnp.zeros_like(x), used)),
+    lambda kept, grad: (
+        jnp.where(kept[1], kept[0], jnp.nan), jnp.where(kept[1], grad, 0), None
+    ),
+)  # fmt: skip
+
+
+class Undefined(RaggedDot):
+    """A product that leaves the rows after the last expert's rows undefined, as megablox does."""
+
+    def __call__(self, x_RD, w_EDF, counts_E, block):
+        used_R1 = (jnp.arange(len(x_RD)) < counts_E.sum())[:, None]
+        return not_written(x_RD, super().__call__(x_RD, w_EDF, counts_E, block), used_R1)
+
+
+@pytest.mark.parametrize(
+    "product", [Loop(), RaggedDot(), Undefined()], ids=["loop", "ragged_dot", "undefined"]
+)
 @pytest.mark.every(2)
 def test_experts_compute_what_a_mask_over_all_experts_does(product):
     """The values and every gradient, also of copies that other devices' experts take."""

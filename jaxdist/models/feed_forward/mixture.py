@@ -20,7 +20,7 @@ from jaxdist.models.feed_forward.swiglu import ACTIVATIONS, GATED, Mlp, MlpSetti
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint
 from jaxdist.models.layers import param
 from jaxdist.models.remat import named
-from jaxdist.permute import spread
+from jaxdist.permute import collected, spread
 
 INTO, OUT = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
 """The dims of an expert's input kernels (gate and up), and of its output kernel (down)."""
@@ -56,23 +56,23 @@ class Experts:
         """
         *into, down_EFD = kernels
         index_R, places_Tk, counts_E, block = self._sorted(ids_Tk, len(down_EFD))
-        T, k = ids_Tk.shape
-        rows_RD = spread(x_TD, index_R // k, places_Tk)
+        token_R = index_R // ids_Tk.shape[1]
         names = ("mlp_gate", "mlp_up")[-len(into) :]
+        # Each product reads the rows from a gather of its own: XLA runs equal gathers once, and in
+        # the backward pass adds gradients of tokens instead of the longer gradients of rows. A row
+        # of padding may contain any token, since it has no weight.
         first_RF, *more = (
-            named(self.product(rows_RD, w, counts_E, block), name)
+            named(self.product(spread(x_TD, token_R, places_Tk, True), w, counts_E, block), name)
             for w, name in zip(into, names, strict=True)
         )
         hidden_RF = ACTIVATIONS[self.kind](first_RF)
         if more:
             hidden_RF = hidden_RF * more[0]
-        y_RD = self.product(hidden_RF, down_EFD, counts_E, block)
-        # A TPU pads the last two dims to whole tiles, so the short dim k comes first.
-        place_R = jnp.where(index_R < T * k, index_R % k * T + index_R // k, T * k)
-        y_kTD = spread(y_RD, places_Tk.T.reshape(-1), place_R[:, None]).reshape(k, T, -1)
-        weights_kT = weights_Tk.astype(y_RD.dtype).T
-        wide = jnp.promote_types(y_RD.dtype, jnp.float32)
-        return (y_kTD.astype(wide) * weights_kT[:, :, None]).sum(0).astype(y_RD.dtype)
+        # The hidden values are weighted, because a row of them is shorter than a row of results.
+        weight_R = spread(weights_Tk.reshape(-1), index_R, places_Tk.reshape(-1, 1))
+        weighted_RF = (hidden_RF * weight_R[:, None]).astype(x_TD.dtype)
+        y_RD = self.product(weighted_RF, down_EFD, counts_E, block)
+        return collected(y_RD, places_Tk, token_R, True)
 
     def _sorted(
         self, ids_Tk: jax.Array, experts: int

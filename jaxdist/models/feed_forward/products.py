@@ -1,7 +1,7 @@
 """Products of rows with the kernels of their experts.
 
 The rows are sorted by expert, and `counts_E[e]` is the number of rows of expert e. The product of a
-row after the last expert's rows is zero.
+row after the last expert's rows is undefined, and the gradient of such a row too.
 
 Dims: R rows, E experts, D features in, F features out, n blocks of m rows.
 """
@@ -148,10 +148,7 @@ class Megablox:
         narrow = x_RD.dtype.itemsize == 2
         experts, depth, width = w_EDF.shape
         tiling = grouped_tiles(len(x_RD), depth, width, experts=experts, narrow=narrow)
-        y_RF = gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)
-        # The kernel leaves the rows after the last expert's rows undefined.
-        used_R1 = (jnp.arange(rows) < counts_E.sum())[:, None]
-        return jnp.where(used_R1, y_RF[:rows], 0)
+        return gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)[:rows]
 
     def block(self, rows: int, experts: int) -> int:
         """Return 1, because the number of rows of an expert need not be a multiple of a block."""
