@@ -147,7 +147,7 @@ def test_servers_refuse_what_workers_do_not_evaluate():
 
 
 def test_slow_weights_and_an_average_are_refused_together():
-    with pytest.raises(ConfigError, match="slow weights, but this optimizer evaluates an average"):
+    with pytest.raises(ConfigError, match="slow weights, but this optimizer evaluates its average"):
         experiment(**optim(**FREE), strategy={"type": "lookahead"})
 
 

@@ -115,7 +115,7 @@ def test_what_cannot_rest_in_the_hosts_memory_is_refused(devices, monkeypatch):
     found = refusal(parallel__zero=zero, model=padded)
     assert "padded to" in found
     assert "choose other parameters" in found
-    assert "an explicit reduction computes" in refusal(parallel__reduce={"type": "ring"})
+    assert "an explicit reduction needs" in refusal(parallel__reduce={"type": "ring"})
     monkeypatch.setattr("jaxdist.train.offload.HOST_MEMORY", "none_such")
     assert "leave out parallel.zero.offload_parameters" in refusal()
 
