@@ -217,7 +217,8 @@ class CheckpointStore:
             self._thread.join(LOST_PEERS_SECONDS)
             if self._thread.is_alive():
                 self._on_event(
-                    "the last save is abandoned, because other processes did not finish the save"
+                    "the last save is abandoned, because other processes did not finish the save: "
+                    "read their logs for the reason"
                 )
                 return
         outcome = self._join()

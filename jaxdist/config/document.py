@@ -95,7 +95,7 @@ class Node:
     origin: Origin
 
     def plain(self) -> Json:
-        """Return the value without origins."""
+        """Return the value as plain data, without origins."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):

@@ -32,7 +32,7 @@ MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_DIGITS = 80
 MOST_PROBLEMS = 50
-"""The largest number of problems in a message."""
+"""The largest number of problems of a config that an error message lists."""
 
 Locate = Callable[[int], Origin]
 

@@ -36,7 +36,7 @@ class Config(BaseModel):
 LARGEST = 2**31 - 1
 """The largest count or size, since counts and sizes are 32-bit integers in compiled programs."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-"""An integer of at least 1."""
+"""An integer from 1 to `LARGEST`."""
 
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
 

@@ -22,7 +22,7 @@ class Source(Protocol):
     """A split of a data set; `source[i]` always returns the same example."""
 
     def __len__(self) -> int:
-        """Return the number of examples."""
+        """Return the number of examples of the split."""
         ...
 
     def __getitem__(self, index: int) -> Example:

@@ -20,7 +20,7 @@ Resource = int | str
 
 
 class Rates(Protocol):
-    """The speeds of the device and its links."""
+    """The protocol for the speeds of a device and its links."""
 
     def cycles(self, count: int) -> float:
         """Return the time of `count` cycles, in seconds."""

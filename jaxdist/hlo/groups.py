@@ -164,7 +164,7 @@ class MeshLayout:
     """The mesh coordinates of each device in a program's device assignment."""
 
     axes: Mapping[str, int]
-    """The size of each axis, in mesh order."""
+    """The size of each mesh axis, in mesh order."""
     order: tuple[int, ...]
     """For each device in the assignment, its index in the flattened array of the mesh's devices."""
 

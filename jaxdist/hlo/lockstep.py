@@ -59,7 +59,7 @@ class Lockstep:
 
     @property
     def ticks(self) -> int:
-        """The number of iterations of the loop."""
+        """The number of iterations of the pipeline's loop, one for each tick."""
         return len(next(iter(self.decisions.values())).taken)
 
     @property

@@ -51,7 +51,7 @@ class Collective:
     is_async: bool
     """Whether the collective is asynchronous, a pair of a start and a done."""
     overlapped: bool
-    """Whether compute is scheduled between start and done."""
+    """Whether compute is scheduled between the collective's start and its done."""
     source: str
     """The jax operation of the collective (`op_name`), or an empty string without metadata."""
     bounded: bool = True
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes of a device, from XLA's buffer assignment."""
+    """The bytes that a program needs on a device, from XLA's buffer assignment."""
 
     argument_bytes: int
     output_bytes: int

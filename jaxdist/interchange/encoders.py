@@ -179,4 +179,4 @@ ENCODERS = (
         written_inputs=_written_resnet_inputs,
     ),
 )
-"""The families of encoders."""
+"""The families of published encoders of text and images."""

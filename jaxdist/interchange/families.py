@@ -156,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
         *ENCODERS,
     )
 }
-"""Every family, by the `model_type` of its config.json."""
+"""Every family of published models, by the `model_type` in config.json."""
 Described = GptConfig | BertConfig | VitConfig | ResnetConfig
 """The config of any model that a family describes."""
 _MODELS: TypeAdapter[Any] = TypeAdapter(ModelConfig)

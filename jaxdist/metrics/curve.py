@@ -1,4 +1,4 @@
-"""The picture of a run's loss."""
+"""The picture of a run's loss, as curves over the steps."""
 
 from __future__ import annotations
 

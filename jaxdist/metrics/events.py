@@ -63,5 +63,5 @@ class EventFile:
         self._writer.write(self._event(**fields).SerializeToString())
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flush and close the file of events."""
         self._writer.close()

@@ -37,7 +37,7 @@ _LASTING = (TIME, ENERGY, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = frozenset(("nan", "inf", "-inf"))
 _TOGETHER = 500
-"""The number of lines that are parsed at once."""
+"""The number of lines of a metrics file that are parsed at once."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:

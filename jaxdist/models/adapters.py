@@ -73,7 +73,7 @@ class _Plain(nnx.Module):
         super().train(**attributes)
 
     def eval(self, **attributes: Any) -> None:
-        """Leave training mode."""
+        """Leave training mode: random layers are inactive, and norms use stored statistics."""
         self.training = False
         super().eval(**attributes)
 

@@ -53,7 +53,7 @@ class BertConfig(PartConfig):
     class for each sequence: two dense layers, with tanh between them, compute it from the state of
     the first token."""
     layers: Count
-    """The number of blocks."""
+    """The number of transformer blocks."""
     embed: Count
     """The width of the residual stream."""
     heads: Count

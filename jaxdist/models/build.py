@@ -133,10 +133,10 @@ def make_model(
         return lambda rngs: config.build(rngs, **more)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:
-        unknown = "" if image is None or classes is not None else ": set data.classes"
+        do = "set data.classes" if image and classes is None else "choose data of images"
         raise ConfigError(
             f"model.type {config.type} needs images [height, width, channels] with classes, "
-            f"but the data gives {dict(shapes)} and {classes or 'no number of'} classes{unknown}"
+            f"but the data gives {dict(shapes)} and {classes or 'no number of'} classes: {do}"
         )
     shape = (image[0], image[1], image[2])
     own = _for_blocks(config, device) if isinstance(config, VitConfig) else {}

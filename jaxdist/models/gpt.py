@@ -42,7 +42,7 @@ class GptConfig(PartConfig):
     type: Literal["gpt"]
     """The name that selects this model in a config."""
     layers: Count
-    """The number of blocks."""
+    """The number of transformer blocks."""
     embed: Count
     """The width of the residual stream."""
     heads: Count
@@ -348,7 +348,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm residual block."""
+    """A pre-norm residual block of attention and an MLP."""
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         self.attention_norm = _norm(config, rngs, config.embed)

@@ -205,7 +205,7 @@ class Linear(nnx.Module):
         self.bias = param(rngs, nnx.initializers.zeros, shape[1:], dims[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x `[..., in]` to `[..., out]`."""
+        """Return the layer's outputs `[..., out]` for inputs x `[..., in]`."""
         bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return matmul(x, self.kernel[...]) + bias
 

@@ -206,7 +206,7 @@ class LarsConfig(LayerwiseConfig):
     variant: LarsVariant = "paper"
     """The implementation to follow, which gives the values of the settings that are null."""
     momentum: Beta = 0.9
-    """The decay of the velocity."""
+    """The decay of the velocity, which LARS subtracts from the weights."""
     weight_decay: NonNegativeFloat = 1e-4
     """The L2 decay that is added to the gradient."""
     trust_coefficient: PositiveFloat = 0.001

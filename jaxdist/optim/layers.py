@@ -142,7 +142,7 @@ def _automatic(x: jax.Array) -> bool:
 def describe_layers(
     params: Params, layer_dims: PyTree = None, specs: Specs = None
 ) -> list[LayeredLeaf]:
-    """Describe the leaves of `params`, in order.
+    """Return a description of the layers in each leaf of `params`, in the order of the leaves.
 
     Args:
       layer_dims: a tree like the parameters, with a list for each parameter. The list has the name

@@ -28,9 +28,9 @@ class DynamicLossScaleConfig(Config):
     growth_steps: Count = 2000
     """The number of consecutive steps without overflow after which the scale grows."""
     min_scale: PositiveFloat = 1.0
-    """The lower bound of the scale."""
+    """The lower bound of the scale of the loss."""
     max_scale: PositiveFloat = 2.0**24
-    """The upper bound of the scale."""
+    """The upper bound of the scale of the loss."""
 
     def build(self) -> DynamicLossScale:
         """Build the loss scale from these settings.

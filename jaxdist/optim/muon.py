@@ -164,7 +164,7 @@ class MuonConfig(OptimizerConfig):
     type: Literal["muon"]
     """The name that selects this optimizer in a config."""
     momentum: Beta = 0.95
-    """The decay of the momentum."""
+    """The decay of the momentum, which is the running mean of gradients."""
     nesterov: bool = True
     """Whether to use Nesterov's momentum, which looks one step ahead."""
     ns_steps: Count = 5

@@ -178,7 +178,7 @@ class SkipState(NamedTuple):
 
     inner: OptState
     skipped: jax.Array
-    """The number of steps skipped since the start."""
+    """The number of steps skipped since the start of the run."""
     consecutive: jax.Array
     """The number of steps skipped since the last accepted step."""
     rule: RuleMemory

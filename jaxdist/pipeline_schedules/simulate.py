@@ -93,7 +93,7 @@ class Timeline:
 
     @property
     def peak(self) -> float:
-        """The maximum over stages of `peak_activations`."""
+        """The largest of the stages' `peak_activations`."""
         return max(self.peak_activations, default=0)
 
     def as_json(self) -> JsonObject:

@@ -88,7 +88,9 @@ class ForkServer:
                 if self._forked:
                     return self._forked.pop()
         words = last_lines(self._log, 1)
-        raise RunError(f"the process that starts this run's processes has ended: {words}")
+        raise RunError(
+            f"the process that starts this run's processes has ended: {words}; start the run again"
+        )
 
     def await_imports(self) -> None:
         """Wait until the server has imported everything, so that later processes begin at once.
@@ -132,7 +134,7 @@ class ForkServer:
         return self._codes.pop(pid, None)
 
     def close(self) -> None:
-        """End the server; the forked processes continue."""
+        """End the fork server; the forked processes continue."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -118,7 +118,7 @@ class PreemptionConfig(Config):
     """Whether to ask Google's metadata server for a preemption notice. Set it on preemptible VMs of
     Google Cloud."""
     gce_url: str = GCE_URL
-    """The address of the metadata server."""
+    """The address of Google's metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
         """Build the sources of preemption notices that the settings select."""

@@ -103,7 +103,9 @@ class ShardingConfig(Config):
     def _one_ellipsis(cls, params: dict[str, Any]) -> dict[str, Any]:
         for pattern, dims in params.items():
             if dims.count(ELLIPSIS) > 1:
-                raise ValueError(f"pattern {pattern}: {dims} has {ELLIPSIS} more than once")
+                raise ValueError(
+                    f"pattern {pattern}: {dims} has {ELLIPSIS} more than once: write it once"
+                )
         return params
 
 

@@ -64,7 +64,7 @@ def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
 
 
 def pack(*arrays: np.ndarray) -> np.ndarray:
-    """Return the bytes of arrays, one after another."""
+    """Return the bytes of all given arrays, one after another."""
     return np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays])
 
 

@@ -75,7 +75,7 @@ class TableShard:
         self.move(pack(np.array([max(rates)], np.float32), unique, total), merge.rate)
 
     def move(self, change: np.ndarray, rate: float) -> None:
-        """Apply a merged change.
+        """Apply a merged change to the rows.
 
         Args:
           change: the change, as the payload of a push.
@@ -116,7 +116,7 @@ class TableServer(Server):
 
     @property
     def store(self) -> RowStore:
-        """The rows of this server."""
+        """The store of this server's table rows."""
         return self._table.store
 
     @property

@@ -183,7 +183,7 @@ class Service(Protocol):
         ...
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
-        """Handle a complete envelope."""
+        """Handle a complete envelope that a peer has sent."""
         ...
 
     def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
@@ -194,5 +194,5 @@ class Service(Protocol):
         ...
 
     def left(self, peer: Peer) -> None:
-        """Handle the end of a session."""
+        """Handle the end of a peer's session."""
         ...

@@ -38,7 +38,7 @@ class KeptSession:
                 session.send(one)
 
     def close(self) -> None:
-        """End the session; do not wait for the thread."""
+        """End the session, and open no other session; do not wait for the thread."""
         self._closed.set()
         self._lost.set()
 

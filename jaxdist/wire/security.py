@@ -46,7 +46,7 @@ class Tls:
 
 
 def read_tls(config: TlsConfig) -> Tls:
-    """Read the certificates of a config.
+    """Read the certificates and the key that a config names.
 
     Raises:
       RunError: a file cannot be read, or others may read the key.
@@ -128,7 +128,7 @@ def make_token(path: Path) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Read the token of a file.
+    """Return the token in a file, with which workers authenticate.
 
     Raises:
       RunError: the file cannot be read, others may read it, or the token is too short.
@@ -154,7 +154,7 @@ def same_token(given: object, token: str) -> bool:
 
 
 def _private(path: Path) -> bytes:
-    """Read a file that only its owner may read."""
+    """Return the content of a file, or refuse a file that other users can read."""
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_IMODE(mode) & 0o077:

@@ -59,4 +59,4 @@ class ErrorFeedback(Residual):
 
 
 CLASSIC = ErrorFeedback()
-"""The feedback that is used by default."""
+"""The error feedback that is used by default."""

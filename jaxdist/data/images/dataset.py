@@ -210,7 +210,7 @@ def _fashion_mnist() -> tuple[Labelled, Labelled]:
 
 def _idx_folder(folder: Path) -> tuple[Labelled, Labelled | None]:
     if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder")
+        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
     train = _idx_split(folder, ["train"])
     if train is None:
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8])

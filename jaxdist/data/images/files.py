@@ -171,7 +171,7 @@ def image_files(
         training lacks, or a tar or all images are broken.
     """
     if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder")
+        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
     listed = _tars(folder) if tars else _folders(folder)
     train = listed["train"]
     heldout = listed.get("heldout")

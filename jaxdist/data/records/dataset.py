@@ -33,7 +33,7 @@ class RecordsConfig(Config):
     as TensorFlow Datasets writes them (train*.array_record,
     NAME-train.array_record-00000-of-00001)."""
     directory: str
-    """The folder of the files."""
+    """The folder of the files with the records."""
     columns: dict[str, str] = Field(default={})
     """The column of each field of an example, by the field's name. An empty mapping takes all
     columns under their own names."""

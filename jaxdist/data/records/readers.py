@@ -76,14 +76,14 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
             "data: format huggingface needs the package datasets: pip install 'jaxdist[datasets]'"
         ) from error
     if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder")
+        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         found = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
     except Exception as error:  # The package and pyarrow raise errors of many kinds.
         raise DataError(
             f"data.directory: {folder} cannot be read by the package datasets: "
-            f"{describe_exception(error)}"
+            f"{describe_exception(error)}; name a folder from save_to_disk or from the hub"
         ) from error
     splits = found if isinstance(found, dict) else {"train": found}
     return {name: _opened(datasets, f"{folder}, {name}", split) for name, split in splits.items()}
@@ -131,7 +131,7 @@ def array_record(folder: Path) -> Mapping[str, Reader]:
       DataError: the folder has no such files or lacks some of them, or a file is damaged.
     """
     if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder")
+        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         name = _FILE.fullmatch(path.name.lower())
@@ -164,5 +164,5 @@ def _records(
     except Exception as error:  # The package raises errors of many kinds on damaged files.
         raise DataError(
             f"data.directory: {folder}: the ArrayRecord files of {split} cannot be read: "
-            f"{describe_exception(error)}"
+            f"{describe_exception(error)}; copy these files again"
         ) from error

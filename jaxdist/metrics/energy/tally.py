@@ -45,7 +45,7 @@ class Tally:
         return f"{how} {self.meter.name}; PUE {self.site.pue:g}, {self.site.grid:g} g CO2e/kWh"
 
     def stepped(self) -> None:
-        """Add the units of a step to `units`."""
+        """Add the number of a step's tokens or examples to `units`."""
         self.units += self.units_per_step
 
     def values(self, life: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ class Plain:
     platform: str | None = field(default=None, init=False)
 
     def fits(self, ask: AttentionRequest) -> str | None:
-        """Return None, because XLA's attention runs everywhere."""
+        """Return None, because XLA's attention runs on every device."""
         del ask
         return None
 

@@ -121,7 +121,7 @@ _looped.defvjp(_looped_forward, _looped_backward)
 
 @dataclass(frozen=True)
 class RaggedDot:
-    """XLA's product of ragged groups of rows."""
+    """The method `ragged_dot`: a single `jax.lax.ragged_dot`, as XLA compiles it."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
         """Multiply all rows in one operation, as `Product` specifies."""

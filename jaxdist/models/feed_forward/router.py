@@ -21,7 +21,7 @@ SUMS = ("balance_loss", "z_loss", "router_entropy", "dropped_tokens")
 
 
 class ExpertChoice(NamedTuple):
-    """The experts of each token.
+    """The experts that a router has selected for each token.
 
     Attributes:
       ids: the number of each selected expert, int32 `[B, L, k]`. If an expert drops the token, the

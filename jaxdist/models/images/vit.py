@@ -46,7 +46,7 @@ class VitConfig(PartConfig):
     patch: Count
     """The side of a patch, in pixels, which must divide both sides of an image."""
     layers: Count
-    """The number of blocks."""
+    """The number of transformer blocks."""
     embed: Count
     """The width of the residual stream."""
     heads: Count

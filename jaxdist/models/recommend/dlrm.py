@@ -118,7 +118,7 @@ class DenseTower(nnx.Module):
         self.names, self.hint = tuple(hidden), hint
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x `[B, in]` to `[B, out]`."""
+        """Return the outputs `[B, out]` of the layers for inputs x `[B, in]`."""
         for layer, name in zip(list(self.layers)[:-1], self.names, strict=True):
             x = self.hint(jax.nn.relu(layer(x)), "batch", name)
         return self.layers[-1](x)

@@ -1,4 +1,4 @@
-"""Biased matrix factorisation.
+"""A model of ratings by biased matrix factorisation.
 
 Koren, Bell and Volinsky, "Matrix factorization techniques for recommender systems" (IEEE Computer
 42, 2009), equation 4.

@@ -52,7 +52,7 @@ class Adapter:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the parameters A and B."""
+        """The names of the adapter's parameters A and B."""
         return f"{PREFIX}/{self.name}/a", f"{PREFIX}/{self.name}/b"
 
     @property

@@ -32,7 +32,7 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product."""
+        """The factor by which an adapter's product is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

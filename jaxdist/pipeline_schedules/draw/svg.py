@@ -27,7 +27,7 @@ _NAMES = {
 _LEFT, _TOP, _ROW, _GAP = 70, 34, 26, 4
 _FONT = 11
 _LETTER = 0.62 * _FONT
-"""The width of a digit, in pixels."""
+"""The assumed width of a digit in the label of a box, in pixels."""
 
 
 def draw_svg(timeline: Timeline, width: int = 1200) -> str:

@@ -246,7 +246,7 @@ def prune_tables(run: Path, kept: Sequence[int]) -> None:
 
 
 def _bases(directory: Path, step: int) -> Iterator[int]:
-    """Yield the earlier steps whose rows a step needs."""
+    """Yield the earlier steps whose saved rows a load of `step` needs."""
     while True:
         try:
             base = _metadata(names.step_directory(directory, step)).get("base")
