@@ -281,7 +281,7 @@ def test_kubernetes_takes_the_job_of_a_set(settings):
         ("gke", ["tpu=v5e:2x4"], {}, "determines the number of hosts"),
         ("gke", ["slices=2"], {}, "slices 2 needs the setting tpu"),
         ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has either TPUs or GPUs"),
-        ("gke", ["tpu=v5e:2x4x4"], {}, "has 3 dims, v5e has 2"),
+        ("gke", ["tpu=v5e:2x4x4"], {}, "has 3 dims, but topologies of v5e have 2"),
         ("gke", [], {"processes": 2}, "a pod runs a single process"),
         ("tpu-vm", [], {}, "one process on every host of the slice"),
     ],

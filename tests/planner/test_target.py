@@ -56,7 +56,7 @@ def test_rings_have_two_links_a_dim_and_lines_one() -> None:
     [
         ("v5q:4x4", "v5p"),
         ("v5p", "cannot be read"),
-        ("v5p:4x4", "has 2 dims, v5p has 3"),
+        ("v5p:4x4", "has 2 dims, but topologies of v5p have 3"),
         ("v5e:64x64", "4,096 chips"),
         ("v3:4x4", "speed and memory of v3 are not known"),
         ("v5p:8x8x9", "is not a slice of v5p"),
