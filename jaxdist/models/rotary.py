@@ -74,7 +74,9 @@ def frequencies(
       scaling: the change of the frequencies for longer sequences, or None without a change.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequency = 1.0 / theta**exponent
+    # With AVX-512, numpy's power of float32 values has other bits in a sixth of the frequencies.
+    power = (theta ** exponent.astype(np.float64)).astype(np.float32)
+    frequency = 1.0 / power
     return frequency if scaling is None else scaling.scaled(frequency)
 
 
