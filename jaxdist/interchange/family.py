@@ -180,7 +180,7 @@ def table_rows(*names: str) -> Mapping[str, Row]:
     return found
 
 
-def _row(tensor: str, layout: str, more: int | Literal["absent"] | None = None) -> Row:
+def _row(tensor: str, layout: str = "", more: int | Literal["absent"] | None = None) -> Row:
     return Row(tensor, layout, absent=True) if more == "absent" else Row(tensor, layout, more)
 
 

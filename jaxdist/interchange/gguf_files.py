@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxdist.errors import DataError
 from jaxdist.interchange.families import LLAMA_ROWS
-from jaxdist.interchange.family import Family, Row
+from jaxdist.interchange.family import Family, Row, table_rows
 from jaxdist.interchange.tensors import Tensor
 from jaxdist.models.rotary import Llama3Scaling, frequencies
 from jaxdist.types import JsonObject
@@ -45,52 +45,11 @@ QUANTIZED: Mapping[int, tuple[str, int, int]] = {
     14: ("Q6_K", 256, 210),
 }
 """The name, elements of a block, and bytes of a block of each quantized type, by its number."""
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+"""The code of `struct` for each type of scalars, by its number."""
 _STRING, _ARRAY = 8, 9
 
-NAMES: Mapping[str, str] = {
-    "embedding": "token_embd.weight",
-    "positions": "position_embd.weight",
-    "norm/scale": "output_norm.weight",
-    "norm/bias": "output_norm.bias",
-    "output": "output.weight",
-    **{
-        f"blocks/{own}": f"blk.{{layer}}.{name}"
-        for own, name in {
-            "attention_norm/scale": "attn_norm.weight",
-            "attention_norm/bias": "attn_norm.bias",
-            "attention/query": "attn_q.weight",
-            "attention/key": "attn_k.weight",
-            "attention/value": "attn_v.weight",
-            "attention/query_bias": "attn_q.bias",
-            "attention/key_bias": "attn_k.bias",
-            "attention/value_bias": "attn_v.bias",
-            "attention/out": "attn_output.weight",
-            "attention/out_bias": "attn_output.bias",
-            "attention/query_norm/scale": "attn_q_norm.weight",
-            "attention/key_norm/scale": "attn_k_norm.weight",
-            "mlp_norm/scale": "ffn_norm.weight",
-            "mlp_norm/bias": "ffn_norm.bias",
-            "mlp/gate": "ffn_gate.weight",
-            "mlp/up": "ffn_up.weight",
-            "mlp/up_bias": "ffn_up.bias",
-            "mlp/down": "ffn_down.weight",
-            "mlp/down_bias": "ffn_down.bias",
-        }.items()
-    },
-}
+NAMES: Mapping[str, str] = {own: row.tensor for own, row in table_rows("gguf").items()}
 """The name of each parameter's tensor. In every family, matrices have the layouts of llama."""
 _INTERLEAVED = {
     "blocks/attention/query": "(H h 2) D -> D H (2 h)",
