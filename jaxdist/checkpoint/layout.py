@@ -92,7 +92,7 @@ def commit(staging: Path, final: Path) -> None:
       OSError: the rename failed; an existing checkpoint of the same step has its name again.
     """
     replaced = final.with_name(_REPLACED + final.name)
-    os.stat(staging)  # If the directory was removed, this raises before anything is replaced.
+    os.stat(staging)  # If the directory was removed, this call fails and nothing is replaced.
     if final.exists():
         os.rename(final, replaced)
     try:

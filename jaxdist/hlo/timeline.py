@@ -162,7 +162,7 @@ class _Run:
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
         elif launch_of(instruction, self.body) is not instruction:
-            pass  # Such a start only reserves memory: the operation begins at its update.
+            pass  # A start without operands only reserves memory; an update begins the operation.
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
         elif self._starts(instruction):

@@ -66,7 +66,7 @@ class BertConfig(PartConfig):
     """The number of kinds of tokens (first and second sentence). All tokens of data without kinds
     have the first kind."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    """The number that norms add to a variance before they divide by its root."""
+    """The number that norms add to a variance before they divide by the square root."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The fraction of the embeddings and of the residual branches that training sets to zero. The
     paper uses 0.1; 0 drops nothing."""

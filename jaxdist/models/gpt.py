@@ -72,7 +72,7 @@ class GptConfig(PartConfig):
     norm: Norm = "rms"
     """The norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """The number that norms add to a variance before they divide by its root."""
+    """The number that norms add to a variance before they divide by the square root."""
     mlp_type: Mlp = "swiglu"
     """The kind of MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (the tanh form without
     a gate), or gelu_erf (the exact form without a gate)."""

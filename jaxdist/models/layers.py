@@ -351,8 +351,8 @@ def _scan_lists(
 
     lists = jax.tree.map(lambda a: a[:looped].reshape(-1, together, *a.shape[1:]), state)
     x = jax.lax.scan(body, x, lists, unroll=max(1, unroll // together))[0]
-    # These blocks are outside of the loop, where XLA's common subexpression elimination would undo
-    # remat.
+    # The remaining blocks are outside of the loop, where XLA's common subexpression elimination
+    # would undo remat.
     return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
 
 

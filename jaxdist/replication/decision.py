@@ -178,7 +178,7 @@ class Leader:
 
     @property
     def synced(self) -> int | None:
-        """The joining server, or None if it lacks an acknowledged entry or no server joins."""
+        """The joining server, or None if that server lacks an acknowledged entry or none joins."""
         joining = self.view.joining
         if self.deposed or joining is None:
             return None

@@ -273,7 +273,7 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 DETECTORS: tuple[Detector, ...] = (
     torchrun,  # This detector is first, since mpirun, srun or a pod may start torchrun.
-    open_mpi,  # This precedes `slurm`, since the script of a Slurm job may use mpirun.
+    open_mpi,  # This detector precedes `slurm`, since the script of a Slurm job may use mpirun.
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

@@ -154,7 +154,7 @@ class ServerRound:
 
     @property
     def begun(self) -> bool:
-        """Whether the clients of the round are known, so that no other client can join it."""
+        """Whether the clients of the round are known, so that no other client can join."""
         return self._roster is not None
 
     @property

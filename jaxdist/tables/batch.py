@@ -113,7 +113,7 @@ class TableRows:
         return Touched(unique, found, looked_up), places
 
     def filled(self, batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Touched]:
-        """Return a batch with the values of its rows, and the rows that it touches.
+        """Return a batch with the values of the table rows that it looks up, and these rows.
 
         The ids of the batch are replaced by indices in the values of their block.
         """

@@ -251,7 +251,8 @@ class _RpcSession:
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
         if self._memory is not None:
             metadata += ((SHARED_KEY, self._memory.place),)
-        self._to_server: shared.Direction | None = None  # It stays None until the server agrees.
+        # This direction stays None until the server agrees to share the memory.
+        self._to_server: shared.Direction | None = None
         call = self._channel.stream_stream(METHOD)
         self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)

@@ -88,7 +88,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
-    """Return why server or client rejects the other's certificate, or None if neither rejects it.
+    """Return why server or client rejects the other's certificate, or None if both are accepted.
 
     gRPC retries a failed handshake without end and hides the reason, so this function does a
     handshake itself. The result is None if server and client accept, or if the server cannot be

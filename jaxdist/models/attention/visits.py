@@ -105,7 +105,7 @@ class Pieces:
         ](t, group)
 
     def _contiguous(self, t: int, group: jax.Array) -> list[BlockPairs]:
-        ahead = (t - self.groups) * self.chunk  # This is the offset of keys of a later group.
+        ahead = (t - self.groups) * self.chunk  # Keys of a later group have this negative offset.
         near = self._seen(t * self.chunk, None if t == 0 else group >= t)
         return [*near, *(() if self.causal or t == 0 else self._seen(ahead, group < t))]
 

@@ -57,7 +57,7 @@ class VitConfig(PartConfig):
     """Whether to predict the class from the state of a learned token before the patches; false
     predicts it from the mean over the patches."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """The number that norms add to a variance before they divide by its root."""
+    """The number that norms add to a variance before they divide by the square root."""
     attention: KernelName = "auto"
     """The kernel of attention; see the same setting of gpt."""
     compute_dtype: ComputeDtype = "float32"
