@@ -18,6 +18,7 @@ import pytest
 from jaxdist.commands.eject.eject import Keep, eject
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
+from jaxdist.models.rotary import frequencies
 
 ROOT = Path(__file__).parents[2]
 DIGITS = Path("configs/mlp/digits.yaml")
@@ -183,6 +184,13 @@ def test_a_file_that_would_be_too_long_is_refused() -> None:
     more = ["parallel.zero.stage=3", "model.tied_head=false", "model.attention_window=8", SPIKES]
     with pytest.raises(ConfigError, match=r"at most 300 lines; let jaxdist read the data"):
         eject(GPT, [*SMALL, RING, "optim.clip_norm=1", *more])
+
+
+def test_rotary_frequencies_have_the_bits_of_the_model() -> None:
+    lines = re.findall(r"^    ((?:exponent|frequency) = .*)$", eject(GPT), re.M)
+    values: dict[str, Any] = {"np": np, "half": 6, "ROPE_THETA": 1e4}
+    exec("\n".join(lines), values)
+    np.testing.assert_array_equal(values["frequency"], frequencies(1e4, 12))
 
 
 def test_nothing_stands_there_for_other_configs() -> None:

@@ -72,7 +72,8 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 def rotate(x_BLHd: jax.Array) -> jax.Array:
     """Apply rotary positions (arXiv 2104.09864); the halves of a head form the rotated pairs."""
     half = HEAD_SIZE // 2
-    frequency = ROPE_THETA ** (-np.arange(half, dtype=np.float32) / half)
+    exponent = np.arange(half, dtype=np.float32) / np.float32(half)
+    frequency = 1.0 / (ROPE_THETA ** exponent.astype(np.float64)).astype(np.float32)
     angle = np.arange(x_BLHd.shape[1], dtype=np.float32)[:, None] * frequency
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     left, right = jnp.split(x_BLHd, 2, axis=-1)  #: not narrow
