@@ -182,7 +182,7 @@ def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dic
     The sizes across the slow network are unchanged.
 
     Args:
-      sizes: the size of each axis.
+      sizes: the size of each mesh axis.
       inside: the new size of each axis inside the fast network.
     """
     return {

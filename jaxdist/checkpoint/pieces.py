@@ -232,7 +232,7 @@ def place_pieces(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[s
 
     Args:
       staging: the folder of the checkpoint that is being written.
-      pieces: the chunks.
+      pieces: the chunks of arrays.
       known: the earlier files, to which the new files are added.
 
     Raises:

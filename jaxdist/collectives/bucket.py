@@ -160,7 +160,7 @@ def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int)
 
     Args:
       algorithm: the algorithm of the collective.
-      kind: the operation.
+      kind: the name of the operation, such as "all_reduce".
       axis: the axis of the collective.
       payload_bytes: the bytes of the bucket.
     """

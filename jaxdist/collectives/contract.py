@@ -125,7 +125,7 @@ class Algorithm(Config):
         """Compute the cost of a call on `size` devices from a formula.
 
         Args:
-          kind: the operation.
+          kind: the name of the operation, such as "all_reduce".
           payload_bytes: the bytes of the whole tensor on one device, in the dtype that is sent
             (`accumulate`). The tensor is the input, or the result for all_gather.
           size: the number of devices on the axis, or a tuple with the number for each axis. The

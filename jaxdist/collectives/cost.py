@@ -42,7 +42,7 @@ def predict_seconds(
 
     Args:
       algorithm: any algorithm except `Auto`, which only chooses another algorithm.
-      kind: the operation.
+      kind: the name of the operation, such as "all_reduce".
       payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
       levels: the size and link of each axis of the call. The axis across the slowest network comes
         first.

@@ -108,7 +108,7 @@ def resolve(
     """Return the candidate with the least predicted time.
 
     Args:
-      choice: the automatic choice.
+      choice: the settings of the automatic choice.
       leaves: the gradients of one device, or their shapes.
       sizes: the sizes of the axes over which gradients are summed, by name. The axis across the
         slowest network comes first.

@@ -55,7 +55,7 @@ class CollectiveCall:
     """A call of a collective over some of the axes of a reduction.
 
     Attributes:
-      kind: the operation.
+      kind: the name of the operation, such as "all_reduce".
       payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
       where: "all" for all axes, "inside" for the last axis, or "across" for all axes except the
         last.

@@ -74,7 +74,7 @@ class Loader:
         """Check the arguments, read example 0, and plan the layout of batches.
 
         Args:
-          source: the examples.
+          source: the source of the examples.
           batch_size: the number of examples in a global batch.
           sharding: the sharding of each array: a mapping from names, or a function of (name,
             shape).

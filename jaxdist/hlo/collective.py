@@ -44,10 +44,10 @@ def describe_collective(
     """Return the record of a single execution of a collective.
 
     Args:
-      instruction: the collective.
+      instruction: the instruction of the collective.
       computation: the computation that contains the collective.
       surroundings: the facts about the caller of the computation.
-      module: the program.
+      module: the parsed HLO program.
       layout: the layout of the mesh that the program was compiled for.
     """
     kind = collective_kind(instruction)

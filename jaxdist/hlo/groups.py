@@ -139,9 +139,9 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
     kinds with a channel, the numbers are replicas, each of which includes all its partitions.
 
     Args:
-      instruction: the collective.
+      instruction: the instruction of the collective.
       kind: the kind of collective.
-      module: the program.
+      module: the parsed HLO program.
     """
     replicas, partitions = module.replicas, module.partitions
     attributes = instruction.attributes

@@ -116,7 +116,7 @@ def compute(
       type_text: the text of the result's type, which is an integer or bool scalar.
       direction: the name of a comparison's direction in HLO, such as "LT". Other operations have
         the direction None.
-      values: the operands.
+      values: the operands of the instruction.
 
     >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])
     (-56, -3)

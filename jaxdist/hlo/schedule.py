@@ -123,7 +123,7 @@ def done_of(
       start: the instruction that starts the operation, or an instruction whose result is a tuple
         that contains the operation in flight.
       computation: the computation that contains `start`.
-      module: the program.
+      module: the parsed HLO program.
       index: the index of the operation in flight in the tuple of `start`, which is a loop or a
         parameter. For an instruction that starts the operation the index is None.
 

@@ -76,7 +76,7 @@ def play(
     """Simulate a program, and return its timeline.
 
     Args:
-      module: the program.
+      module: the parsed HLO program.
       layout: the layout of the mesh that the program was compiled for.
       rates: the speeds of the device and of its links.
       dearest: whether a conditional whose branch is unknown takes the longest branch. If False,

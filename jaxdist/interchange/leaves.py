@@ -334,10 +334,10 @@ def place(leaf: Leaf, shape: jax.ShapeDtypeStruct, room: Room) -> jax.Array:
     the buffer, and a block is read once for all devices that hold it.
 
     Args:
-      leaf: the parameter.
+      leaf: the parameter to read.
       shape: the shape, dtype and sharding on the devices; elements outside of the leaf's shape are
         0.
-      room: the buffer.
+      room: the buffer for the blocks.
     """
     assert shape.sharding is not None
     indices = shape.sharding.addressable_devices_indices_map(shape.shape)

@@ -317,7 +317,7 @@ class BertClassifier(BertEncoder):
         """Return logits `[B, classes]`, from the state of each sequence's first token.
 
         Args:
-          x_BLD: the states.
+          x_BLD: the states of the encoder.
         """
         with jax.named_scope("head"):
             x_BD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)[:, 0]

@@ -70,7 +70,7 @@ def frequencies(
 
     Args:
       theta: the base of the frequencies: pair i has the frequency theta^(-2 i / head_dim).
-      head_dim: the width of a head.
+      head_dim: the number of features of a head.
       scaling: the change of the frequencies for longer sequences, or None without a change.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

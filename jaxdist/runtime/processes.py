@@ -45,7 +45,7 @@ def find_processes(
     True
 
     Args:
-      environ: the environment variables.
+      environ: the environment variables of this process.
       coordinator, count, index: the values of the flags, or None for a flag that is not given.
       detect: whether missing values are read from a scheduler's variables.
 

@@ -214,7 +214,7 @@ def _admit(
     """Keep a connection that is from a process of the program; reject any other connection.
 
     Args:
-      peer: the connection.
+      peer: the new connection.
       came: the kept connections, by number of the process. The function adds `peer`.
       words: the data of the processes, by number of the process. The function adds the data that
         arrive through `peer`.

@@ -76,7 +76,7 @@ class AxisRing:
         """Multiply all chunks `[B, l, D]` by each kernel `[D, F]`.
 
         Args:
-          pieces: the chunks.
+          pieces: the chunks of the sequence.
           kernels: the kernels, `[D, F]` each.
           leaving: whether the caller passes the results to `reduced`. If true, the farthest chunk
             is multiplied first. If false, the chunks must be from `gathered`, and the nearest chunk

@@ -230,7 +230,7 @@ class Layout:
         part.
 
         Args:
-          x: the activation.
+          x: the activation to constrain.
           dims: the logical dims of `x`.
           was: the logical dims that determined the sharding of `x` before this call, or None to
             ignore that sharding. With `was`, `x` is first constrained to the old sharding, so that

@@ -69,7 +69,7 @@ def sets_of(rows: np.ndarray, most: int) -> np.ndarray:
     The set does not depend on the number of servers.
 
     Args:
-      rows: the keys.
+      rows: the keys of the rows.
       most: the largest number of rows that all servers together keep.
     """
     return sets_of_hashes(hashes(rows), most)
@@ -79,7 +79,7 @@ def sets_of_hashes(hashed: np.ndarray, most: int) -> np.ndarray:
     """Return the number (int64) of the set of each key, given the hashes of the keys.
 
     Args:
-      hashed: the hashes.
+      hashed: the hashes of the keys.
       most: the largest number of rows that all servers together keep.
     """
     count = np.uint64(max(1, most // WAYS))

@@ -45,7 +45,7 @@ def spec_of_reply(envelope: Envelope, spec: Spec) -> Spec | None:
     """Return the specification of the payload of a server's message, or None without a payload.
 
     Args:
-      envelope: the message.
+      envelope: the envelope of the message.
       spec: the specification of payloads with rows.
     """
     return spec_for(envelope, spec, spec)
@@ -57,7 +57,7 @@ def spec_of_message(envelope: Envelope, spec: Spec) -> Spec | None:
     Unlike the pulls of other parameter servers, pulls of tables have payloads.
 
     Args:
-      envelope: the message.
+      envelope: the envelope of the message.
       spec: the specification of payloads with rows.
     """
     return spec if envelope.op is Op.PULL else spec_for(envelope, spec, spec)

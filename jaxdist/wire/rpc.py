@@ -199,7 +199,7 @@ class RpcWire:
     """A client's connection to an `RpcServer`.
 
     Attributes:
-      address: `host:port`.
+      address: the address of the server, `host:port`.
       spec_of: the function from a server's envelope to the specification of its payload, or to
         None if no payload is allowed.
       tls: the TLS credentials; None sends plain text.

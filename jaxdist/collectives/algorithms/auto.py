@@ -116,7 +116,7 @@ class Auto(Algorithm):
         """Return the algorithm with the least predicted time.
 
         Args:
-          kind: the operation.
+          kind: the name of the operation, such as "all_reduce".
           payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
           levels: the size and link of each axis. The axis across the slowest network comes first.
 
@@ -143,7 +143,7 @@ class Auto(Algorithm):
         """Return the algorithm with the least predicted time on the mesh of the `jax.shard_map`.
 
         Args:
-          kind: the operation.
+          kind: the name of the operation, such as "all_reduce".
           payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
           axis: the axis of the collective.
         """
@@ -169,7 +169,7 @@ class Auto(Algorithm):
         """Format the assumed links of a call, and a table of the algorithms, the fastest first.
 
         Args:
-          kind: the operation.
+          kind: the name of the operation, such as "all_reduce".
           payload_bytes: the bytes of the whole tensor on one device.
           sizes: the size of each axis by name. The axis across the slowest network comes first.
           on: the device, as a short name or a `device_kind`. The argument is ignored if the

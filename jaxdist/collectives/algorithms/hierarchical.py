@@ -117,7 +117,7 @@ class Hierarchical(Algorithm):
         """Return the phases of a call in order, each with its network and its cost.
 
         Args:
-          kind: the operation.
+          kind: the name of the operation, such as "all_reduce".
           payload_bytes: the bytes of the whole tensor on one device, as in `Algorithm.traffic`.
           size: the number of devices on each axis. The axis across the slowest network comes first,
             and the last axis is the fast network.

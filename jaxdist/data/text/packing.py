@@ -67,7 +67,7 @@ class PackedSource:
         Args:
           stream: the tokens, integers [N], with a separator before each document.
           window: the length of a window, L.
-          end_of_document: the separator.
+          end_of_document: the token that separates documents.
         """
         self._stream = np.asarray(stream)
         self._window, self._end_of_document = window, end_of_document

@@ -50,7 +50,7 @@ class WindowSource:
         Args:
           stream: the tokens, integers [N] with N > `window`.
           window: the length of a window, L.
-          end_of_document: the separator.
+          end_of_document: the token that separates documents.
         """
         self._stream = np.asarray(stream)
         self._window = window

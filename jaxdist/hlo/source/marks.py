@@ -30,7 +30,7 @@ def begins(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
     """Return a device's term of a sum, and mark in the program that the sum begins.
 
     Args:
-      x: the term.
+      x: this device's term.
       axis: the mesh axes over which the devices sum.
       number: a number that identifies the sum in the program.
     """

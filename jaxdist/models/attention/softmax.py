@@ -83,7 +83,7 @@ class Queries(NamedTuple):
         """Return the queries with `delta`, which follows from the results and their gradients.
 
         Args:
-          out: the results.
+          out: the results of the queries.
           dout: the gradients of the results.
         """
         # The gradient of a softmax needs the sum over all keys of weights times `dweights`. This

@@ -32,8 +32,8 @@ class Product(Protocol):
         """Return the product `[R, F]` of each row with its expert's kernel, in the dtype of x.
 
         Args:
-          x_RD: the rows.
-          w_EDF: the kernels.
+          x_RD: the rows of all experts.
+          w_EDF: the kernels of the experts.
           counts_E: the number of rows of each expert, a multiple of `block`.
           block: the result of the method `block`, which divides R.
         """

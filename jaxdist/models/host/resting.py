@@ -72,7 +72,7 @@ def deferred(params: Params, resting: Collection[str], frozen: Collection[str]) 
     """Replace each parameter in the host's memory by a placeholder that its first use copies.
 
     Args:
-      params: the parameters.
+      params: the parameters of the model.
       resting: the names of the parameters in the host's memory.
       frozen: the names of the parameters that are not trained.
     """

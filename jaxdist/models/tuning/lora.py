@@ -202,7 +202,7 @@ def merged(
     """Return a single layer's kernel plus its adapter, in the kernel's dtype.
 
     Args:
-      base: the kernel.
+      base: the kernel without the adapter.
       a, b: the parameters of the adapter.
       key: the random key of the dropout; None drops nothing.
     """
