@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from runs import QUICK
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "python.md"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -20,6 +22,7 @@ def test_the_guide_s_loop_trains_saves_evaluates_and_goes_on(tmp_path):
     (tmp_path / "configs").symlink_to(CONFIGS)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "XLA_FLAGS": QUICK},
         cwd=tmp_path, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

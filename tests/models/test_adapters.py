@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from chosen import quick
 from flax import nnx
+from initialized import initialized
 from programs import build_program, place
 
 import jaxdist
@@ -101,7 +102,7 @@ def test_linen_gives_the_numbers_of_linen():
     """Parameters by their paths, statistics as buffers, dropout in training alone."""
     module = Linen()
     model = jaxdist.functional(from_linen(module, jnp.zeros((1, IN))))
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     assert params["params"]["Dense_0"]["kernel"].shape == (IN, 8)
     x = jnp.asarray(rows()["x"])
     variables = {"params": params["params"], **buffers["buffers"]}
@@ -124,7 +125,7 @@ def test_linen_gives_the_numbers_of_linen():
 
 def test_functions_are_called_as_they_are():
     model = jaxdist.functional(from_functions(init, apply))
-    params, buffers = model.init(jax.random.key(3))
+    params, buffers = initialized(model, 3)
     x = jnp.asarray(rows()["x"])
     assert buffers == {"buffers": {}} or not jax.tree.leaves(buffers)
     np.testing.assert_array_equal(model.bind(params, buffers)(x), apply(params["params"], x))

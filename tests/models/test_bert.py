@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from initialized import initialized
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
@@ -32,10 +33,14 @@ def bert(**changes):
 @functools.cache
 def initial():
     model = bert()
+
     # Norms, biases and positions that start as 0 or 1 would hide where they are used.
-    keys = iter(jax.random.split(jax.random.key(5), 99))
-    params = model.init(jax.random.key(0))[0]
-    return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+    def draw(key):
+        keys = iter(jax.random.split(key, 99))
+        params = model.init(jax.random.key(0))[0]
+        return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+
+    return jax.jit(draw)(jax.random.key(5))
 
 
 def tokens(seed=1, batch=2, length=16):
@@ -120,7 +125,7 @@ def test_the_loss_counts_masked_positions_alone_and_rows_by_their_weight():
         "tokens": jnp.asarray(given), "segments": jnp.zeros_like(given), "weight": weight,
         "positions": jnp.asarray(positions), "targets": jnp.asarray(targets),
     }  # fmt: skip
-    found = masked_tokens(model.bind(initial(), {}), batch)
+    found = jax.jit(lambda p: masked_tokens(model.bind(p, {}), batch))(initial())
     logits = plain(initial(), given, np.zeros_like(given), np.zeros_like(given))
     chosen = np.take_along_axis(logits, positions[:, :, None], 1)
     nats = (
@@ -175,7 +180,7 @@ def test_a_classifier_reads_the_first_state_alone():
     model = functional(lambda rngs: config(head="classes").build(rngs, vocab_size=VOCAB, classes=3))
     names = {"transform", "transform_bias", "norm", "output_bias"}
     assert set(bert().params) - set(model.params) == names
-    params = model.init(jax.random.key(0))[0]
+    params = initialized(model)[0]
     given = jnp.asarray(tokens())
     module = model.bind(params, {})
     x_BD = module.hidden(given, jnp.zeros_like(given))[:, 0]

@@ -1,5 +1,7 @@
 """Mixtures of experts on one device: what they compute, and what their routers measure."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ from jaxdist.models.loss import next_token, next_token_in_chunks
 T, D, F, E, K = 24, 8, 16, 5, 2
 
 
+@partial(jax.jit, static_argnums=0)
 def given(seed=0):
     """Tokens, distinct experts of each, weights, and kernels."""
     keys = jax.random.split(jax.random.key(seed), 6)
@@ -30,6 +33,7 @@ def given(seed=0):
     return jax.random.normal(keys[0], (T, D)), ids, weights, kernels
 
 
+@jax.jit
 def masked(x, ids, weights, gate, up, down):
     """Every expert for every token, and then a mask."""
     hidden = ACTIVATIONS["swiglu"](jnp.einsum("td,edf->tef", x, gate))
@@ -86,7 +90,7 @@ def test_experts_compute_what_a_mask_over_all_experts_does(product):
 def test_a_loop_has_blocks_of_one_expert_each():
     """All tokens at one expert, and none at any."""
     x, _, weights, kernels = given()
-    compute = Experts("swiglu", Loop())
+    compute = jax.jit(Experts("swiglu", Loop()))
     for ids in (jnp.full((T, 1), 3), jnp.full((T, 1), E)):
         found = compute(x, ids, weights[:, :1], *kernels)
         right = masked(x, ids, weights[:, :1], *kernels)
@@ -97,7 +101,8 @@ def routed(logits, weight=None, bias=None, positions=None, **settings):
     config = ExpertsConfig.model_validate({"count": logits.shape[-1], **settings})
     weight = jnp.ones(logits.shape[:2]) if weight is None else weight
     bias = jnp.zeros(config.count) if bias is None else bias
-    return route(logits, bias, weight, config, positions)
+    run = jax.jit(lambda *given: route(*given[:3], config, *given[3:]))
+    return run(logits, bias, weight, positions)
 
 
 @pytest.mark.full

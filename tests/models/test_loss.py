@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from initialized import initialized
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.models.functional import functional
@@ -41,7 +42,7 @@ def test_chunks_change_nothing_but_memory(chunks):
     """Loss, weight, all gradients; some rows without weight, some with a half."""
     config = GptConfig(type="gpt", layers=1, embed=16, heads=2)
     model = functional(lambda rngs: config.build(rngs, vocab_size=VOCAB))
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     batch = {
         "tokens": jax.random.randint(jax.random.key(1), (B, L + 1), 0, VOCAB),
         "segments": jnp.zeros((B, L), jnp.int32),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from initialized import initialized
 from plain_models import VOCAB, WIDTH, Block, Helped, Listed, Vmapped
 
 from jaxdist.errors import ConfigError
@@ -81,11 +82,15 @@ def one_by_one(blocks: nnx.Module, x: jax.Array) -> jax.Array:
 @pytest.mark.every(3)
 def test_a_stack_runs_its_blocks_one_after_another(make: Any) -> None:
     model = recognised(make)
-    params, buffers = model.init(jax.random.key(0))
-    module: Any = model.bind(params, buffers)
-    module.eval()
-    expected = module.head(one_by_one(module.blocks, module.embed(TOKENS)))
-    np.testing.assert_allclose(module(TOKENS, None), expected, rtol=1e-5, atol=1e-5)
+    params, buffers = initialized(model)
+
+    @jax.jit
+    def both(params: Any) -> Any:
+        module: Any = model.bind(params, buffers)
+        module.eval()
+        return module(TOKENS, None), module.head(one_by_one(module.blocks, module.embed(TOKENS)))
+
+    np.testing.assert_allclose(*both(params), rtol=1e-5, atol=1e-5)
     kernel = params["blocks"]["up"]["kernel"]
     assert kernel.shape == (4, WIDTH, 2 * WIDTH)
     assert np.abs(kernel[0] - kernel[1]).max() > 0.1
@@ -96,7 +101,7 @@ def test_a_stack_runs_its_blocks_one_after_another(make: Any) -> None:
 def test_each_layer_of_a_stack_draws_its_own_numbers(by_vmap: bool) -> None:
     """Layers that are all alike, which add to x what their dropout leaves of the same."""
     model = recognised(partial(Helped, by_vmap=by_vmap, dropout=0.5))
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     params["blocks"] = jax.tree.map(jnp.zeros_like, params["blocks"])
     params["blocks"]["down"]["bias"] = jnp.ones((4, WIDTH))
 
@@ -124,7 +129,7 @@ def test_dims_that_a_block_names_follow_those_of_the_stack() -> None:
 def test_parts_of_a_chunk_are_bound_with_their_own_random_numbers() -> None:
     """A pipeline runs a part of the layers at a time."""
     model = recognised(partial(Helped, dropout=0.5))
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     params["blocks"] = jax.tree.map(lambda leaf: leaf[:2], params["blocks"])
     module: Any = model.bind(params, buffers, jax.random.key(1))
     module.train()

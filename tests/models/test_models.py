@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from initialized import initialized
 from pydantic import ValidationError
 
 import jaxdist.models
@@ -34,7 +35,7 @@ def gpt(**changes):
 
 
 def run(model, *inputs):
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     return jax.jit(lambda p, *x: model.bind(p, buffers)(*x))(params, *inputs)
 
 
@@ -77,7 +78,7 @@ def test_parameter_count_is_the_formula():
 def test_no_position_sees_the_future():
     """The gradient of the logits at one position reaches embeddings of no later position."""
     model = gpt()
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     position = 7
 
     def logit(x_BLD):
@@ -134,7 +135,7 @@ def test_remat_and_unroll_change_no_gradient(changes):
 
 
 def gradient(model):
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     return jax.jit(jax.grad(lambda p: jnp.square(model.bind(p, buffers)(tokens())).sum()))(params)
 
 
@@ -209,17 +210,22 @@ def test_depth_does_not_grow_the_program():
 @pytest.mark.full
 def test_scan_equals_the_blocks_one_by_one():
     model = gpt()
-    params, buffers = model.init(jax.random.key(0))
-    module = model.bind(params, buffers)
-    x = module.embed(tokens())
-    graph, state = nnx.split(module.blocks)
-    for layer in range(3):
-        x = nnx.merge(graph, jax.tree.map(lambda leaf, i=layer: leaf[i], state))(x, None)
-    np.testing.assert_allclose(module.head(x), run(model, tokens()), rtol=1e-4, atol=1e-4)
+    params, buffers = initialized(model)
+
+    @jax.jit
+    def one_by_one(params):
+        module = model.bind(params, buffers)
+        x = module.embed(tokens())
+        graph, state = nnx.split(module.blocks)
+        for layer in range(3):
+            x = nnx.merge(graph, jax.tree.map(lambda leaf, i=layer: leaf[i], state))(x, None)
+        return module.head(x)
+
+    np.testing.assert_allclose(one_by_one(params), run(model, tokens()), rtol=1e-4, atol=1e-4)
 
 
 def test_layers_start_different_from_each_other():
-    params, _ = gpt().init(jax.random.key(0))
+    params, _ = initialized(gpt())
     query = params["blocks"]["attention"]["query"]
     assert np.abs(query[0] - query[1]).max() > 0.1
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from initialized import initialized
 from pydantic import ValidationError
 
 from jaxdist.models.functional import functional
@@ -38,20 +39,22 @@ def test_sizes_are_the_published_ones(settings, classes, params, statistics):
 @pytest.mark.full
 def test_version_1_5_has_the_stride_in_the_window_of_3_and_quarters_the_image_first():
     model = resnet((64, 64, 3), 10, blocks=[1, 1], width=4, bottleneck=True)
-    params, buffers = model.init(jax.random.key(0))
-    module = model.bind(params, buffers)
-    second = module.blocks[1]
-    assert [c.strides for c in second.convolutions] == [(1, 1), (2, 2), (1, 1)]
     shapes = []
-    x = jnp.ones((1, 64, 64, 3))
-    for part in module.parts():
-        shapes.append((x := part(x)).shape)
+
+    def run(params, buffers, x):
+        module = model.bind(params, buffers)
+        second = module.blocks[1]
+        assert [c.strides for c in second.convolutions] == [(1, 1), (2, 2), (1, 1)]
+        for part in module.parts():
+            shapes.append((x := part(x)).shape)
+
+    jax.eval_shape(run, model.params, model.buffers, jnp.ones((1, 64, 64, 3)))
     assert shapes == [(1, 16, 16, 4), (1, 16, 16, 16), (1, 8, 8, 32), (1, 10)]
 
 
 def test_a_block_starts_as_the_identity_of_its_positive_part():
     model = resnet((8, 8, 3), 10, blocks=[1], width=4, stem="cifar")
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     module = model.bind(params, buffers)
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 4))
     np.testing.assert_array_equal(module.blocks[0](x), jax.nn.relu(x))
@@ -60,7 +63,7 @@ def test_a_block_starts_as_the_identity_of_its_positive_part():
 @pytest.mark.full
 def test_running_statistics_move_in_training_and_serve_evaluation():
     model = resnet((8, 8, 1), 3, blocks=[1], width=4, stem="cifar")
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     x = 3 + jax.random.normal(jax.random.key(1), (64, 8, 8, 1))
     module = model.bind(params, buffers)
     for _ in range(60):
@@ -72,10 +75,11 @@ def test_running_statistics_move_in_training_and_serve_evaluation():
 @pytest.mark.full
 def test_group_norm_has_no_state_and_treats_each_image_by_itself():
     model = resnet((8, 8, 1), 3, blocks=[1, 1], width=8, stem="cifar", norm="group", groups=4)
-    params, buffers = model.init(jax.random.key(0))
+    params, buffers = initialized(model)
     assert not jax.tree.leaves(buffers)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
-    both = [model.bind(params, buffers)(rows) for rows in (x, x[:2])]
+    run = jax.jit(lambda p, rows: model.bind(p, buffers)(rows))
+    both = [run(params, rows) for rows in (x, x[:2])]
     np.testing.assert_allclose(both[0][:2], both[1], rtol=1e-5, atol=1e-6)
 
 
@@ -86,9 +90,9 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits():
     found = []
     for dtype in ("float32", "bfloat16"):
         model = resnet((8, 8, 3), 3, compute_dtype=dtype, **settings)
-        params, buffers = model.init(jax.random.key(0))
+        params, buffers = initialized(model)
         assert {leaf.dtype for leaf in jax.tree.leaves((params, buffers))} == {jnp.dtype("float32")}
-        found.append(model.bind(params, buffers)(x))
+        found.append(jax.jit(lambda p, b, m=model: m.bind(p, b)(x))(params, buffers))
     assert found[1].dtype == jnp.float32
     np.testing.assert_allclose(found[1], found[0], atol=0.05)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from initialized import initialized
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
@@ -52,10 +53,14 @@ def plain(params, image):
 @pytest.mark.full
 def test_logits_are_those_of_the_formulas():
     model = vit()
+
     # Norms, biases and positions that start as 0 or 1 would hide where they are used.
-    keys = iter(jax.random.split(jax.random.key(5), 99))
-    params = model.init(jax.random.key(0))[0]
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+    def draw(key):
+        keys = iter(jax.random.split(key, 99))
+        params = model.init(jax.random.key(0))[0]
+        return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
+
+    params = jax.jit(draw)(jax.random.key(5))
     image = jax.random.uniform(jax.random.key(1), (3, 6, 4, 3))
     found = jax.jit(lambda p: model.bind(p, {})(image))(params)
     np.testing.assert_allclose(found, plain(params, np.asarray(image)), rtol=1e-4, atol=1e-4)
@@ -73,7 +78,7 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits():
     image, found = jax.random.uniform(jax.random.key(1), (3, 6, 4, 3)), []
     for dtype in ("float32", "bfloat16"):
         model = vit(compute_dtype=dtype)
-        params, _ = model.init(jax.random.key(0))
+        params, _ = initialized(model)
         found.append(model.bind(params, {})(image))
     assert found[1].dtype == jnp.float32
     np.testing.assert_allclose(found[1], found[0], atol=0.05)

@@ -1,0 +1,14 @@
+"""Parameters and buffers that one program draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxdist.models.functional import Functional
+
+
+def initialized(model: Functional, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's parameters and buffers: outside of a program, each shape would compile its own."""
+    return jax.jit(lambda key: model.init(key))(jax.random.key(seed))
