@@ -38,6 +38,9 @@ from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import tree_size
 
+UNKNOWN_OPTION = "No such compile option"
+"""The words with which jax refuses a compiler option that this version of libtpu does not have."""
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -176,10 +179,17 @@ def open_subject(
     return InspectedExperiment(name, build(config, document, devices=chosen), chosen)
 
 
-def inspect_step(subject: InspectedExperiment) -> Inspection:
+def inspect_step(
+    subject: InspectedExperiment, options: Mapping[str, bool | int] | None = None
+) -> Inspection:
     """Compile the train step of an experiment, and return the facts about the step.
 
     Neither a training state nor the devices are needed.
+
+    Args:
+      subject: the experiment.
+      options: compiler options for TPUs, in addition to the options of the experiment, or None
+        without such options. A compiler that does not know an option gets none of them.
 
     Raises:
       RunError: the program is too large for the device.
@@ -194,7 +204,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
     arguments = _argument_bytes(state, program.batch)
     lowered = compiled_step.lower(state, program.batch)
     begun = time.perf_counter()
-    compiled, text = _compiled(subject, lowered, arguments)
+    compiled, text = compile_program(subject, lowered, arguments, options)
     seconds = time.perf_counter() - begun
     flops = step_flops(config, subject.devices[0])
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
@@ -235,10 +245,19 @@ def _step(experiment: Experiment, worker: WorkerPart | None, units: int) -> str:
     return f"{units:,} of {experiment.units_per_step:,} {experiment.unit}: one worker's part"
 
 
-def _compiled(
-    subject: InspectedExperiment, lowered: jax.stages.Lowered, arguments: Mapping[str, int]
+def compile_program(
+    subject: InspectedExperiment,
+    lowered: jax.stages.Lowered,
+    arguments: Mapping[str, int],
+    options: Mapping[str, bool | int] | None = None,
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile a program, and return the compiled program and its text.
+
+    Args:
+      subject: the experiment whose program is compiled.
+      lowered: the program.
+      arguments: the bytes of each kind of argument, for the message of a refusal.
+      options: compiler options for TPUs, or None without such options.
 
     Raises:
       RunError: the program is too large for the device.
@@ -246,10 +265,12 @@ def _compiled(
     try:
         # XLA cannot print every compiled program of a TPU, but dumps its text during compilation.
         if subject.devices[0].platform == "tpu":
-            return compile_with_text(lowered)
+            return compile_with_text(lowered, options)
         compiled = lowered.compile()
         return compiled, program_text(compiled)
     except jax.errors.JaxRuntimeError as error:
+        if options and UNKNOWN_OPTION in str(error):
+            return compile_program(subject, lowered, arguments)
         if not is_too_large(str(error)):
             raise
         raise _refusal(subject, arguments, str(error)) from error
