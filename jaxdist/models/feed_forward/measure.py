@@ -47,7 +47,7 @@ def auxiliary(statistics: Statistics, weight_BL: jax.Array, experts: ExpertsConf
     sums = {
         name: Mean(jax.lax.stop_gradient(total) / layers, weight) for name, total in totals.items()
     }
-    return Auxiliary(penalty, {**sums, LOAD: Mean(load_NE, weight)})
+    return Auxiliary(penalty, {**sums, LOAD: Mean(load_NE, weight * experts.top_k)})
 
 
 def moved_biases(buffers: Buffers, sums: Sums, *, rate: float) -> Buffers:

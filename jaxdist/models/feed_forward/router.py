@@ -39,8 +39,10 @@ class Statistics(NamedTuple):
 
     Attributes:
       sums: a column for each name in `SUMS`, `[B, S]`, added up over layers.
-      load: the total weight of the tokens that chose each expert, divided by the number of experts
-        that a token chooses, `[N, B, E]`. The layers are in order.
+      load: the total weight of the tokens that chose each expert, `[N, B, E]`. The layers are in
+        order. For tokens of weight 1, the loads are whole numbers, whose sums are exact. The order
+        of a sum therefore cannot decide whether a load is even, and in which direction a bias
+        moves.
     """
 
     sums: jax.Array
@@ -98,7 +100,7 @@ def route(
         weights_BLk = weights_BLk / (weights_BLk.sum(-1, keepdims=True) + 1e-20)
     weights_BLk = weights_BLk * config.scale
     chosen_BLE = chosen_BLkE.sum(-2)
-    load_BE = (chosen_BLE * weight_BL[..., None]).sum(1) / k
+    load_BE = (chosen_BLE * weight_BL[..., None]).sum(1)
     dropped_BL = jnp.zeros_like(weight_BL)
     capacity = config.capacity(logits_BLE.shape[1])
     if capacity is not None:
@@ -111,7 +113,7 @@ def route(
     if config.router == "sigmoid":
         share_BLE = score_BLE / (score_BLE.sum(-1, keepdims=True) + 1e-20)
     sums = (
-        _balance(load_BE, share_BLE, weight_BL),
+        _balance(load_BE / k, share_BLE, weight_BL),
         (jax.nn.logsumexp(logits_BLE, -1) ** 2 * weight_BL).sum(1),
         (-(share_BLE * jnp.log(share_BLE + 1e-20)).sum(-1) * weight_BL).sum(1),
         (dropped_BL * weight_BL).sum(1),
