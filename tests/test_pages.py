@@ -135,6 +135,14 @@ def test_guides_are_plain_english(page: Path) -> None:
     assert [found[0] for found in GERMANISMS.finditer(prose)] == []
 
 
+def test_each_definition_of_the_glossary_has_its_own_line() -> None:
+    """A definition that follows its term on the same line is shown as a plain paragraph."""
+    _, *entries = (DOCS / "glossary.md").read_text().split("\n## ", 1)[1].strip().split("\n\n")
+    wrong = [entry for entry in entries if not re.match(r"## |[^\n]+\n:   \S", entry)]
+    assert len(entries) > 100
+    assert not wrong, wrong
+
+
 def test_a_word_has_one_meaning() -> None:
     terms = re.findall(r"^(\S.*)\n:   ", (DOCS / "glossary.md").read_text(), re.M)
     assert len(terms) > 40
