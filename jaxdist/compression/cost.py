@@ -33,8 +33,8 @@ FLAG_BYTES = 4
 """The bytes of the sum from which all devices know whether all encoded gradients are finite."""
 CPU_CODING_BYTES_PER_SECOND = 1.4e10
 """The bytes of memory per second that a CPU core processes in coding. With this rate, the numbers
-of passes below give 2.4 to 7 ns for each element of the gradients. The same time was measured on a
-core of an EPYC, for gradients of 1.6 and 6.3 million elements."""
+of passes in this module give 2.4 to 7 ns for each element of the gradients. The same time was
+measured on a core of an EPYC, for gradients of 1.6 and 6.3 million elements."""
 WHOLE_PASSES = 8.0
 """The number of passes over all gradients: they are scaled, packed, checked and unpacked, each with
 a read and a write."""

@@ -20,8 +20,8 @@ Shares = Mapping[tuple[int, int], float]
 
 
 OWN_LIMIT, SCOPED = "own limit", "scoped"
-"""The names of a family's tables. A family whose default vector memory the preset does not change
-has only the table `OWN_LIMIT`."""
+"""The names of a family's two tables, by the limit of vector memory: of libtpu, or of the preset
+`default`. A family whose limit this preset does not change has only the table `OWN_LIMIT`."""
 
 
 @cache

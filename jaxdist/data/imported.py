@@ -23,7 +23,7 @@ class ImportConfig(Config):
     path: str
     """The import path `package.module:name` of the data, or of a function that builds the data."""
     args: Kwargs = Field(default={})
-    """The keyword arguments for that function, by name."""
+    """The keyword arguments for the imported function, by name."""
     vocab_size: Count | None = None
     """The size of the vocabulary: `tokens` are numbers from 0 to vocab_size - 1. null is for data
     without tokens."""

@@ -1,4 +1,4 @@
-"""Families of published models: `families.toml`, and functions for keys of config.json."""
+"""The families of published models in `families.toml`, and their keys of config.json."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class TensorPiece:
 
 
 Value = Callable[[str, int | None], np.ndarray]
-"""A function from (name of a parameter, index of a layer or None) to the value."""
+"""A function from (name of a parameter, index of a layer or None) to the parameter's value."""
 
 
 def pieces_of(

@@ -22,7 +22,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.types import JsonObject
 
 WRITTEN = ("llama", "qwen2", "qwen3", "gpt2")
-"""The families that can be written: programs read all their options from a GGUF file."""
+"""The families that can be written to GGUF files, from which programs read all their options."""
 
 
 def gguf_rows(family: Family, model: GptConfig) -> Mapping[str, Row]:

@@ -19,7 +19,7 @@ class SequenceRing(Protocol):
 
     @property
     def axis(self) -> str:
-        """The mesh axis of these devices."""
+        """The mesh axis of the ring's devices."""
         ...
 
     def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:

@@ -63,7 +63,7 @@ def plan_environment(
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
     idle_libtpu: bool = False,
 ) -> dict[str, str]:
-    """Return the variables to set; the user's values take precedence where that is safe.
+    """Return the environment variables to set; the user's values are kept where that is safe.
 
     Args:
       environ: the current environment.

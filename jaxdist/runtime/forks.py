@@ -27,8 +27,8 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""The signals that a scheduler sends to all processes of a job. The server blocks them; the agent
-and the forked processes handle them."""
+"""The signals that a scheduler sends to all processes of a job. The fork server blocks these
+signals; the agent and the forked processes handle them."""
 MOST_FILES = 8
 POLL_SECONDS = 0.01
 
@@ -221,7 +221,7 @@ def hold_signals() -> None:
 
 
 def await_fork() -> bool:
-    """Run the server. Return True in each forked process, and False when the server ends."""
+    """Run the fork server. Return True in each forked process, and False when the server ends."""
     gc.freeze()  # A garbage collection would copy the memory that the processes share.
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
     # `set_wakeup_fd` requires a non-blocking pipe: a handler must not block on a full pipe.
@@ -250,7 +250,7 @@ def await_fork() -> bool:
 
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
-    """Make a forked process independent of the server.
+    """Make a forked process independent of the fork server.
 
     Args:
       files: the descriptors of the process's standard input and standard error, and other

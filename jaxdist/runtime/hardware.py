@@ -128,7 +128,7 @@ def find_device(kind: str) -> Device | None:
 
 
 def device(kind: str) -> Device:
-    """Return the device of a short name or of a `device_kind`, which must be known.
+    """Return the known device with this short name or `device_kind`.
 
     >>> device("v5e").fast.bytes_per_second
     45000000000.0

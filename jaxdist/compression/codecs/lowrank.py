@@ -48,7 +48,7 @@ class LowRank(LinearCodec):
     """The number of first dims that count separate matrices, such as the layers of a scanned model.
     """
     seed: int = 0
-    """The seed of the first Q, which is the same on all devices."""
+    """The seed of the first factor Q, which is the same on all devices."""
 
     flat: ClassVar[bool] = False
 

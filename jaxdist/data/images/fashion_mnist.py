@@ -45,7 +45,7 @@ def fashion_mnist() -> dict[str, bytes]:
 
 
 def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the folders that may have the files, beginning with the most likely folder."""
+    """Yield the folders that may have Fashion-MNIST, beginning with the most likely folder."""
     shares = [Path(sys.prefix, "share"), Path("/usr/local/share"), Path("/usr/share")]
     if home := environ.get("XDG_DATA_HOME"):
         shares.append(Path(home))

@@ -66,7 +66,7 @@ class Pieces:
     def of(
         cls, order: Order, groups: int, length: int, most: int, window: int | None, *, causal: bool
     ) -> Pieces:
-        """Choose the size of blocks, at most `most` positions, for pieces of `length` positions."""
+        """Return pieces of `length` positions each, with blocks of at most `most` positions."""
         chunk = length // 2 if order == "zigzag" else length
         size = max(n for n in range(1, min(most, chunk) + 1) if chunk % n == 0)
         if size < min(LEAST, chunk, most):

@@ -77,7 +77,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Return the largest divisor of all starts and ends, or 0 if a time is not an integer."""
+    """Return the greatest common divisor of all starts and ends, or 0 if not all are integers."""
     times = {time for row in timeline.spans for span in row for time in span[:2]}
     if any(time != int(time) for time in times):
         return 0.0

@@ -175,7 +175,7 @@ def tables_problem(run: Path, step: int, about: JsonObject) -> str | None:
 def read_tables(run: Path, step: int, about: JsonObject) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield row numbers and values from each server that saved a step.
 
-    This includes servers that no longer run.
+    The servers include servers that no longer run.
 
     Args:
       about: the description of the tables, which the files must match.

@@ -1,4 +1,4 @@
-"""A server on this host for a run that another host trains (see `gate`)."""
+"""A server or a worker on this host, for a run that another host trains (see `gate`)."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class TableProgram:
         self._begun.append((touched, places))
 
     def _filled(self, batch: TableBatch) -> tuple[TableBatch, Touched]:
-        """Return a batch with the values of its rows, and begin to pull the next batch's rows."""
+        """Return a batch with the values of its table rows; begin to pull the next batch's rows."""
         if not self._begun:
             self._begin(batch)
         touched, places = self._begun.pop()
