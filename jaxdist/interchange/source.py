@@ -192,10 +192,14 @@ def _files(path: Path) -> list[Path]:
             files = [path / str(name) for name in names]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{index} is malformed ({error}); download the file again") from error
-        outside = [file for file in files if file.parent != path]
-        lacking = [file.name for file in files if not file.is_file()]
-        if outside or lacking:
-            wrong = outside or ", ".join(lacking)
+        # Files elsewhere are refused too: an index from the network names only files beside itself.
+        lacking = [
+            name
+            for name, file in zip(names, files, strict=True)
+            if file.parent != path or not file.is_file()
+        ]
+        if lacking:
+            wrong = ", ".join(map(str, lacking))
             raise DataError(
                 f"{index} names {wrong}, which {path} does not have; download the file again"
             )

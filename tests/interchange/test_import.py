@@ -219,6 +219,10 @@ def damaged(kind, folder, model):
         weights.rename(folder / "a.safetensors")
         index = {"weight_map": {"x": "b.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "index elsewhere":
+        weights.rename(folder.parent / "a.safetensors")
+        index = {"weight_map": {"x": "../a.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         held = arrays(model)
         if kind == "missing":
@@ -245,6 +249,7 @@ BAD = {
     "header cut": r"is not a complete safetensors file: it has 20 bytes",
     "header no json": r"its header is not JSON",
     "index": r"names b.safetensors, which .* does not have",
+    "index elsewhere": r"names ../a.safetensors, which .* does not have",
     "missing": r"up_proj.weight\[48, 32\]: no such tensor, for blocks/mlp/up",
     "unused": r"model.extra.weight\[3\]: this tensor fills no parameter",
     "shape": r"model.norm.weight: has shape \[31\], but norm/scale takes \[32\]",
