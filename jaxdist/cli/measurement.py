@@ -342,7 +342,7 @@ def fleet(
         typer.Option(help="Draw goodput against the interval between saves into this directory."),
     ] = None,
 ) -> None:
-    """Simulate the goodput of a fleet of devices that fail, over the interval between saves.
+    """Simulate the goodput of a fleet of failing devices for several intervals between saves.
 
     The command compares checkpoints on disk with checkpoints and snapshots in memory. The default
     is the fleet of Llama 3: 16,384 devices with 466 failures in 54 days.

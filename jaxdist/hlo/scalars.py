@@ -39,7 +39,7 @@ class Line:
 class Holds:
     """A condition that first fails in iteration `turn`, if `turn` is at most `until`.
 
-    If `turn` is larger than `until`, the first failure is unknown.
+    If `turn` is larger than `until`, the condition holds up to `until`, and nothing is known after.
     """
 
     turn: float

@@ -56,7 +56,7 @@ class Leaf:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dims of the parameter in the order of the files, whose last dim is contiguous.
+        """The dims of the parameter in the order of the files, the contiguous dim last.
 
         >>> tensor = WeightLayout("(H d) D -> D H d")
         >>> shape = 2, 5, 4, 3
@@ -277,7 +277,7 @@ class Room:
         The arrays have arbitrary values, and are valid until the next call.
 
         Args:
-          order: the dims in the order of the memory, whose last dim is contiguous.
+          order: the dims in the order of the memory, the contiguous dim last.
         """
         back = np.argsort(order)
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]

@@ -1,4 +1,4 @@
-"""The writer of a checkpoint from arrays that are never all in memory, without devices."""
+"""A writer of checkpoints that uses no device and never has all arrays in memory at once."""
 
 from __future__ import annotations
 

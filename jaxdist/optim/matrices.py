@@ -165,7 +165,7 @@ class Held:
         return moved.transpose(*(order.index(i) for i in range(len(order))))
 
     def join(self, pieces: jax.Array) -> jax.Array:
-        """Join the parts from all devices, `[devices, K, *block]`, to K matrices `[K, m, n]`."""
+        """Join the parts from all devices, `[devices, K, *block]`, into K matrices `[K, m, n]`."""
         inner = self.of.inner
         count, block = pieces.shape[1], self.block
         apart = pieces.reshape(*(self.parts[i] for i in inner), count, *block)

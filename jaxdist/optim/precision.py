@@ -191,9 +191,9 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # Neither this difference nor `optax.apply_updates` rounds, because the narrow values are
-        # close to each other, or differ by a whole number of units of the float32 sum. The
-        # docstring describes the only exception.
+        # Neither this difference nor `optax.apply_updates` rounds. Narrow values that are close to
+        # each other have an exact difference, and other differences are multiples of the unit in
+        # the last place (ulp) of the float32 sum. The docstring describes the only exception.
         steps = jax.tree.map(
             lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
         )

@@ -185,7 +185,7 @@ def _messages(
       config: the compression config, with a fixed codec.
       facts: the facts about the plan.
       inside: the split of tensors over the fast network while messages are sent over the slow
-        network, or None if messages are sent over all axes of whole tensors.
+        network, or None if messages with whole tensors are sent over all axes.
       params: the shapes of the trained parameters.
       whole: the shardings that these parameters have without ZeRO.
       scanned: the names of the parameters whose first dim counts layers.

@@ -219,7 +219,7 @@ def on_blocks(
     on whole arrays, XLA would gather the arrays over the auto axes before it sends them.
 
     Args:
-      function: the function of a list of blocks, which may call collectives over manual axes.
+      function: maps a list of blocks to a list of blocks; may call collectives over manual axes.
       specs: the partition specs of the arrays over the auto axes.
       out_specs: the partition specs of the results, or None if they are the same as `specs`.
     """

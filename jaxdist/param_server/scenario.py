@@ -105,7 +105,7 @@ class SimulationConfig(Config):
         """Return the seconds that each worker needs for a gradient.
 
         Raises:
-          ConfigError: the number of times differs from the number of workers.
+          ConfigError: the list of step times does not have one entry for each worker.
         """
         times = self.step_seconds
         found = times if isinstance(times, tuple) else (times,) * workers

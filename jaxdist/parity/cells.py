@@ -243,7 +243,7 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
 def _crossed(cell: Combination) -> bool:
     plain = cell.reduce is None and cell.remat == "none"
     # In a pipeline, ZeRO 3 differs from ZeRO 2 only by a gather of the parameters before each step,
-    # so ZeRO 3 is not combined with all other settings.
+    # so ZeRO 3 is combined with only some of the other settings.
     return cell.sequence == "whole" and (cell.schedule is None or (plain and cell.stage < 3))
 
 

@@ -374,7 +374,7 @@ def norms_at_least(
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """Return the least norm for a gradient's difference, divided by the gradient's own norm."""
+        """Return the floor for the norm of a gradient's error, divided by the gradient's norm."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 

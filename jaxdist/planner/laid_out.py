@@ -104,7 +104,7 @@ def allocated_bytes(text: str) -> int:
 
 
 def main(path: str, *rest: str) -> None:
-    """Compile a config's train step, and write the bytes of memory that a device needs to a file.
+    """Compile a config's train step, and write to a file how many bytes of memory a device needs.
 
     Args:
       path: the configuration file.

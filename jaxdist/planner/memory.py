@@ -256,7 +256,7 @@ def optimizer_bytes(model: Decoder, plan: Plan) -> int:
 def elements_of(
     one: PlannedParameter, tensor: int, parts: int, layers: int, context: int = 1
 ) -> tuple[int, int]:
-    """Return two numbers of elements of a parameter on a device.
+    """Return the numbers of a parameter's elements that a device computes with and stores.
 
     The first is the number of elements that the device computes with, and the second is the number
     of elements that the device stores if ZeRO splits the parameter. For a stacked parameter, both

@@ -186,7 +186,7 @@ def least_chips(model: Model, target: Target) -> int | None:
     while slices < MOST_SLICES * target.slices:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
-        # The batch is enlarged until all devices divide it, since only memory matters here.
+        # The batch is enlarged to a multiple of the number of devices, since only memory matters.
         grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.devices))
         if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips

@@ -253,7 +253,7 @@ def wide_meshes(target: Target, *, context: bool) -> Iterator[Places]:
 
 
 def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
-    """Yield every layout of the axes stage, data and tensor with axis context or axis expert.
+    """Yield every mesh of axis context or axis expert with the axes stage, data and tensor.
 
     The size of axis context or axis expert is 2 or more.
 

@@ -3,9 +3,9 @@
 Matrix products run at a fraction of the peak, and elementwise operations at the bandwidth of
 memory. The times of products and of elementwise operations add up, since XLA fuses few elementwise
 operations with products. The device waits for ZeRO's collectives, as XLA:TPU schedules them. The
-collectives of axis tensor overlap with the products of the MLP (`collective_matmul`), whose partial
-sums pass through memory, but around attention the device waits for these collectives. A pipeline
-takes the time of its ticks. A tick takes the time of its busiest stage.
+collectives of axis tensor overlap with the products of the MLP (`collective_matmul`), and the
+partial sums of these products pass through memory. Around attention, the device waits for the
+collectives. A pipeline takes the time of its ticks. A tick takes the time of its busiest stage.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: 
 
     The result is 0 for other optimizers than Muon. Devices share the work if the optimizer's state
     is split. The matrices are exchanged over axis tensor. They are also exchanged over the devices
-    that split the state, except with ZeRO 1 without a pipeline if these devices divide the number
-    of layers: then each device has all of the matrices of some layers.
+    that split the state, with one exception: under ZeRO 1 without a pipeline, if the number of
+    layers is a multiple of the number of these devices, each device has whole layers.
     """
     if not model.newton_schulz:
         return 0.0

@@ -168,8 +168,8 @@ def owed_sums(params: Any, mesh: Mesh, axes: Collection[str]) -> dict[str, float
     """
     owed = dict.fromkeys(axes, 0.0)
     for axis, leaf in itertools.product(axes, jax.tree.leaves(params)):
-        # A sum over several networks crosses each network with only the shard that the sums over
-        # the other networks have left.
+        # In a sum over several networks, each network carries only the shard that remains after
+        # the reduce-scatters over the other networks.
         split = math.prod(mesh.shape[name] for name in (split_axes(leaf) | {*axes}) - {axis})
         # Of all algorithms that give every device a shard of the sum, a ring's reduce-scatter sends
         # the fewest bytes.

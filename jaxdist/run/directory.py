@@ -222,8 +222,8 @@ def _find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None
             "command line"
         )
     for directory in map(RunDirectory, family(base)):
-        # A run that is about to write its first file holds its lock, and RunLock raises an error. A
-        # lock that a dead run left before its first file is removed here.
+        # A run that is about to write its first file holds its lock, and RunLock raises an error.
+        # The lock of a run that ended before it wrote its first file is removed here.
         if directory.lock.exists() and not directory.occupied:
             RunLock(directory.path, say=say).release()
     return begun[0] if begun else None

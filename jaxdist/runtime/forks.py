@@ -264,7 +264,7 @@ def _become(files: Sequence[int], woken: Sequence[int]) -> None:
     os.dup2(files[1], 2)
     _close([*files[:2], *woken])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Pending signals are delivered here, so this step is the last: the process is now independent.
+    # This call comes last, because it delivers pending signals: the process is now independent.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 

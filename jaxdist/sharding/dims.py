@@ -254,8 +254,8 @@ def resting_names(
     for name in sorted(found & padded.keys()):
         length, full = padded[name]
         raise ConfigError(
-            f"stage 3 stores {name} with a dim of {length} padded to {full}, which cannot be cut "
-            "in the host's memory: choose other parameters, or sizes that the devices divide",
+            f"stage 3 stores {name} with a dim of {length} padded to {full}, and padding cannot "
+            "be removed in the host's memory: choose other parameters, or sizes that the devices divide",
             setting=setting,
         )
     return found

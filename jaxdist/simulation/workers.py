@@ -80,7 +80,7 @@ class ModelProblem:
         return _by_name(with_statistics(self._begun.params, self._begun.buffers))
 
     def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        """Compute the mean gradient and the tokens of a worker's part of a step's batch."""
+        """Return the mean gradient and the number of tokens of a worker's part of a batch."""
         batch = self._loaders[worker].batch(step)
         # Random layers draw by the step in the state, so each worker and step needs a separate
         # number.

@@ -182,8 +182,8 @@ def digest(leaf: jax.Array) -> jax.Array:
     both = words * (2 * place + 1), _scattered(words + place * jnp.uint32(_GOLDEN))
     zero = jnp.uint32(0)
 
-    # Both sums are computed in a single reduction, because XLA would store the words for two
-    # reductions.
+    # Both sums are computed in a single reduction: if two reductions read the words, XLA would
+    # write the words to memory.
     def add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(one, other, strict=True)]
 

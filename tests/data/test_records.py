@@ -168,7 +168,7 @@ def test_broken_records_are_left_out_only_on_request(tmp_path: Path) -> None:
         ("damaged", r"the ArrayRecord files of train cannot be read: "),
         ("corrupt", r", train cannot be read, from record 0 of .*, train on: "),
         ("lacking", r"has 1 of 2 files of own-train.array_record-00000-of-00002: copy the missing"),
-        ("no train", r"has no split train of array_record \(it has: test\)"),
+        ("no train", r"has no training split in format array_record \(it has: test\)"),
         ("no folder", "nowhere is not a folder"),
         ("all", r"all 4 records of .*, test are broken"),
     ],

@@ -167,7 +167,7 @@ class Hierarchical(Algorithm):
         return sum((traffic for _, traffic in self.phases(kind, payload_bytes, size)), NOTHING)
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        raise AssertionError("traffic sums the phases")
+        raise AssertionError("hierarchical: traffic adds up the phases, and _traffic is not called")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
         """Return (slow axis, fast axis, algorithm of the slow axis, algorithm of the fast axis)."""

@@ -1,4 +1,4 @@
-"""Examples of Hugging Face data sets and of ArrayRecord files: columns of numbers and images."""
+"""Readers of Hugging Face data sets and ArrayRecord files with columns of numbers and images."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RecordsConfig(Config):
         train = next((found[name] for name in TRAIN if name in found), None)
         if train is None:
             raise DataError(
-                f"data.directory: {folder} has no split train of {self.format} (it has: "
+                f"data.directory: {folder} has no training split in format {self.format} (it has: "
                 f"{', '.join(found) or 'none'}): name the folder with the training split"
             )
         heldout = next((found[name] for name in HELDOUT if name in found), None)

@@ -259,7 +259,7 @@ def decode_registry(told: Mapping[str, Any]) -> Registry:
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
     """Return the registry that a leader last wrote, or None if there was no leader yet.
 
-    The registry has no times.
+    The registry contains no times of this process's clock.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

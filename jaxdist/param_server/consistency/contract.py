@@ -121,7 +121,7 @@ class Clocks:
 
     @property
     def missing(self) -> int:
-        """The number of members whose change of the open round is missing, in a model of rounds."""
+        """The number of members whose change for the open round is missing, if there are rounds."""
         return sum(clock <= self.version for clock in self.clocks.values())
 
     def joined(self, client: int) -> Clocks:

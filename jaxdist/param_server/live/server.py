@@ -152,7 +152,7 @@ class Server(Reception):
             self._reply(effect, read)
 
     def _save(self) -> None:
-        """Report the shard at each due clock that the shard has reached."""
+        """Send the shard's contents to be saved, for each due save whose clock has come."""
         while self._due and self.state.clocks.floor >= self._due[0]:
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)

@@ -26,7 +26,7 @@ def dim_of_spec(spec: Any, axis: str) -> int | None:
 
 
 def is_share(eqn: Any, spec: Any, made: Any) -> bool:
-    """Return whether jax made an operand of a `shard_map` as a term of a sum over its devices.
+    """Return whether each device holds one term of a sum, as an operand of a `shard_map`.
 
     When jax transposes a `shard_map`, jax divides the gradient of a whole result by the number of
     devices that have the result. Inside of the transposed `shard_map`, jax sums the gradients of
