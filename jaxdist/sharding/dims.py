@@ -255,7 +255,8 @@ def resting_names(
         length, full = padded[name]
         raise ConfigError(
             f"stage 3 stores {name} with a dim of {length} padded to {full}, and padding cannot "
-            "be removed in the host's memory: choose other parameters, or sizes that the devices divide",
+            "be removed in the host's memory: choose other parameters, or sizes that the devices "
+            "divide",
             setting=setting,
         )
     return found
