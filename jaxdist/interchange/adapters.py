@@ -139,15 +139,18 @@ def read_adapters(
       rows: the rows of the base model's table, by parameter.
 
     Raises:
-      ConfigError: tensors are missing, or their shapes do not fit the base model's kernels.
+      ConfigError: tensors are missing, their shapes do not fit the base model's kernels, or they
+        belong to layers that the base model does not have.
     """
     values: dict[str, np.ndarray] = {}
     problems: list[str] = []
+    left = set(files.tensors)
     for adapter in adapters:
         for name, shape, end in zip(adapter.names, adapter.shapes, (_A, _B), strict=True):
             layers = []
             for module in _modules(adapter, rows[adapter.name]):
                 tensor = files.tensors.get(f"{_PREFIX}{module}{end}")
+                left.discard(f"{_PREFIX}{module}{end}")
                 wanted = _file_shape(adapter, end)
                 if tensor is None or tensor.shape != wanted:
                     what = "missing" if tensor is None else f"{list(tensor.shape)}"
@@ -156,6 +159,7 @@ def read_adapters(
                 layers.append(np.asarray(tensor.open(), np.float32).T)
             if not problems:
                 values[name] = np.stack(layers).reshape(shape)
+    problems += [f"{name.removeprefix(_PREFIX)} belongs to no layer" for name in sorted(left)]
     if problems:
         raise ConfigError(
             f"{files.folder} has adapters of another base model: "

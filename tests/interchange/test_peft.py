@@ -35,8 +35,8 @@ def arrays(path):
     return {name: np.array(t.open()) for name, t in open_source(path).tensors.items()}
 
 
-def write_peft(base, out, *, wider=0, rename=("", ""), **settings):
-    """Write drawn adapters for the base model, and return them by module."""
+def write_peft(base, out, *, wider=0, rename=("", ""), deeper="", **settings):
+    """Write drawn adapters for the base model, also for a layer `deeper`; return them by module."""
     out.mkdir()
     random, tensors, found = np.random.default_rng(0), {}, {}
     for name, weight in arrays(base / "model").items():
@@ -48,6 +48,8 @@ def write_peft(base, out, *, wider=0, rename=("", ""), **settings):
         found[name] = (a, b)
         stem = f"base_model.model.{module.replace(*rename)}"
         tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    if deeper:
+        tensors |= {name.replace("layers.0.", deeper): x for name, x in tensors.items()}
     entries = [(name, x.shape, x.dtype) for name, x in tensors.items()]
     safetensors.write(out / "adapter_model.safetensors", entries, lambda name: tensors[name])
     written = {name: value for name, value in {**SETTINGS, **settings}.items() if value is not None}
@@ -85,6 +87,7 @@ def test_adapters_come_back_to_the_bit_and_merge_into_kernels(base, tmp_path):
     [
         ({"wider": 1}, "blocks/attention/query takes (3, 32)"),
         ({"rename": ("self_attn", "attn")}, "of another base model: base_model.model.model.layers"),
+        ({"deeper": "layers.7."}, "layers.7.mlp.down_proj.lora_A.weight belongs to no layer"),
         ({"r": None}, "adapter_config.json lacks r: download"),
         ({"r": None, "lora_alpha": None}, "adapter_config.json lacks r, lora_alpha: download"),
         ({"lora_alpha": "16"}, "lora_alpha '16' is not a number; write it without quotes"),
