@@ -62,7 +62,7 @@ class Contender:
 
 
 def first_params(widths: Sequence[int] = WIDTHS) -> Params:
-    """Return float32 weights drawn from a seed, the same as the peer's; biases are zero."""
+    """Return float32 weights, drawn from the same seed as the weights of torch; biases are zero."""
     random = np.random.default_rng(0)
     return {
         f"layer{index}": {
@@ -74,7 +74,7 @@ def first_params(widths: Sequence[int] = WIDTHS) -> Params:
 
 
 def batch(host: int, rows: int, widths: Sequence[int] = WIDTHS) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets of one host, the same as the peer's."""
+    """Return inputs and targets of one host, equal to the inputs and targets of torch."""
     random = np.random.default_rng(1 + host)
     inputs = random.standard_normal((rows, widths[0])).astype("float32")
     return inputs, np.tanh(inputs[:, : widths[-1]])

@@ -22,7 +22,7 @@ MIDDLE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of our time to the reference's.
+    """The ratio of the time of jaxdist to the time of the reference.
 
     Attributes:
       median: the median of all fours.

@@ -65,8 +65,8 @@ def interleave(
 ) -> tuple[Sample, Sample]:
     """Time two callables alternately in this process; garbage is collected between calls only.
 
-    Both must wait for their own result (`jax.block_until_ready`): JAX returns before the work is
-    done, and the other callable would be charged for it.
+    Both must wait for their own result (`jax.block_until_ready`). Otherwise JAX returns before the
+    work is done, and the time of the other callable includes the rest of the work.
 
     Args:
       ours, reference: the callables, each called `warmup + repeats` times.

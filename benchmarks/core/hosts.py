@@ -94,7 +94,7 @@ def in_rounds(
 
     Args:
       turns: the contenders by name.
-      warmup, repeats: the number of rounds that are not counted, and of those that are.
+      warmup, repeats: the number of rounds that are not counted, and of counted rounds.
       steps: the number of steps of each turn.
     """
     names, count = list(turns), warmup + repeats

@@ -194,8 +194,8 @@ _FAILED = "{ { echo $? >/run/code; } 2>/dev/null; kill -USR1 1; }"
 def script(lab: Lab, command: Sequence[str]) -> str:
     """Return the bash program that builds the lab and runs `command` on each host.
 
-    The program ends when all hosts have ended, or with the exit code of the first that fails. As it
-    is process 1 of its namespace, all other processes end with it.
+    The program ends when all hosts have ended, or with the exit code of the first host that fails.
+    The program is process 1 of its namespace, so all other processes end with it.
     """
     # With -C an existing file is not overwritten, so /run/code keeps the first exit code.
     lines = ["set -euCo pipefail", *network(lab)]
@@ -272,7 +272,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command on each host of a lab; return the exit code of the first that fails."""
+    """Run a command on each host of a lab; return the exit code of the first to fail."""
     parser = argparse.ArgumentParser(prog="scripts/lab/run", description=main.__doc__)
     parser.add_argument("--sites", type=int, default=2)
     parser.add_argument("--hosts-per-site", type=int, default=1)

@@ -1,6 +1,6 @@
 """A train step written by hand, the reference of `jaxdist bench overhead`.
 
-Nothing of jaxdist is used here. The mathematics are those of jaxdist's models at their defaults,
+Nothing of jaxdist is used here. The step computes what jaxdist's models compute at their defaults,
 without options. Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.
 """
 
@@ -56,7 +56,7 @@ def mlp_loss(params: Params, batch: Batch) -> jax.Array:
 def gpt_loss(params: Params, batch: Batch, *, vocab_size: int = 257) -> jax.Array:
     """Return the mean cross-entropy of each next token, with the head tied to the embedding.
 
-    The table is padded beyond `vocab_size`, as jaxdist's is; the padding has probability 0.
+    The table is padded beyond `vocab_size`, as in jaxdist; the padding has probability 0.
     """
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     x_BLD = params["embedding"][tokens]

@@ -75,7 +75,7 @@ def measure(
 
 
 def speed(name: str, ours: Sample, torch: Sample, goal: str = "") -> Figure:
-    """Compare the steps per second of jaxdist with torch's."""
+    """Compare the steps per second of jaxdist and of torch."""
     pair = (1 / ours.median, 1 / torch.median)
     return Figure(name, *pair, goal, "steps/s", paired_ratio=paired_ratio(torch, ours))
 

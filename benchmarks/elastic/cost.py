@@ -1,4 +1,4 @@
-"""The cost of being able to resume a run: snapshots in memory, and reports of its status."""
+"""The cost of being able to resume a run: snapshots in memory, and status reports."""
 
 from __future__ import annotations
 

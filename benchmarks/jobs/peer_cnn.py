@@ -22,7 +22,7 @@ def arrays(path, split):
 
 
 def network():
-    """Return the network with the initial distributions of jaxdist's."""
+    """Return the network with the initial distributions of jaxdist's network."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
 

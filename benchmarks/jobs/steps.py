@@ -32,7 +32,7 @@ VIT = "model={type: vit, patch: 4, layers: 12, embed: 384, heads: 6}"
 
 @dataclass(frozen=True)
 class Raced:
-    """A model that races against torch's.
+    """A model that races against the same model in torch.
 
     Attributes:
       path: the config.

@@ -12,7 +12,7 @@ def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> 
     Args:
       repeats: timed pairs of each figure.
       ray: a Python that has ray, jax and numpy, to race against a parameter server of Ray.
-      lab: whether to compare only real step times on slow links with the simulator's.
+      lab: whether to compare only step times on slow links, with the simulator.
     """
     # Imported here, so that the list of all benches does not need the extra param-server.
     from benchmarks.param_server import cluster, kills, race, replicated, secure, wire

@@ -26,7 +26,7 @@ MODELS = {
     "28.3B": (32, 96, Costs(10.419, 10.207, 7.715, transfer=0.408, kept=0.43), (14.21, 0.38)),
 }
 """The models of arXiv 2401.10241 tables 4 and 5: stages, microbatches, milliseconds, and the
-bubbles in percent that the paper's scheduler leaves in the memory of 1F1B and in twice that."""
+bubbles in percent that the paper's scheduler leaves in 1F1B's memory, and in twice as much."""
 ROUNDING = 0.005
 """The rounding error of the paper's percentages: half of their last digit."""
 
@@ -56,7 +56,7 @@ class AutoSchedule:
 def measure(
     stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)
 ) -> list[AutoSchedule]:
-    """Schedule `TIMES` in twice 1F1B's memory, and the paper's models in once and twice."""
+    """Schedule `TIMES` in twice 1F1B's memory, and the paper's models also in 1F1B's memory."""
     found = [
         _auto(" ".join(f"{time:g}" for time in times), p, ROUNDS * p, 2.0, costs)
         for p in stages

@@ -74,7 +74,7 @@ class Growth:
 
     @property
     def ratio(self) -> float:
-        """The ratio of the memory of `last` to that of `full`."""
+        """The memory of `last`, divided by the memory of `full`."""
         return self.last.temp_bytes / self.full.temp_bytes
 
 

@@ -91,7 +91,7 @@ def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod
 
 
 def figures(found: Sequence[Pod]) -> list[Figure]:
-    """Compare the memory with a device's, and the time to compile; NaN where libtpu is absent."""
+    """Compare memory and compile time with a device and a goal; NaN where libtpu is absent."""
     if not found:
         return [Figure.skipped("pod program", lacking("libtpu"))]
     (pod,) = found

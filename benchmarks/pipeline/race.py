@@ -31,14 +31,14 @@ PIPELINES: Mapping[str, JsonObject] = {
     "1f1b": {"schedule": {"type": "1f1b"}, "ahead": True},
     "interleaved": {"schedule": {"type": "interleaved", "chunks": CHUNKS}},
 }
-"""The settings of jaxdist. With `ahead` 1F1B has more microbatches under way, which it needs for
-the same bubble, since jaxdist's stages run in lock step."""
+"""The settings of jaxdist. 1F1B has `ahead`, and so more microbatches under way. Without them its
+bubble would be longer than in torch, since jaxdist's stages run in lock step."""
 TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 SIDES = ("ours", "torch")
 
 
 def bench(repeats: int = REPEATS) -> Report:
-    """Compare efficiencies with torch's; if the race cannot run, the figure has the reason.
+    """Compare efficiencies with torch; if the race cannot run, the figure has the reason.
 
     Raises:
       RunError: a contender ends early, or the losses do not agree.
@@ -95,7 +95,7 @@ def efficiency(samples: Mapping[str, Sample], side: str, kind: str) -> Sample:
 
 
 def figures(samples: Mapping[str, Sample]) -> list[Figure]:
-    """Compare the efficiency and the steps per second of each schedule with torch's."""
+    """Compare the efficiency and the steps per second of each schedule with torch."""
     if not samples:
         return [Figure.skipped("pipeline efficiency over torch's", race.missing() or "")]
     found = []

@@ -34,7 +34,7 @@ COSTS = {"ticks": Costs(full=1.0), "halves": Costs()}
 
 
 class Peer(NamedTuple):
-    """A schedule of torch, and jaxdist's of the same kind.
+    """A schedule of torch, and the schedule of jaxdist of the same kind.
 
     Attributes:
       torch_name: the class in torch.

@@ -159,8 +159,8 @@ PUBLISHED = (
 )  # fmt: skip
 """The runs whose whole plan is published, and possible in jaxdist; other runs lack the remat, the
 batch or the number of chips. Models of configs/v5e and v5p follow MaxText's scaling rule. Recipes
-offload some activations to the host: the plan here keeps those on the device, so that it recomputes
-the same activations as the run, but takes more memory."""
+offload some activations to the host: the plan here keeps them on the device. It recomputes the same
+activations as the run, but takes more memory."""
 
 SMALL = {
     "0.6B": Decoder(8, 2048, 16, 8, 128, 5632, vocab=32000, window=2048, batch=1, tied=False),

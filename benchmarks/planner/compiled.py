@@ -37,7 +37,7 @@ def kept_or_laid_out(settings: list[str], plan: Plan, topology: str) -> Confirme
     """Return the memory of a plan's program as the compiler lays it out, cached if possible.
 
     Args:
-      settings: overrides of `benchmarks/tpu/llama.yaml`, without the plan's.
+      settings: overrides of `benchmarks/tpu/llama.yaml`, without the settings of the plan.
       plan: the plan.
       topology: the TPUs to compile for.
     """
@@ -48,7 +48,7 @@ def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirme
     """Return the results of compiling a plan's program, cached if possible.
 
     Args:
-      settings: overrides of `benchmarks/tpu/llama.yaml`, without the plan's.
+      settings: overrides of `benchmarks/tpu/llama.yaml`, without the settings of the plan.
       plan: the plan.
       topology: the TPUs to compile for.
     """

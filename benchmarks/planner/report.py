@@ -126,13 +126,13 @@ published_listing = Sheet[Published](
 
 @dataclass(frozen=True)
 class Against:
-    """A published plan compared with the planner's.
+    """A published plan compared with the planner's first plan.
 
     Attributes:
       row: the published run.
       theirs: the formulas' results for the published plan.
       ours: the planner's first plan.
-      rank: the rank of the published plan among the planner's five, or None if it is not there.
+      rank: the rank of the published plan among the planner's five plans, or None.
     """
 
     row: Published
@@ -142,7 +142,7 @@ class Against:
 
     @property
     def ratio(self) -> float:
-        """The ratio of the predicted times, ours over theirs."""
+        """The predicted time of the planner's plan, divided by the time of the published plan."""
         return self.ours.seconds.total / self.theirs.seconds.total
 
     def why(self) -> str:
@@ -169,8 +169,8 @@ def against_rows() -> list[Against]:
 
 
 def against_figure(rows: Sequence[Against]) -> Figure:
-    """Return the share of published plans that are among the planner's five, or slower than its
-    first plan."""
+    """Return the share of published plans that are among the planner's five plans, or slower than
+    the planner's first plan."""
     good = sum(one.rank is not None or one.ratio < 1 for one in rows)
     note = "plans among our five, or predicted slower than our first; the table has the reasons"
     return Figure("published plans found or beaten", good, len(rows), ">= 1", "", note)

@@ -1,10 +1,10 @@
 """The predicted time of another framework's program, compiled for the same chips.
 
 `python -m benchmarks.tpu.peer DUMP TOPOLOGY AXIS=SIZE...` reads a dump of XLA
-(`--xla_dump_to=DUMP --xla_dump_hlo_as_text=true`), such as that of MaxText's ahead-of-time
-compilation (`maxtext.trainers.pre_train.train_compile`, `compile_xla_flags`), and prints the
-predicted time. The devices are assumed to be in the topology's order, which makes no difference
-where collectives span all chips.
+(`--xla_dump_to=DUMP --xla_dump_hlo_as_text=true`), such as the dump of MaxText's
+ahead-of-time compilation (`maxtext.trainers.pre_train.train_compile`, `compile_xla_flags`), and
+prints the predicted time. The devices are assumed to be in the topology's order, which makes no
+difference where collectives span all chips.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimate how fast each TPU family multiplies matrices, one compiled product at a time.
 
 `python -m benchmarks.tpu.products [FAMILY...]` compiles bfloat16 products of `ROWS` x k by k x n
-for one chip, with libtpu's default limit of vector memory and with that of
+for one chip, with libtpu's default limit of vector memory and with the limit of
 `parallel.xla.preset: default`. By the compiler's own estimates, each product reaches a share of
 the chip's peak, which is written to `jaxdist/cost/products.json`. The planner reads that table;
 nothing in it is fitted to a whole step or to a published run.

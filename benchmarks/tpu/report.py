@@ -21,7 +21,7 @@ ESTIMATE_SECONDS = 5.0
 
 
 PREDICTED = "predicted s"
-"""The unit of predicted times; a figure in "s" would be recorded as one that varies by machine."""
+"""The unit of predicted times; recorded figures in "s" vary from machine to machine."""
 
 
 PARTS: Mapping[str, Callable[[], Sequence[Figure]]] = {

@@ -63,7 +63,7 @@ def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) ->
 
 
 def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
-    """Return a program's peak; if XLA refuses it, the memory that it needs and that of a device."""
+    """Return a program's peak; if XLA refuses it, the needed memory and a device's memory."""
     try:
         return program_memory(lowered.compile()).peak_bytes, None
     except jax.errors.JaxRuntimeError as error:

@@ -23,8 +23,8 @@ from jaxdist.types import JsonObject
 
 Form = Literal["explicit", "auto"]
 REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
-"""The reduction of each form: explicit collectives on a manual axis, or those that XLA derives
-from sharding constraints."""
+"""The reduction of each form: explicit collectives on a manual axis, or collectives that XLA
+derives from sharding constraints."""
 STAGES = (0, 1, 2, 3)
 CPU_COUNTS = (8, 64)
 TOPOLOGY = "v5e:2x4"

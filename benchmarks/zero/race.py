@@ -70,7 +70,7 @@ def check_losses(losses: Mapping[str, float]) -> None:
 
 
 def contenders(directory: Path) -> Iterator[RaceEntry]:
-    """Yield the contenders: "ours alone" first, and torch's "alone" once for both of jaxdist's."""
+    """Yield the contenders: "ours alone" first; torch has a single contender "alone"."""
     for kind in (*ALONE.values(), *FORMS):
         yield f"ours {kind}", _ours(kind, directory)
         if kind != ALONE["fsdp"]:
@@ -92,7 +92,7 @@ def _ours(kind: str, directory: Path) -> list[Command]:
 
 
 def figures(samples: Mapping[str, Sample]) -> list[Figure]:
-    """Compare the efficiency and the steps per second with torch's."""
+    """Compare the efficiency and the steps per second with torch."""
     found = []
     for kind, ours, torch in PAIRS:
         mine, theirs = samples[f"ours {kind}"], samples[f"torch {kind}"]

@@ -68,7 +68,7 @@ def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
 
 
 def auto_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """Compare the peak with that of plain sharding constraints, at the worst stage."""
+    """Compare the peak with the peak of plain sharding constraints, at the worst stage."""
     measured = [row for row in rows if row.bytes_per_param is not None]
     auto = {(row.devices, row.stage): row.peak_bytes for row in measured if row.form == "auto"}
     figures, note = [], "the whole peak; the worst of {} stages is {}"
@@ -94,7 +94,7 @@ def sent_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
 
 
 def flops_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
-    """Compare the FLOPs of the program with the model's, at the stage with the worst ratio."""
+    """Compare the FLOPs of the program and of the model, at the stage with the worst ratio."""
     figures = []
     for remat, goal in FLOPS_GOALS.items():
         name, found = f"FLOPs, remat {remat}", [row for row in rows if row.remat == remat]

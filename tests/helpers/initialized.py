@@ -10,5 +10,5 @@ from jaxdist.models.functional import Functional
 
 
 def initialized(model: Functional, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model's parameters and buffers: outside of a program, each shape would compile its own."""
+    """Draw parameters and buffers by one program, instead of a program for each shape."""
     return jax.jit(lambda key: model.init(key))(jax.random.key(seed))

@@ -43,7 +43,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 CLOCKS = ("time", "step_seconds")
 LEAST = "--xla_backend_optimization_level=0"
-"""A flag of XLA with which a process compiles in two thirds of the time; `fresh` ones lack it."""
+"""A flag of XLA with which a process compiles in two thirds of the time, except with `fresh`."""
 OLD_LOOPS = "--xla_cpu_use_fusion_emitters=false"
 """A flag of XLA before jax 0.11, with which a program compiles in a third of the time."""
 QUICK = LEAST if jax.__version_info__ >= (0, 11) else f"{LEAST} {OLD_LOOPS}"

@@ -27,7 +27,7 @@ def share_programs() -> None:
         backend: Any, module: Any, devices: Any, options: Any, callbacks: Sequence[Any]
     ) -> Any:
         given = backend, module, devices, options, callbacks
-        if callbacks:  # an executable has its own
+        if callbacks:  # callbacks belong to a single executable
             return compile_anew(*given)
         text = io.BytesIO()
         module.operation.write_bytecode(text)

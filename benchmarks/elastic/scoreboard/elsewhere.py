@@ -47,7 +47,7 @@ def trained(changes: Sequence[tuple[int, int]], seed: int) -> tuple[list[int], b
     """Train on changing numbers of devices.
 
     Args:
-      changes: numbers of devices, and of steps on them; the last lasts to the end of the run.
+      changes: numbers of devices, and of steps on them; the last train to the end of the run.
       seed: the seed of the run.
 
     Returns:

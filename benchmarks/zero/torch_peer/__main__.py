@@ -95,8 +95,8 @@ def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor
 def wrap(model: Gpt, kind: str) -> nn.Module:
     """Return the model under DDP, under FSDP2 by block, or unchanged.
 
-    Blocks stay gathered from the forward pass to the backward pass, as jaxdist's do without remat,
-    so that both sides send the same bytes.
+    Blocks stay gathered from the forward pass to the backward pass, as in jaxdist without remat, so
+    that both sides send the same bytes.
     """
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
