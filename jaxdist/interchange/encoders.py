@@ -1,4 +1,4 @@
-"""Families of encoders of text (bert) and of images (vit, resnet)."""
+"""The families of published encoders of text (bert) and of images (vit, resnet)."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def read_family(name: str, **functions: Any) -> Family:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the table, with None for the text "null"."""
+    """Return a value of `families.toml`, with None for the text "null"."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -304,7 +304,7 @@ class InOrder:
     split: SequenceSplit
 
     def __call__(self, module: Model, batch: Batch) -> Sums:
-        """Compute the loss of a batch with tokens in the order of the text, or from `arranged`."""
+        """Compute the loss of a batch in the order of the text, or of a batch from `arranged`."""
         moved = self.arranged(batch)
         order = jnp.asarray(self._order(moved["tokens"].shape[1]))[None]
         return self.loss(module, {**moved, "order": order})

@@ -26,7 +26,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
 RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
-"""The two exponents of each rule.
+"""The two exponents of each rule that scales settings to another batch size.
 
 The learning rate is multiplied by the growth of the batch size to the power of the first exponent,
 and the epochs of warm-up by the growth to the power of the second exponent."""

@@ -93,7 +93,7 @@ class ForkServer:
         )
 
     def await_imports(self) -> None:
-        """Wait until the server has imported everything, so that later processes begin at once.
+        """Wait until the fork server has imported its modules, so that later forks begin at once.
 
         Raises:
           RunError: the fork server did not start.
@@ -212,7 +212,7 @@ class Forked:
 
 
 def hold_signals() -> None:
-    """Block signals in the server, before the server imports, so that no signal ends the server.
+    """Block signals in the fork server, before it imports modules, so that no signal ends it.
 
     The signals are blocked rather than ignored, so that a forked process still receives a signal
     that arrived before it installed its handler.

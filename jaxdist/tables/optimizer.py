@@ -67,7 +67,8 @@ class RowAdagrad(RowOptimizer):
     keeps one sum for each row, to which each update adds the mean square of the row's gradient.
     This needs D times less memory (D is the width of a row)."""
     eps: PositiveFloat = 1e-8
-    """A small number that is added to the root of the sum, so that no update divides by zero."""
+    """A small number that is added to the root of the sum of squared gradients, so that no update
+    divides by zero."""
 
     def state_width(self, width: int) -> int:
         return width if self.per == "element" else 1

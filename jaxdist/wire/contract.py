@@ -58,7 +58,7 @@ class Op(IntEnum):
 
 
 NO_SEQUENCE = 2**64 - 1
-"""The sequence of a refusal whose cause had no sequence."""
+"""The value of `sequence` in a refusal that does not answer a numbered message."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
 CARRY_BYTES = CARRY_TEXT | {Op.ENTRY, Op.WHOLE, Op.SECURE, Op.SECURED}
 """The operations whose payload may have any length up to a limit."""
@@ -124,7 +124,7 @@ Hear = Callable[[Envelope], None]
 
 
 class Session(Protocol):
-    """A worker's end of a session: envelopes arrive whole and in order, or the session ends."""
+    """A session, for the worker: envelopes arrive whole and in order, or the session ends."""
 
     def send(self, envelope: Envelope) -> None:
         """Queue an envelope, which may be lost if the session ends."""
@@ -156,7 +156,7 @@ class Peer(Protocol):
     """A session from the server's side, with a worker, a host or another server."""
 
     def say(self, envelope: Envelope) -> None:
-        """Queue an envelope for the worker.
+        """Queue an envelope for this peer.
 
         A publication of parameters replaces an earlier publication that is still in the queue.
         """

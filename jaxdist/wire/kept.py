@@ -15,7 +15,7 @@ AWAY_SECONDS = 0.05
 
 
 class KeptSession:
-    """A session with a peer; if the session ends, a thread opens another.
+    """A session with a peer; if the session ends, a thread opens another session.
 
     Args:
       opened: the function that is called with this object when a session begins; envelopes that
@@ -38,7 +38,7 @@ class KeptSession:
                 session.send(one)
 
     def close(self) -> None:
-        """End the session, and open no other session; do not wait for the thread."""
+        """End the session, and open no other session; do not wait for the session's thread."""
         self._closed.set()
         self._lost.set()
 

@@ -24,7 +24,7 @@ class CriteoConfig(Config):
     """
 
     type: Literal["criteo"]
-    """The name that selects these data in a config."""
+    """The name that selects Criteo's click logs in a config."""
     train: str
     """The path of the file of training examples, with an example in each line."""
     heldout: str | None = None

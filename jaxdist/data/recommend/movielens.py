@@ -48,7 +48,7 @@ class MovieLensConfig(Config):
     """MovieLens-100K: ratings of films from 1 to 5, or whether a film is liked."""
 
     type: Literal["movielens"]
-    """The name that selects these data in a config."""
+    """The name that selects MovieLens in a config."""
     target: Literal["rating", "liked"] = "rating"
     """The value to predict: the rating, or 1 for a rating of 4 or more and 0 for a lower rating."""
     fields: Annotated[tuple[FieldName, ...], Field(min_length=1)] = ("user", "item")

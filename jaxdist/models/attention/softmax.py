@@ -15,8 +15,8 @@ HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a key that a query does not see.
 
 The score is finite, so that the sums of a query that has not yet seen a key are not NaN. All
-weights of such a query are 1, until the first visible key multiplies the sums by exp(HIDDEN - top)
-= 0.
+weights of such a query are 1. The first visible keys, of which s is the largest score, then
+multiply the sums by exp(HIDDEN - s) = 0.
 """
 
 Grads = tuple[jax.Array, jax.Array, jax.Array]
