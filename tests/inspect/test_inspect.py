@@ -149,7 +149,7 @@ def test_remat_shows_in_the_flops(tmp_path: Path) -> None:
     [
         ("train.log_every=7", "same program", "This setting changed nothing"),
         ("optim.learning_rate=0.5", "same numbers", "but only in instructions"),
-        ("train.batch_size=128", "different", "What changed"),
+        ("train.batch_size=128", "different", "Changes on each device"),
     ],
 )
 def test_what_a_setting_changes(
@@ -184,7 +184,7 @@ def test_two_files_with_other_numbers_of_devices(tmp_path: Path, digits: Path) -
         pytest.param({"topology": "v5e:2x2", "overrides": ["mesh.data=3"]}, ConfigError,
          ["mesh {data: 3} needs 3 devices, but there are 4"], marks=pytest.mark.needs_libtpu),
         ({"other": "none.yaml"}, ConfigError, ["none.yaml: no such file"]),
-        ({"changes": ["model.hiden=[3]"]}, ConfigError, ["did you mean 'hidden'?"]),
+        ({"changes": ["model.hidde=[3]"]}, ConfigError, ["did you mean 'hidden'?"]),
         pytest.param({"topology": "v5e:2x2", "overrides": ["model.hidden=[60000, 60000]"]},
          RunError, ["config.yaml model.hidden=[60000, 60000]: the train step needs",
          "a TPU v5 lite has 16.9 GB", "parameters 14.4 GB, optimizer state 28.8 GB",
