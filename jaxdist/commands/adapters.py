@@ -46,7 +46,7 @@ def import_adapters(
       base: the directory of the base run.
       out: the run directory to write.
       overrides: the settings that override the config of the base run.
-      console: the console.
+      console: the console that prints the results.
 
     Returns:
       The run directory, and the number of adapted kernels.
@@ -107,7 +107,7 @@ def export_adapters(
       out: the directory to write.
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
-      console: the console.
+      console: the console that prints the results.
 
     Returns:
       The directory, and the number of adapted kernels.

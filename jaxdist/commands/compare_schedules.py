@@ -114,10 +114,10 @@ def compare_schedules(
     Args:
       overrides: `key=value` overrides of `ComparisonConfig`. The costs are times of a whole stage,
         which may have several chunks.
-      stages: the number of stages.
-      microbatches: the number of microbatches.
+      stages: the number of stages of each schedule.
+      microbatches: the number of microbatches of a batch.
       json_file: a file for the rows as JSON, or None to write none.
-      console: the console.
+      console: the console that prints the table.
 
     Raises:
       ConfigError: an override is invalid.

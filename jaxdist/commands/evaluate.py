@@ -100,7 +100,7 @@ def evaluate_run(
       overrides: the settings that override the run's config.
       step: the step of the checkpoint, or None for the newest checkpoint.
       json_file: a file for the means as JSON, or None to write none.
-      console: the console.
+      console: the console that prints the means.
 
     Raises:
       RunError: there is no run, or its data has no held-out split.

@@ -45,7 +45,7 @@ def export_model(
       dtype: the dtype of the tensors. None means the dtype of the imported model, or float32 if the
         model was not imported.
       gguf: whether to write a GGUF file instead of a Hugging Face directory.
-      console: the console.
+      console: the console that prints the results.
 
     Returns:
       The directory or file, the family, the dtype, and the number of tensors.

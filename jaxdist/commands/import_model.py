@@ -51,7 +51,7 @@ def import_model(
       path: a Hugging Face directory, or a GGUF file.
       out: the run directory to write.
       overrides: the settings that override the run's config.
-      console: the console.
+      console: the console that prints the summary.
 
     Returns:
       The run directory, the family, and the numbers of parameters and tensors.
@@ -102,7 +102,7 @@ def import_with_table(
       config: the config of the run, with a model of any type.
       table: the file of the table, as `jaxdist.interchange.table` describes it.
       overrides: the settings that override the config.
-      console: the console.
+      console: the console that prints the summary.
 
     Returns:
       The run directory, the table, and the numbers of parameters and tensors.
@@ -152,7 +152,7 @@ def _written(
       family: the name of the family, or of the table.
       document: the config of the run.
       metadata: the metadata of the checkpoint.
-      console: the console.
+      console: the console that prints the summary.
     """
     write_streamed(directory.checkpoints, 0, _streamed(leaves), metadata)
     # The config is written last, since a directory with a config counts as a run that has begun.

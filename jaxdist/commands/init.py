@@ -24,8 +24,8 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     Args:
       name: the name of a configuration, or a kind such as `gpt` for all configurations of the kind,
         or None for all configurations.
-      folder: the folder.
-      console: the console.
+      folder: the folder in which the copies are written.
+      console: the console that prints the written paths.
 
     Returns:
       The paths of the requested configurations in the folder.

@@ -70,7 +70,7 @@ def show_schedule(
       svg: a file for a picture, or None to draw none.
       trace: a file for a trace that Perfetto reads, or None to write none.
       csv: a CSV file for the schedule, or None to write none.
-      console: the console.
+      console: the console that shows the drawing.
 
     Raises:
       ConfigError: a setting or a CSV file is invalid, or the schedule refuses these sizes.
@@ -207,7 +207,7 @@ def schedule_json(schedule: Schedule, timeline: Timeline | None = None) -> JsonO
     """Return the measures of a schedule as JSON values.
 
     Args:
-      schedule: the schedule.
+      schedule: the schedule to measure.
       timeline: the timeline, to include the measures that `show` prints, or None for only the
         measures that `check` prints.
     """

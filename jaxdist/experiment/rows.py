@@ -92,7 +92,7 @@ class RowInterpreter:
         Only loops, conditionals and calls have a body.
 
         Args:
-          equation: the equation.
+          equation: the traced equation to examine.
           inputs: the flow of each input of the equation.
           used: the variables that some equation or the result of the trace reads.
         """
@@ -262,7 +262,7 @@ def check_rows(
       batch: the arrays of a batch, or their shapes.
       exchange: the exchange of the plan.
       local: whether the config asks for statistics over the rows of one device.
-      microbatches: the number of microbatches.
+      microbatches: the number of microbatches of a batch.
 
     Returns:
       Sentences for the user: that microbatches change the results of the model, or that the trace
@@ -350,7 +350,7 @@ def ties_rows(
     Args:
       objective: the model and its loss.
       batch: the arrays of a batch, or their shapes.
-      mesh: the mesh.
+      mesh: the mesh for which the model is traced.
       axes: the mesh axes that split the batch.
       inside: the context for the rows of one device, in which `axes` are manual, or None to trace
         the batch of all devices as one global array.

@@ -105,7 +105,7 @@ class Publisher:
 
     Args:
       path: the path of the file in memory.
-      process: the number of the process.
+      process: the number of this process.
 
     Raises:
       RunError: there is not enough memory for the file.

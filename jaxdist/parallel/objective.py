@@ -29,7 +29,7 @@ class Objective:
     """A model and the loss that trains it.
 
     Attributes:
-      model: the model.
+      model: the model to train.
       loss: the function from a model and a batch to the sums of the loss and its metrics.
     """
 

@@ -92,7 +92,7 @@ class ZeroSplit:
     """The split of the training state over replicas, parameter by parameter.
 
     Attributes:
-      mesh: the mesh.
+      mesh: the mesh over which the state is split.
       stage: the stage of ZeRO, from 1 to 3.
       axes: the mesh axes over which the state is split. The axis across the slowest network comes
         first.
@@ -280,7 +280,7 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
       shape: the shape of the tensor.
       dims: the logical dims of the tensor.
       spec: the partition spec that the tensor has without ZeRO.
-      parts: the number of parts.
+      parts: the number of equal parts.
 
     >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
     1

@@ -94,7 +94,7 @@ class Combination:
       mesh: a key of `MESHES`.
       stage, scope: the ZeRO stage and its scope.
       reduce: one of `REDUCTIONS`; with None, XLA sums gradients.
-      microbatches: the number of microbatches.
+      microbatches: the number of microbatches of a batch.
       remat: a key of `REMATS`.
       sequence: "split" if axis tensor splits the sequence between layers, otherwise "whole".
       schedule: a key of `SCHEDULES`, or None if the mesh has no axis stage.

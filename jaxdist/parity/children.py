@@ -181,7 +181,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
     """Answer each item from a pipe with the function's value, until the pipe is closed.
 
     Args:
-      function: the function.
+      function: the function to call for each item.
       pipe: the child's end of the pipe.
       said: the path of the file for standard error.
     """

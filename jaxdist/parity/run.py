@@ -204,10 +204,10 @@ def inexact(model: Functional, *, reduce: bool, microbatches: int) -> str:
     The result is empty if the numbers are the same, or if the batch is computed at once.
 
     Args:
-      model: the model.
+      model: the model to judge.
       reduce: whether gradients are reduced explicitly, so that each device computes a part of the
         batch.
-      microbatches: the number of microbatches.
+      microbatches: the number of parts into which a batch is divided.
     """
     if not reduce and microbatches == 1:
         return ""

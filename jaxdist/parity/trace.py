@@ -410,7 +410,7 @@ def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
     """Return a host state with each parameter randomly changed by at most the fraction `size`.
 
     Args:
-      state: the state.
+      state: the state to change.
       size: the largest relative change of an element.
       seed: the seed of the random changes.
     """
@@ -421,7 +421,7 @@ def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
     """Return a host tree with each float randomly changed by at most the fraction `size`.
 
     Args:
-      tree: the tree.
+      tree: the tree to change.
       size: the largest relative change of an element.
       seed: the seed of the random changes.
     """

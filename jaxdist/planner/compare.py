@@ -28,7 +28,7 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
     Args:
       results: the results of the targets, the fastest target first.
       config: the config, whose section `energy` gives the energy of a billion tokens.
-      console: the console.
+      console: the console that prints the rows.
     """
     kwh = [energy_kwh(one, results, config) if one.top else None for one in results]
     columns = ["chips", "plan", "step", "MFU", "memory", "chip-hours"]

@@ -27,9 +27,9 @@ def print_explained(
     Args:
       number: the number of the plan.
       one: the plan, with its memory and time.
-      model: the model.
+      model: the model for which the plan was made.
       target: the chips.
-      console: the console.
+      console: the console that prints the tables.
     """
     console.print()
     console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)

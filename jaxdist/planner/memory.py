@@ -171,7 +171,7 @@ def resting_bytes(
 
     Args:
       tensors: pairs of a parameter and its number of stacked layers on a device.
-      plan: the plan.
+      plan: the plan that selects these parameters.
       param_bytes: the bytes of an element of a parameter.
       across: the size of the axis that splits parameters within a layer (tensor or expert).
     """
@@ -326,7 +326,7 @@ def plan_memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> PlanM
     """Return the memory of a plan on each device.
 
     Args:
-      model: the model.
+      model: the model for which the plan is made.
       plan: a valid plan.
       ticks: the ticks of the plan's pipeline, or None without a pipeline.
     """
@@ -349,8 +349,8 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> fl
     microbatches.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan that divides the gradients.
       mine: the numbers of parameter elements on the device.
       work: the factors for the plan.
     """
@@ -396,8 +396,8 @@ def _working(model: Decoder, plan: Plan, mine: Share, work: LiveFactors) -> floa
     sequences, gathered parameters and casts of parameters.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan that divides the step.
       mine: the numbers of parameter elements on the device.
       work: the factors for the plan.
     """

@@ -21,7 +21,7 @@ def block_seconds(
     product contracts the other dim of the weight.
 
     Args:
-      model: the model.
+      model: the model with the sizes of the products.
       plan: the plan, whose axis tensor splits weights.
       target: the chips.
       tokens: the number of tokens that the device multiplies.

@@ -191,7 +191,7 @@ def _print_result(result: Result, first: int, console: Console, step: str = "") 
     Args:
       result: the result of the target.
       first: the number of the target's first plan.
-      console: the console.
+      console: the console that prints the plans.
       step: the amount of data in a step as text, or an empty string to leave it out.
     """
     target, found = result.target, result.found

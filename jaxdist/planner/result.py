@@ -17,8 +17,8 @@ class Result:
     """The result of the search on a target.
 
     Attributes:
-      model: the model.
-      target: the target.
+      model: the model for which plans were searched.
+      target: the target that the plans have to fit.
       found: all plans of the search.
       top: the plans to print, the fastest plan first.
       confirmed: the numbers of the compiled programs of `top`, in the same order. The tuple is

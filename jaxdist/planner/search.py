@@ -52,7 +52,7 @@ class Judged:
     """A plan, with the memory and the step time that the formulas predict.
 
     Attributes:
-      plan: the plan.
+      plan: the plan to which the numbers belong.
       places: the layout of the plan's mesh on the torus.
       memory: the memory on each device.
       seconds: the time of a step.
@@ -74,7 +74,7 @@ class Judged:
         """Return the model FLOPs utilization, relative to the peak in bfloat16.
 
         Args:
-          model: the model.
+          model: the model whose FLOPs count.
           target: the chips.
           masked: whether products that the causal mask discards count as model FLOPs.
         """
@@ -140,8 +140,8 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
     """Return a valid plan with its memory and time.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan, which must be valid.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
 

@@ -170,7 +170,7 @@ def seconds(
     """Return the time of a decoder's step, by part.
 
     Args:
-      model: the model.
+      model: the decoder for which the plan is made.
       plan: a valid plan.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
@@ -338,8 +338,8 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     """Return the seconds that a block waits for axis tensor in all passes of a microbatch.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the decoder for which the plan is made.
+      plan: the plan whose time is computed.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
       tokens: the number of tokens in a microbatch of a replica.
@@ -455,7 +455,7 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
       ticks: the ticks of the plan's pipeline.
       layers: the number of layers of a chunk.
       ahead, back: the seconds of a layer's forward and backward pass.
-      plan: the plan.
+      plan: the plan, with a pipeline.
     """
     # `back` contains one recomputed forward pass, but without a stash each half of a backward task
     # recomputes the forward pass.

@@ -28,7 +28,7 @@ def repeated(
 
     Args:
       loss: the loss of a model with random layers.
-      batch: the batch.
+      batch: the batch on which the loss is computed.
       microbatches: the number of microbatches. Microbatch k has the rows k, k + microbatches, ...
       devices: the number of devices. Each device has successive rows.
       limit: the relative difference that another order of summation explains.

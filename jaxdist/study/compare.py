@@ -124,7 +124,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
     Args:
       path: the path of the config.
       overrides: settings of all variants.
-      variants: the variants.
+      variants: the variants to train.
       seeds: the numbers that are added to the config's seed; each sum is the seed of a run.
     """
 

@@ -22,7 +22,7 @@ class VariantResult:
     """The runs of a variant, and the runs of the baseline with which they are compared.
 
     Attributes:
-      variant: the variant.
+      variant: the variant that is compared with the baseline.
       sent_bytes: the bytes that a device sends in a step over the mesh axes that share the batch.
       base_bytes: the bytes that a device sends in a step with the baseline.
       outcomes, base: the runs of this variant and of the baseline. Variant and baseline have a run

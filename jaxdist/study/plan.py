@@ -61,7 +61,7 @@ class StudyPlan:
 
         Args:
           learning_rate: the learning rate at the base batch size.
-          batch_size: the batch size.
+          batch_size: the batch size for which the rule is applied.
         """
         rule = ScaleFromConfig(
             batch_size=self.base,
@@ -79,7 +79,7 @@ class StudyCell:
 
     Attributes:
       optimizer: the name of the optimizer.
-      batch_size: the batch size.
+      batch_size: the batch size with which the optimizer was used.
       tuned: whether a search at this batch size found the learning rate. If false, the rule scaled
         the best rate of the base batch size.
       outcomes: the runs, one for each seed.
@@ -178,7 +178,7 @@ def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
     size. At other batch sizes, the search starts from the scaled rate.
 
     Args:
-      plan: the plan.
+      plan: the plan whose cells are run.
       run: a function that runs a trial.
     """
     # The base batch size comes first, since its best rate is the reference for all other sizes.

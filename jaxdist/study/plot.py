@@ -68,7 +68,7 @@ def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
     The difference between accuracies of 98% and 99% is then visible.
 
     Args:
-      axes: the axes.
+      axes: the axes whose vertical axis is changed.
       errors: the errors in percent, `[cells, runs]`.
     """
     axes.set_yscale("log", nonpositive="clip")

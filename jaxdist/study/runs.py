@@ -68,7 +68,7 @@ def runs_of(
       trainer: the trainer that runs a trial.
       journal: the journal of finished runs.
       sizes: the sizes of the study's parts, as `Watch` takes them.
-      console: the console.
+      console: the console that shows the progress.
     """
     compilation_cache.enable(cache_directory() / "compiled")
     with Watch(sizes, console) as watch:
@@ -114,7 +114,7 @@ def trained_on(experiment: Experiment, middle: str) -> str:
     """Return the first line of a caption, with the model, its data and the devices.
 
     Args:
-      experiment: the experiment.
+      experiment: the experiment that the caption describes.
       middle: a text about the runs, which is put between the data and the devices.
     """
     mesh = experiment.layout.mesh

@@ -35,7 +35,7 @@ class Built:
     """An experiment whose state contains the learning rate.
 
     Attributes:
-      experiment: the experiment.
+      experiment: the experiment that is trained at different learning rates.
       program: the program, whose optimizer is `adjustable`.
       start: the initial state, for a learning rate of 1.
     """
@@ -224,9 +224,9 @@ def finish(
     No output files are written.
 
     Args:
-      trial: the trial.
+      trial: the trial to run.
       experiment: the experiment of the trial.
-      program: the program.
+      program: the compiled program of the trial.
       state: the initial state, which is donated.
       begun: the start time of the trial, by `time.perf_counter`.
     """

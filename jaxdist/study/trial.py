@@ -20,8 +20,8 @@ class Trial:
 
     Attributes:
       optimizer: the name of the optimizer.
-      batch_size: the batch size.
-      seed: the seed.
+      batch_size: the batch size of the run.
+      seed: the seed of the run.
       learning_rate: the peak of the learning rate, which is reached after `warmup_steps` steps.
       warmup_steps: the number of warm-up steps.
     """
@@ -56,7 +56,7 @@ class TrialOutcome(Generic[TrialT]):
     """The outcome of a trial: its held-out metrics, and whether it diverged.
 
     Attributes:
-      trial: the trial.
+      trial: the trial that had this outcome.
       steps: the number of planned optimizer steps.
       metrics: the means of metrics over the held-out split, including "loss".
       diverged: whether the loss was not finite in a step, which ends the run, or in the evaluation.

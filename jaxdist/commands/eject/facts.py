@@ -48,7 +48,7 @@ def contents_of(experiment: Experiment, *, held: bool, keeps_data: bool) -> File
     """Return the contents of the file for an experiment whose settings are all supported.
 
     Args:
-      experiment: the experiment.
+      experiment: the experiment to eject.
       held: whether the file evaluates the held-out examples after the last step.
       keeps_data: whether jaxdist reads the examples.
     """

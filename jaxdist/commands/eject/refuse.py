@@ -54,7 +54,7 @@ def check_ejectable(config: ExperimentConfig, *, keeps_data: bool) -> None:
     """Check that an ejected file supports all settings of a config.
 
     Args:
-      config: the config.
+      config: the config to eject.
       keeps_data: whether jaxdist reads the examples.
 
     Raises:

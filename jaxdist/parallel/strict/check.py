@@ -50,7 +50,7 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     """Check that strict mode is possible on a mesh.
 
     Args:
-      mesh: the mesh.
+      mesh: the mesh to check.
       batch_axes: the mesh axes that split the batch.
       shards: the number of logical shards.
 

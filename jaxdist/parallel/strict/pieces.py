@@ -72,7 +72,7 @@ def once(
     Args:
       function: the function, which is called with the trees and then with `rest`. The n trees that
         it returns have the structures and shapes of the last n trees.
-      trees: the trees.
+      trees: the first arguments of `function`.
       rest: the arguments of `function` after the trees.
       flat: whether to flatten arrays before the barriers, as in `settled`.
 

@@ -105,7 +105,7 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
     """Return a tree behind a barrier, between the code that computes the tree and later code.
 
     Args:
-      tree: the tree.
+      tree: the tree that the barrier protects.
       flat: whether to flatten arrays at the barrier. XLA then cannot propagate a memory layout
         across the barrier. Such a layout could change an order of summation. Arrays that auto axes
         split must not be flattened, because flattening would gather them.

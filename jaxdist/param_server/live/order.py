@@ -116,7 +116,7 @@ def rack_log(number: int, server: int, clock: int) -> str:
 
     Args:
       number: the number of the rack.
-      server: the number of the server.
+      server: the number of the server to which the messages go.
       clock: the clock at which the log begins.
     """
     return f"rack_{number}.server_{server}.from_{clock}.jsonl"

@@ -63,7 +63,7 @@ class TrainingPlan:
       data, tensor, stages: the sizes of the axes data, tensor and stage, or 1 for an absent axis.
       chunks: the number of chunks of the pipeline, or 1 without a pipeline.
       parallel: the section `parallel`.
-      microbatches: the number of microbatches.
+      microbatches: the number of microbatches of a batch.
     """
 
     mesh: Mapping[str, Json]
@@ -138,7 +138,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     Args:
       random: the random stream.
       common: the sections that both plans share.
-      plan: the plan.
+      plan: the plan to complete.
     """
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)

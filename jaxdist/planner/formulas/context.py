@@ -23,8 +23,8 @@ def needs_of(model: Decoder, plan: Plan, target: Target, rows: int) -> ContextNe
     """Return the sizes from which the costs of attention in a block are computed.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan whose time is computed.
       target: the chips.
       rows: the number of sequences that the devices share.
     """
@@ -77,8 +77,8 @@ def piecewise(model: Decoder, plan: Plan, target: Target, rows: int) -> tuple[fl
     keys.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan whose time is computed.
       target: the chips.
       rows: the number of sequences that the devices share.
     """
@@ -99,8 +99,8 @@ def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, 
     exchange.
 
     Args:
-      model: the model.
-      plan: the plan.
+      model: the model for which the plan is made.
+      plan: the plan whose time is computed.
       places: the layout of the plan's mesh on the torus.
       target: the chips.
       rows: the number of sequences that the devices share.

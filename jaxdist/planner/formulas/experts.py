@@ -124,7 +124,7 @@ class PlannedExperts:
         """Return the seconds that a layer waits for its exchanges, in all passes.
 
         Args:
-          plan: the plan.
+          plan: the plan whose time is computed.
           places: the layout of the plan's mesh on the torus.
           target: the chips.
           rows: the number of sequences on a device.

@@ -133,7 +133,7 @@ class Traced:
         """Return the number of parameter elements on a device.
 
         Args:
-          plan: the plan.
+          plan: the plan that divides the parameters.
           split: whether ZeRO splits the parameters.
           stacked: whether only parameters of stacked layers count.
         """

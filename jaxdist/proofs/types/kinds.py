@@ -270,7 +270,7 @@ def each(kind: Kind, rule: Callable[[Kind], Kind], by: int = 0) -> Kind:
     """Return the kind that a rule gives for a kind, or for each part of joined arrays.
 
     Args:
-      kind: the kind.
+      kind: the kind to which the rule is applied.
       rule: a function from the kind of an operand to the kind of the result.
       by: the number that is added to the dim along which arrays are joined.
     """
@@ -286,7 +286,7 @@ def concatenated(dim: int, parts: Sequence[tuple[int, Kind]]) -> Kind:
     partial sums if all other parts are partial sums.
 
     Args:
-      dim: the dim.
+      dim: the dim along which the arrays are joined.
       parts: pairs of an array's size along the dim and the array's kind.
     """
     flat: list[tuple[int, Kind]] = []
@@ -308,7 +308,7 @@ def moved(kind: Kind, to: Mapping[int, int]) -> Kind:
     If no sharded dim remains, the result is `PART`, the device's entry of a stack.
 
     Args:
-      kind: the kind.
+      kind: the kind before the dims are renumbered.
       to: the new number of each dim that remains.
     """
     if isinstance(kind, Joined):

@@ -220,7 +220,7 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
     """Return the kind of arrays that are concatenated along a dim.
 
     Args:
-      dim: the dim.
+      dim: the dim along which the arrays are joined.
       sizes: the size of each array along the dim.
       values: the arrays.
     """

@@ -38,7 +38,7 @@ def backward(
     """Run the backward task of a stage in a tick, if the stage has a backward task in this tick.
 
     Args:
-      stage: the stage.
+      stage: the index of the stage on this device.
       state: the state of the stage.
       work: the entries of the backward table for this tick and stage.
       y: the output of the tick's forward task, or None. `execute._train` explains why `y` is passed

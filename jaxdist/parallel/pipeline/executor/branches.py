@@ -62,7 +62,7 @@ def channel_scope(channels: str, channel: Channel) -> str:
 
     Args:
       channels: `OUTPUTS` or `COTANGENTS`.
-      channel: the channel.
+      channel: the channel whose transfer gets the name.
     """
     return f"{channels}_{channel.offset}"
 

@@ -19,7 +19,7 @@ def buffer(shapes: PyTree, slots: int) -> PyTree:
 
     Args:
       shapes: the shapes and dtypes of a value, a pytree.
-      slots: the number of slots.
+      slots: the number of values that the buffer has to hold at a time.
     """
     # A buffer without slots would not compile, even in branches that are never taken.
     return jax.tree.map(lambda s: jnp.zeros((max(slots, 1), *s.shape), s.dtype), shapes)
@@ -77,7 +77,7 @@ def constrain(tree: TreeT, specs: Specs, lead: int) -> TreeT:
     """Constrain each leaf of a tree to a partition spec over auto axes.
 
     Args:
-      tree: the tree.
+      tree: the tree to constrain.
       specs: a tree of specs, in which a spec may apply to all leaves of a subtree of `tree`.
       lead: the number of first dims that a leaf has in addition to the dims of its spec. These dims
         are not split.

@@ -209,7 +209,7 @@ def _send(
     """Send a value on each channel, and return the buffer with the received values.
 
     Args:
-      stage: the stage.
+      stage: the index of the stage on this device.
       held: the buffer for received values.
       value: the value that this stage sends.
       channels: the channels, which run in this order.

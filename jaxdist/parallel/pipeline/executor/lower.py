@@ -256,7 +256,7 @@ def _channels(
     """Return the channels that carry values from each chunk to an adjacent chunk.
 
     Args:
-      schedule: the schedule.
+      schedule: the schedule that determines which stage has which chunks.
       clock: the tick of each task.
       slots: the slot of each received value, by the receiving chunk and the microbatch.
       size: the numbers of ticks and of stages.

@@ -107,8 +107,8 @@ class Ticks:
 
     Attributes:
       name: the name of the schedule.
-      microbatches: the number of microbatches.
-      stages: the number of stages.
+      microbatches: the number of microbatches of a batch.
+      stages: the number of stages, which is the size of mesh axis `stage`.
       placement: the stage of each chunk.
       forward, backward: the tables of the forward and of the backward tasks.
       outputs: the channels that carry activations to the next chunk.

@@ -62,7 +62,7 @@ def plan_parted(
       config: the config of the pipeline.
       plan: the plan that `plan_chunks` returns for the same config and model.
       model: the model, whose module has the method `parts`.
-      loss: the loss.
+      loss: the loss to minimize.
       layout: the layout of the training state.
       dims: the logical dims of each parameter, by name.
       batch: the shapes of a batch with any number of rows.

@@ -67,8 +67,8 @@ class Pipeline:
     0, then the layers of stage 1, and so on.
 
     Attributes:
-      model: the model.
-      loss: the loss.
+      model: the model that the stages compute together.
+      loss: the loss to minimize.
       layout: the layout of the training state.
       dims: the logical dims of each parameter, by name.
       ticks: the lowered schedule for training.
@@ -385,7 +385,7 @@ def plan_pipeline(
       config: the config of the pipeline.
       plan: the plan that `plan_chunks` returns for the same config and model.
       model: the model, whose module is a `Stackable`.
-      loss: the loss.
+      loss: the loss to minimize.
       layout: the layout of the training state (`plan.stored`).
       dims: the logical dims of each parameter, by name.
 
@@ -436,7 +436,7 @@ def minimised(
     """Compute the scalar to minimize for a microbatch, and the sums of loss and metrics.
 
     Args:
-      loss: the loss.
+      loss: the loss to minimize.
       outputs: the stand-in that the loss gets instead of the model.
       visit: the visit, which has the rows of the microbatch.
       factor: the factor by which the total loss is multiplied, or None to minimize the total loss

@@ -33,7 +33,7 @@ class StageStack:
     All chunks must have the same number of layers.
 
     Attributes:
-      mesh: the mesh.
+      mesh: the mesh with the axis `stage`.
       axis: the mesh axis of the stages.
       placement: the stage of each chunk. All stages must have the same number of chunks.
     """

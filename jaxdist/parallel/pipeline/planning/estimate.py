@@ -28,8 +28,8 @@ def block_costs(
     The cost is the number of operations of a forward pass.
 
     Args:
-      model: the model.
-      loss: the loss.
+      model: the model whose costs are estimated.
+      loss: the loss to minimize.
       batch: the arrays of a batch, or their shapes. The number of rows does not matter.
       layers: the number of blocks, which are all equal.
     """
@@ -67,8 +67,8 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: 
     The cost is the number of operations of a forward pass.
 
     Args:
-      model: the model.
-      loss: the loss.
+      model: the model whose costs are estimated.
+      loss: the loss to minimize.
       batch: the arrays of a batch, or their shapes. The number of rows does not matter.
       parts: the number of parts of the model.
 

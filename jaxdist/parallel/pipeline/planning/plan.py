@@ -95,7 +95,7 @@ class ChunkPlan:
 
         Args:
           layout: the layout of the training state.
-          model: the model.
+          model: the model that is divided into stages.
           dims: the logical dims of each parameter, by name.
         """
         layers, stages = sum(self.layers), stages_of(layout.mesh)
@@ -136,11 +136,11 @@ def plan_chunks(
 
     Args:
       config: the config of the pipeline.
-      model: the model.
-      loss: the loss.
+      model: the model to divide into chunks.
+      loss: the loss to minimize.
       batch: the shapes of a batch with any number of rows.
-      stages: the number of stages.
-      microbatches: the number of microbatches.
+      stages: the number of stages, which is the size of mesh axis `stage`.
+      microbatches: the number of microbatches of a batch.
 
     Raises:
       ConfigError: the model has no blocks or parts, has fewer blocks or parts than chunks, or has
@@ -208,7 +208,7 @@ def _check_counts(
       given: the number of layers of each chunk from the config, or None if the config gives none.
       layers: the number of layers of the model.
       what: the word for layers in messages.
-      schedule: the schedule.
+      schedule: the schedule, which has the numbers of stages and of chunks.
     """
     chunks, stages = schedule.chunks, schedule.stages
     where = f"{chunks} chunks (schedule {schedule.name} on {stages} stages)"

@@ -163,7 +163,7 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
     """Divide a scan into a scan in half B and a scan in half W.
 
     Args:
-      equation: the equation.
+      equation: the equation of the scan.
       early: for each result, whether B needs it.
 
     Returns:
