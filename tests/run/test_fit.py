@@ -147,7 +147,10 @@ def test_what_it_leaves_behind(monkeypatch: pytest.MonkeyPatch):
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
         threads = {t.name for t in threading.enumerate() if t.name in ("signals", "run-lock")}
         settings: Any = jax.config
-        cache = settings.jax_compilation_cache_dir, os.environ.copy(), Path.cwd()
+        # Libraries set these two variables when they are first imported, which `fit` may cause.
+        imported = {"GRPC_VERBOSITY", "CRC32C_SW_MODE"}
+        environ = {name: os.environ[name] for name in os.environ.keys() - imported}
+        cache = settings.jax_compilation_cache_dir, environ, Path.cwd()
         return [signal.getsignal(number) for number in numbers], threads, cache
 
     before = seen()
