@@ -214,6 +214,12 @@ INCLUDED = ("bert/large", "bert/small", "gpt/quickstart", "mlp/digits")
 """Configs that others include, which are audited with all that these set."""
 
 
+IN_3D = ("1.3b", "175b", "1t")
+"""Configs of 64 to 4,096 TPUs, audited for eight: on CPUs, stages split no sequence."""
+SMALL_IN_3D = ["mesh={data: 2, stage: 2, tensor: 2}", "model.layers=4", "data.window=64"]
+SMALL_IN_3D += ["model.embed=64", "model.heads=4", "model.mlp=128", "data.vocab_size=256"]
+
+
 def shipped(path: Path) -> Any:
     """A knob takes a second: .ci/run audits all but those of pods and those that others include."""
     name = str(path.relative_to(ROOT))
@@ -221,7 +227,9 @@ def shipped(path: Path) -> Any:
     where = "of_pods-" if re.search(r"(\d[bt]|imagenet)\.yaml$", name) else ""
     if str(path.relative_to(ROOT / "configs").with_suffix("")) in INCLUDED:
         where = "included-"
-    return pytest.param(path, id=where + name, marks=[] if name in quick else [pytest.mark.slow])
+    marks = [] if name in quick else [pytest.mark.slow]
+    marks += [pytest.mark.needs_libtpu] if path.stem in IN_3D else []
+    return pytest.param(path, id=where + name, marks=marks)
 
 
 @pytest.mark.parametrize("path", [shipped(path) for path in CONFIGS])
@@ -233,10 +241,13 @@ def test_every_shipped_config_passes(path: Path) -> None:
     if "kjv.txt" in path.read_text():  # a text that the user installs
         here = ['data.files=["docs/**/*.md"]', "data.tokenizer={type: bytes}"]
         here += ["mesh.data=8", "train.batch_size=8"] if "smollm2" in path.stem else []
+    topology = "v4:2x2x2" if path.stem in IN_3D else None
+    here = SMALL_IN_3D if topology else here
     if "movielens" in path.stem:  # this would fetch the files
         here = [f'data={{"type": "clicks", "fields": {7 if "clicks" in path.stem else 2}}}']
     out = io.StringIO()
-    findings = audit(path, here, console=Console(file=out, width=80, highlight=False))
+    console = Console(file=out, width=80, highlight=False)
+    findings = audit(path, here, topology=topology, console=console)
     assert not has_no_effect(findings), out.getvalue()
     verdicts = {found.verdict for found in findings}
     # A config may set nothing that moves the step away from a default.
