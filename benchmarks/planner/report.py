@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -131,22 +132,29 @@ class Against:
     Attributes:
       row: the published run.
       theirs: the formulas' results for the published plan.
-      ours: the planner's first plan.
+      ours: the planner's first plan, or None if no plan fits the chips.
       rank: the rank of the published plan among the planner's five plans, or None.
     """
 
     row: Published
     theirs: Judged
-    ours: Judged
+    ours: Judged | None
     rank: int | None
 
     @property
     def ratio(self) -> float:
-        """The predicted time of the planner's plan, divided by the time of the published plan."""
+        """The predicted time of the planner's plan, divided by the time of the published plan.
+
+        The ratio is infinite without a plan that fits.
+        """
+        if self.ours is None:
+            return math.inf
         return self.ours.seconds.total / self.theirs.seconds.total
 
     def why(self) -> str:
         """Format the verdict in a line."""
+        if self.ours is None:
+            return "no plan fits"
         if self.rank is not None:
             return f"ours too, number {self.rank} of five"
         before, after = self.theirs.seconds.parts(), self.ours.seconds.parts()
@@ -164,7 +172,7 @@ def against_rows() -> list[Against]:
     for row in PUBLISHED:
         top = best(search(row.model, parse_target(row.topology, row.slices)), 5)
         rank = next((i for i, one in enumerate(top, 1) if one.plan == row.plan), None)
-        rows.append(Against(row, judged(row), top[0], rank))
+        rows.append(Against(row, judged(row), next(iter(top), None), rank))
     return rows
 
 
@@ -173,6 +181,8 @@ def against_figure(rows: Sequence[Against]) -> Figure:
     the planner's first plan."""
     good = sum(one.rank is not None or one.ratio < 1 for one in rows)
     note = "plans among our five, or predicted slower than our first; the table has the reasons"
+    if lacking_plans := sum(one.ours is None for one in rows):
+        note += f"; no plan fits {lacking_plans} of the runs"
     return Figure("published plans found or beaten", good, len(rows), ">= 1", "", note)
 
 
@@ -182,7 +192,7 @@ against_listing = Sheet[Against](
         "model": "row.name",
         "chips": "row.topology",
         "published": lambda one: one.row.plan.words(),
-        "ours": lambda one: one.ours.plan.words(),
+        "ours": lambda one: one.ours.plan.words() if one.ours else "-",
         "why": lambda one: one.why(),
     },
 )
