@@ -267,7 +267,7 @@ def no_plan(model: Model, target: Target, found: SearchResults) -> ConfigError:
         f"{least.limit_bytes / 1e9:.1f} GB of a {target.device.name}"
     )
     chips = least_chips(model, target)
-    would = f"; {chips:,} chips would be enough"
-    if not chips:
-        would = f"; no number of slices of {target.text} is enough, but another shape might be"
+    would = f"; no number of slices of {target.text} is enough, but another shape might be"
+    if chips is not None:
+        would = f"; {chips:,} chips would be enough"
     return ConfigError(f"{head} fits: {reasons}; {needs}{would}")

@@ -221,6 +221,16 @@ def test_where_nothing_fits_the_least_chips_are_told() -> None:
     assert MEMORY in told
 
 
+def test_a_shape_that_no_number_of_slices_makes_large_enough_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = parse_target("v5e:1x1")
+    nothing = search(LARGE, target)
+    monkeypatch.setattr("jaxdist.planner.search.MOST_SLICES", 1)
+    told = str(no_plan(LARGE, target, nothing))
+    assert told.endswith("no number of slices of v5e:1x1 is enough, but another shape might be")
+
+
 def test_where_no_plan_is_valid_reasons_are_counted() -> None:
     odd = dataclasses.replace(SMALL, batch=7, heads=7, kv_heads=7, layers=7)
     target = parse_target("v5e:2x4")
