@@ -317,7 +317,7 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
     Raises:
       MeshError: the `dcn` sizes do not fit the number of hosts or slices.
     """
-    # If devices have no `slice_index`, the devices of a process are a fast network.
+    # If devices have no `slice_index`, a fast network connects the devices of a process.
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) > 1:
         try:

@@ -106,7 +106,8 @@ def channels_in_flight(module: Module) -> frozenset[int]:
 def is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
     """Return whether compute is scheduled between an asynchronous start and its done.
 
-    If the done is in the loop's next iteration, only instructions after the start are considered.
+    If the done instruction is in the loop's next iteration, only instructions after the start
+    instruction are considered.
     """
     first = computation.positions[start.name] + 1
     end = done_of(start, computation, module)

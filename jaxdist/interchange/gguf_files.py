@@ -149,8 +149,8 @@ class Gguf:
                 length = {"original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "factor": factor, **bands, **length}
         raise DataError(
-            f"{self.path}: rope_freqs.weight is not the scaling of a llama 3; import the model's "
-            "safetensors, whose config.json names the scaling"
+            f"{self.path}: rope_freqs.weight is not the scaling of a Llama 3 model; import the "
+            "model's safetensors, whose config.json names the scaling"
         )
 
 
@@ -177,7 +177,7 @@ def rows(family: Family, tensors: Collection[str]) -> dict[str, Row]:
         )
     if family.name == "gemma":
         raise DataError(
-            "a GGUF file of the family gemma stores each scale of a norm plus 1, which rounds the "
+            "a GGUF file of the family gemma stores 1 + scale for each norm, a sum that rounds the "
             "scale: import the model's safetensors"
         )
     made = {}

@@ -150,7 +150,9 @@ class GptConfig(PartConfig):
                 f"model.experts.every {experts.every} must divide layers {self.layers}: use {near}"
             )
         if self.biases == "all":
-            raise ValueError("experts have no biases, but biases is all: set biases: attention")
+            raise ValueError(
+                "experts have no biases, so biases: all cannot be used: set biases: attention"
+            )
         if isinstance(self.remat, tuple) and experts.every > 1:
             raise ValueError(
                 f"model.experts.every {experts.every} computes {experts.every} blocks together, "

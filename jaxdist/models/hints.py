@@ -110,7 +110,7 @@ class Hint(Protocol):
           compute: a function of tokens `[T, D]`, the numbers and weights of their experts, `[T, k]`
             each, and the kernels of the device's experts. The function counts these experts from 0,
             and skips every number that is too large.
-          kernels: the pairs of dims and a kernel with these dims; the first dim counts experts.
+          kernels: pairs of a kernel's dims and the kernel; the first dim counts experts.
           capacity: the largest number of tokens of a sequence that an expert processes, or None
             without a limit.
         """

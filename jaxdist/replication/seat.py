@@ -28,8 +28,8 @@ class Seat:
         address of the port (`jaxdist.wire.ports.Place`).
       wire_to: a function from the address at which another server copies ranges, to a wire to that
         server.
-      say: a function that sends a report to the arbiter. A report states the address at which this
-        server copies the range, that this server leads now, or that another server may now follow.
+      say: a function that sends a report to the arbiter. A report gives the address at which this
+        server copies the range, or says that this server leads now or that another may follow now.
       kind: the class of the server that leads.
       more: the other arguments of `kind`, or None for no other arguments.
     """

@@ -129,7 +129,7 @@ def test_replace_lists_mappings_that_are_not_merged(folder: Path):
 def test_replace_that_does_nothing_is_refused(folder: Path):
     write("base.yaml", "a: 1")
     write("x.yaml", "include: base.yaml\nreplace: mehs\nmesh: {a: 1}")
-    refused("x.yaml:2: replace names mehs, which this file does not set")
+    refused("x.yaml:2: the key replace lists mehs, which this file does not set")
     write("x.yaml", "replace: mesh\nmesh: {a: 1}")
     refused("x.yaml:1: replace has no effect without include")
 

@@ -69,7 +69,7 @@ class Experts:
         if more:
             hidden_RF = hidden_RF * more[0]
         # The hidden values are weighted, because a row of them is shorter than a row of results.
-        weight_R = spread(weights_Tk.reshape(-1), index_R, places_Tk.reshape(-1, 1))
+        weight_R: jax.Array = spread(weights_Tk.reshape(-1), index_R, places_Tk.reshape(-1, 1))
         weighted_RF = (hidden_RF * weight_R[:, None]).astype(x_TD.dtype)
         y_RD = self.product(weighted_RF, down_EFD, counts_E, block)
         return collected(y_RD, places_Tk, token_R, True)

@@ -160,7 +160,7 @@ class Merged(Deferred):
 
     def carried(self) -> jax.Array:
         raise AssertionError(
-            "`carried` was called for a kernel with an adapter, which exists only while a function "
+            "`carried` was called for an adapted kernel, which exists only while a function "
             "is differentiated"
         )
 

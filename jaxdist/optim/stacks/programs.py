@@ -31,7 +31,7 @@ COMPARED = 2
 
 
 def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call:
-    """Return the cheapest program that is proven to equal the function on lists.
+    """Return the cheapest program that is proven to give the results of the function on lists.
 
     Args:
       function: a function on lists of layers.

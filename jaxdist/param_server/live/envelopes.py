@@ -23,7 +23,7 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
     """Convert a worker's message to an envelope.
 
     Args:
-      tensor: the number of the shard.
+      tensor: the number of the shard, which the envelope carries as its tensor.
       payload: the payload of a push, or of a pull of rows. Other messages have None.
     """
     stamp = message.stamp

@@ -212,7 +212,7 @@ class _Problem:
     def around(self, found: _Found) -> Iterator[_Found]:
         """Yield schedules that differ little from `found`.
 
-        These schedules begin with one forward task more or less on the first stages, or have a
+        These schedules begin with one forward task more or fewer on the first stages, or have a
         patience that differs by 0.25.
         """
         for change in (1, -1):

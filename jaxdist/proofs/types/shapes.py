@@ -95,7 +95,7 @@ def _reshaped(op: Op, kind: k.Shard, groups: Groups) -> k.Kind | None:
         fits = (d for d, tail in tails.items() if tail == within or tail * after[d] > within)
         dim = next(fits, news[0])
         dims.add(dim)
-        # An index of the new dim may contain several elements of a row of the sharded part.
+        # An index of the new dim may cover several consecutive elements of each device's shard.
         inner = inner if tails[dim] == within else max(within // tails[dim], 1)
     return k.Shard(frozenset(dims), inner) if dims else None
 

@@ -42,7 +42,7 @@ class GoodputHook(LoopHook):
       step: the last step that was taken.
       tally: the tally of energy, or None if energy is not measured.
       seconds_between: the upper limit, in seconds, of the time between two records at log steps.
-        Below this limit, the time is a hundredth of the elapsed time, but at least 0.1 s.
+        Below this limit, it is a hundredth of the elapsed time, but at least 0.1 s.
     """
 
     cadence: Cadence

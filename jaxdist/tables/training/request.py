@@ -1,6 +1,6 @@
 """The request to a run for another number of table servers, as a file in its directory.
 
-RUN/servers.json    {"servers": 3}, which process 0 removes when it has read the file
+RUN/servers.json    {"servers": 3}; process 0 reads this file and then removes it
 """
 
 from __future__ import annotations

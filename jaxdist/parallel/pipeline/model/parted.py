@@ -109,7 +109,7 @@ class PartedPipeline(Pipeline):
     ) -> Gradients:
         """Compute gradients as `Pipeline` does, with packed parameters."""
         # The transpose of `_pack` unpacks the gradients. The gradients are in float32 or wider, so
-        # `_pack` is transposed for parameters that are in float32 or wider.
+        # `_pack` is transposed at copies of the parameters that are cast to float32 or wider.
         wide = jax.tree.map(
             lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )
