@@ -307,7 +307,7 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
         ({"data": 8}, None, {"compression": {**SIGN, "error_feedback": False, "warmup_steps": 3},
          "zero": {"stage": 3}}, r"warmup_steps 3 with .*stage 3 .*; leave the setting out, or "),
         ({"data": 8}, None, {"compression": {"type": "topk", "error_feedback": False},
-         "zero": {"stage": 2}}, r"topk, which cannot add up shards, with .*stage 2 .*; use codec cast, "),
+         "zero": {"stage": 2}}, r"topk, which cannot add up shards, with .*stage 2 .*; use codec "),
         (TWO, None, {"compression": SIGN, "zero": {"stage": 1, "scope": "ici"}},
          r"scope ici with parallel\.compression\.type sign over axis data: .*axis: data\.dcn, or "),
         (TWO, None, {"compression": {**SIGN, "axis": "data.dcn"}, "zero": {"stage": 1}},

@@ -137,8 +137,8 @@ def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> fro
             at = at.value.get(key) if at is not None and isinstance(at.value, dict) else None
         if at is None:
             raise ConfigError(
-                f"{origin}: the key replace lists {dotted(path)}, which this file does not set: set "
-                "the path in this file, or remove the path from replace"
+                f"{origin}: the key replace lists {dotted(path)}, which this file does not set: "
+                "set the path in this file, or remove the path from replace"
             )
         if not included:
             raise ConfigError(f"{origin}: replace has no effect without include; remove replace")
