@@ -273,8 +273,8 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # The hosts are in the order of joining. Therefore the hosts that joined earlier remain,
-        # which have the newest snapshots.
+        # The hosts are in the order of joining, so the hosts that joined first remain. These hosts
+        # have the newest snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 

@@ -192,7 +192,7 @@ def _files(path: Path) -> list[Path]:
             files = [path / str(name) for name in names]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{index} is malformed ({error}); download the file again") from error
-        # Files elsewhere are refused too: an index from the network names only files in its folder.
+        # Files in other folders are refused too, since the index may be from the network.
         lacking = [
             name
             for name, file in zip(names, files, strict=True)

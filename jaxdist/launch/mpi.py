@@ -49,7 +49,7 @@ class Mpi(Engine):
     def render(self, job: Job) -> Rendered:
         groups = job.groups("--distributed")
         alone = len(groups) == 1
-        # Nodes of two kinds run different numbers of processes, so the slots of each node count.
+        # With servers, nodes run different numbers of processes, so mpirun fills each node's slots.
         each = f"ppr:{job.processes}:node:OVERSUBSCRIBE" if alone else "slot:OVERSUBSCRIBE"
         options = ["--map-by", each, "--bind-to", "none"]
         if self.as_root:

@@ -59,8 +59,8 @@ def cut_padding(logits_BLV: jax.Array, size: int, hint: Hint) -> jax.Array:
     """Return the logits of the `size` tokens of a vocabulary, without its padding."""
     if logits_BLV.shape[-1] == size:
         return logits_BLV
-    # A slice of a dim that a mesh splits unevenly becomes a permute over all devices, for which
-    # the stages of a pipeline on CPU would wait forever; a gather waits only for devices that
-    # share the dim.
+    # XLA turns a slice of an unevenly split dim into a permute over all devices. The stages of a
+    # pipeline on CPU would wait forever for this permute. A gather waits only for the devices among
+    # which the dim is split.
     whole_BLV = hint(logits_BLV, *WITHIN[:2], None, was=(*WITHIN[:2], "vocab"))
     return whole_BLV[..., :size]

@@ -156,7 +156,7 @@ class Arbiter:
         if found is None or found.epoch > self.view.epoch:
             self.port = None
         self._decide(found)
-        # A server in `_copies` may not have been needed in the view until now.
+        # The view may now need a server that already has a copy, or that waits for a copy.
         for other in self._copies:
             if self.view is not None:
                 self._decide(self.view.joined_by(other))

@@ -174,8 +174,8 @@ def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]
         if name != "type" and value == default:
             continue
         if isinstance(value, Config):
-            # A section that is None by default is a choice if it is present, even with default
-            # values.
+            # A section that is None by default counts as changed if it is present, even if all of
+            # its settings have their defaults.
             if default is None and "type" not in type(value).model_fields:
                 yield below, "set"
             yield from changed_settings(value, below)

@@ -52,7 +52,7 @@ class BatchNorm(nnx.BatchNorm):
                 buffer[...] = jax.lax.stop_gradient(moved)
         scale = self.scale[...] * jax.lax.rsqrt(var + self.epsilon)
         # The gradient of the mean passes through `shift`, whose cotangent is the sum that the bias
-        # needs as well. If x - mean passed it on, the same sum would be computed a second time.
+        # needs as well. If the gradient passed through x - mean, this sum would be computed twice.
         center = jax.lax.stop_gradient(mean)
         shift = self.bias[...] - (mean - center) * scale
         center, scale, shift = (_along(x, value) for value in (center, scale, shift))

@@ -223,8 +223,9 @@ class TracedFormulas:
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(plan), model.elements(plan, split=True)
         stored = shard if plan.zero == 3 else whole
-        # Gradients have the dtype of the computation. A sum over microbatches has the dtype of the
-        # parameters, and so have the gradients that a scan over layers stacks.
+        # Gradients have the dtype of the computation. Three kinds have the dtype of the parameters:
+        # gradients that a scan over layers stacks, sums over microbatches, and all gradients of
+        # ZeRO 0 with a single microbatch.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         stacked = model.elements(plan, split=plan.zero == 3, stacked=True)
         gradients = (stored - stacked) * alone + stacked * model.param_bytes

@@ -126,7 +126,8 @@ def _added(op: Op) -> k.Kind:
     sharded = getattr(indices.kind, "dims", ())
     equal = {scattered[dim] for dim in sharded if dim < len(scattered)} & updates.constant
     if isinstance(kind, k.Whole | k.Count) and equal:
-        kind = k.shard(*equal)  # A number that is equal for all rows also counts as sharded rows.
+        # An update that is the same for all rows counts as a shard of the updates of these rows.
+        kind = k.shard(*equal)
     if not isinstance(kind, k.Shard):
         apart = isinstance(indices.kind, k.Shard | k.APART)
         if apart and isinstance(kind, k.Whole | k.Owed | k.Count):

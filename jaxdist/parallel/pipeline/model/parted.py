@@ -135,8 +135,8 @@ class PartedPipeline(Pipeline):
         """
         leaves = jax.tree.leaves(whole(params))
         vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
-        # Without this constraint, XLA would make stages send each other parts of the vectors, of
-        # which all stages have replicas.
+        # All stages have replicas of the vectors. Without this constraint, XLA would nevertheless
+        # make stages send parts of the vectors to each other.
         return [self._gathered(vectors, PartitionSpec(None))]
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:

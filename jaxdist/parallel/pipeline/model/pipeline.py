@@ -195,7 +195,7 @@ class Pipeline:
           both grouped by stage. The second value is the list of the frozen parameters outside the
           chunks.
         """
-        # Buffers are biases of routers, which are in the order of the model and not split.
+        # The buffers are biases of routers, in the order of the layers. No axis splits the buffers.
         by_chunk = jax.tree.map(lambda leaf: leaf[self.cut.index], buffers)
         held = to_stages(by_chunk, self.ticks.placement)
         return (self._to_stages(frozen[0]), held), frozen[1]
