@@ -264,7 +264,7 @@ def review(
 ) -> None:
     """Compare architectures and optimizers on one page, as survey articles do.
 
-    The efficiency over the number of devices is from the simulator and the cost model.
+    The efficiency for each number of devices is from the simulator and the cost model.
     Communication and memory are from compiled programs, and the comparison of optimizers is from a
     recorded study.
 

@@ -70,9 +70,9 @@ def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
 def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
     """Return stages that send fewer and fewer elements, and then use `codec`.
 
-    The warm-up is from Deep Gradient Compression (section 3.3). Equal parts of the warm-up send
-    25%, 6.25%, 1.5625% and 0.4% of the elements. Parts that would not send more elements than
-    `codec` are left out. If no part is left, or if there are fewer steps than parts, the result is
+    The warm-up is from Deep Gradient Compression (section 3.3). The warm-up has equal parts, which
+    send 25%, 6.25%, 1.5625% and 0.4% of the elements. A part is left out if it would not send more
+    elements than `codec`. If no part is left, or if there are fewer steps than parts, the result is
     `codec`.
 
     Args:

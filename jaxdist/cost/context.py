@@ -182,8 +182,9 @@ def best_split(
     """Return the split with the fewest received bytes and the reason, or None if no split fits.
 
     If several splits have equal bytes, the first of these splits is returned. `splits_of` lists a
-    ring before a gather, in which every device needs memory for all keys. If a kernel computes
-    attention to gathered keys (`needs.gathers`), a ring is returned only if no other split fits.
+    ring before a gather, since every device needs memory for all keys in a gather. If a kernel
+    computes attention to gathered keys (`needs.gathers`), a ring is returned only if no other split
+    fits.
     """
     fitting = [one for one in splits if needs.why_not(one) is None and needs.computes(one)]
     if not fitting:

@@ -154,7 +154,7 @@ def _loss_facts(
     layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Facts:
-    """Return the facts, to which facts about the loss are added.
+    """Return a copy of `facts` with added facts about the loss.
 
     The added facts are the loss's scalars, whether examples have weights, and, for a loss with
     scalars, the reason why the held-out split cannot be evaluated as a single batch.

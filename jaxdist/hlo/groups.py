@@ -135,8 +135,9 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
 
     The meaning of the numbers in the text depends on the instruction. With `use_global_device_ids`
     the numbers are positions. Without a channel the numbers are replicas, and each partition has
-    separate groups. With a channel the numbers are partitions if the kind moves data. For other
-    kinds with a channel, the numbers are replicas, each of which includes all its partitions.
+    separate groups. With a channel, the numbers are partitions for the kinds in `_BY_PARTITION`,
+    which only move data. For all other kinds with a channel, the numbers are replicas, and a group
+    contains all partitions of its replicas.
 
     Args:
       instruction: the instruction of the collective.

@@ -160,8 +160,8 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
     """Return the instruction at which an asynchronous operation starts to run.
 
     An operation whose start has operands runs at once. For work on SparseCores, XLA writes a start
-    without operands, which only reserves scratch memory. A later update passes the operands when
-    they are ready, and this update is the result.
+    without operands, which only reserves scratch memory. A later instruction `async-update` passes
+    the operands when they are ready. The result is then this `async-update`.
     """
     if start.opcode != "async-start" or start.operands:
         return start

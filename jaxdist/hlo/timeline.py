@@ -1,10 +1,10 @@
 """A simulation of a TPU program's schedule, which gives the time of the program.
 
 A device runs the instructions of a computation in sequence, in the order of the text. A collective
-or a copy that is split into start and done runs concurrently with other instructions. The operation
-begins when its start is reached and its links are free, and its done waits until the operation
-ends. The first iteration of a loop is simulated, and the second iteration if an operation is still
-in flight at the end of the first. All later iterations are assumed to be equal to the last
+or a copy that is split into the instructions `-start` and `-done` runs concurrently with other
+instructions. It begins when its `-start` is reached and its links are free, and its `-done` waits
+until it ends. The first iteration of a loop is simulated, and the second iteration if an operation
+is still in flight at the end of the first. All later iterations are assumed to be equal to the last
 simulated iteration.
 
 In a loop of ticks (`jaxdist.hlo.lockstep`), a tick is simulated once for each combination of
@@ -171,9 +171,9 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """Return the asynchronous start to whose operation an update passes operands.
+        """Return the `async-start` of the operation that begins to run at an `async-update`.
 
-        The result is None if the instruction is not such an update.
+        The result is None if no operation begins to run at this instruction.
         """
         if update.opcode != "async-update":
             return None

@@ -44,8 +44,8 @@ class HostGroup:
     """The processes of a job that run one command, on machines of one kind.
 
     Attributes:
-      role: "train" for the processes that train, or "serve" for servers. Processes of other groups
-        have no part in the numbers of the processes that train.
+      role: "train" for the processes that train, or "serve" for servers. Only the processes that
+        train have process numbers.
       nodes: the number of machines.
       processes: the number of processes on each machine.
       command: the words of the command.

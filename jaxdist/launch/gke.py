@@ -3,9 +3,9 @@
 Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
 processes resume from the newest checkpoint. A restart after a disruption by Kubernetes (an
 eviction, the loss of a spot node, a drain) is not counted. Servers on separate machines are a
-further job of the set. Kubernetes restarts each of its pods alone, as it restarts the workers of
-`strategy.type: parameter_server`. The rendered API is jobset.x-k8s.io/v1alpha2, which JobSet 0.6
-and newer versions support.
+further job of the set. Kubernetes restarts each pod of this job alone, and likewise each pod with
+workers of `strategy.type: parameter_server`. The rendered API is jobset.x-k8s.io/v1alpha2, which
+JobSet 0.6 and newer versions support.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def describe_layers(
         builds such a tree. A parameter with None instead of a list has a single norm. If the tree
         is None, every parameter has a single norm.
       specs: a tree of partition specs, as passed to `jax.shard_map`; it has no effect outside of
-        `jax.shard_map`. With None no leaf counts as split.
+        `jax.shard_map`. None means that no leaf is split.
 
     Raises:
       ConfigError: a list does not have an entry for each dim; the mesh does not have an axis; a

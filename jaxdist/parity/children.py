@@ -1,4 +1,4 @@
-"""Calls in child processes of a function that may crash its process."""
+"""Calls of a function that may crash its process; the calls therefore run in child processes."""
 
 from __future__ import annotations
 

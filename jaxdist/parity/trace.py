@@ -334,11 +334,11 @@ def _norm(x: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class NormFloors:
-    """The least norms by which the differences of tensors are divided.
+    """A floor for each norm by which a tensor's difference is divided.
 
     Attributes:
-      values, gradients, updates: the least norm of each tensor in the field of a `Trace` with
-        the same name, by the tensor's name.
+      values, gradients, updates: the floor for each tensor in the field of a `Trace` with the same
+        name, by the tensor's name.
     """
 
     values: Mapping[str, float]
@@ -354,13 +354,13 @@ vector of all gradients."""
 def norms_at_least(
     reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
 ) -> NormFloors:
-    """Return the least norms by which the differences of ill-conditioned tensors are divided.
+    """Return a floor for each norm by which a tensor's difference is divided.
 
     A gradient whose terms nearly cancel has the rounding error of the terms and not of their sum.
     The difference of a gradient is therefore divided by at least `SMALL` times the norm of all
     gradients, and the update of its parameter may differ correspondingly more. The runs in `moved`
-    show how far rounding moves a value on a single device. If such a run moves a value by more than
-    the limit, a plan may move the value as far.
+    show how far rounding moves a value on a single device. If a value of such a run differs from
+    `reference` by more than the limit, the same value of a plan may differ as much.
 
     Args:
       reference: the results of a single device.

@@ -60,8 +60,8 @@ class Schedule:
       microbatches: the number of microbatches in a step.
       placement: the stage of each chunk.
       rows: the row of each stage: its tasks, in order. A row may contain None for units of waiting,
-        and is then a timeline in which each task takes a unit of time. Without None a stage still
-        waits until its next task can run.
+        and is then a timeline in which each task takes a unit of time. If a row has no None,
+        the stage still waits until its next task can run.
     """
 
     name: str

@@ -107,11 +107,11 @@ class Plan:
 
     @property
     def shares_embed(self) -> bool:
-        """Whether devices along axis context or expert split the parameters that they share.
+        """Whether axis context or expert splits the dim embed of all parameters outside experts.
 
-        The devices split these parameters with ZeRO 3. Devices along axis expert also split them
-        with a lower stage if axis data has size 1. In a pipeline the parameters are not split,
-        since each task would gather them again.
+        The dim is split with ZeRO 3. Axis expert also splits it with a lower stage if axis data has
+        size 1. In a pipeline the dim is not split, since each task would gather the
+        parameters again.
         """
         alone = self.expert > 1 and self.slices * self.data == 1
         return self.stage == 1 and self.context * self.expert > 1 and (self.zero == 3 or alone)

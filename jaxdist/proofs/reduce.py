@@ -49,7 +49,8 @@ def shrunk(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return a mesh with the axes of `sizes` and at most `DEVICES` devices, if possible.
 
     The currently largest axis is divided by its smallest prime factor until the mesh is small
-    enough. If the division would leave an axis of size 1, the larger mesh is returned.
+    enough. A division that would leave an axis of size 1 is not made: the result then has more than
+    `DEVICES` devices.
 
     >>> shrunk({"data": 64, "tensor": 8})
     {'data': 2, 'tensor': 4}

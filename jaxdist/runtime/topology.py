@@ -131,8 +131,9 @@ def is_slice(shape: Sequence[int]) -> bool:
     """Return whether slices of a family with this number of dims can have this shape.
 
     A slice with three dims is a part of a cube of 4 x 4 x 4 chips, or whole cubes (Google Cloud's
-    pages on TPU types and topologies, v4, v5p). A slice with two dims has a shape from the pages on
-    v5e and v6e, in either orientation, or is a pair of chips, for which libtpu can compile.
+    pages on TPU types and topologies, v4, v5p). A slice with two dims has a shape that Google's
+    pages on v5e and v6e list, in either orientation. A pair of chips also counts as a slice, since
+    libtpu can compile for it.
 
     >>> [is_slice(one) for one in ((8, 8, 12), (2, 2, 4), (8, 8, 9), (2, 4, 8), (8, 16), (2, 16))]
     [True, True, False, False, True, False]

@@ -49,7 +49,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer that multiplies its updates by a factor in its state, initially 1.
 
     If updates are proportional to the learning rate, a program that is compiled for the rate 1 can
-    train with any other rate, which is the factor.
+    train with any other rate: the factor is then the learning rate.
     """
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)

@@ -183,8 +183,8 @@ class Generator:
     def _begin(self) -> Any:
         """A compiled function that returns the state after the prompts, with a cache.
 
-        The last two arguments of the function are the numbers of positions that are computed and
-        that the cache has.
+        The last two arguments of the function are two numbers of positions: the positions of the
+        prompts to compute now, and all positions for which the cache has room.
         """
 
         def begin(

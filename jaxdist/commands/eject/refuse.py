@@ -157,8 +157,8 @@ def _problem(path: str, value: Any) -> str | None:
 def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted path and the value of each setting that differs from its default.
 
-    The `type` that selects an alternative is always included. A section without a `type` that is
-    null by default is included too, with the value "set".
+    The `type` that selects an alternative is always included. A section that is null by
+    default and has no `type` is included too, with the value "set".
 
     Args:
       config: the config, or a section of the config.

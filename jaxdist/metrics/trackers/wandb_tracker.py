@@ -16,7 +16,7 @@ class WandbTracker:
     """A tracker that sends records to a run of Weights & Biases, with files in the run directory.
 
     A resumed run repeats some steps, but the package's counter of steps only increases. Therefore
-    `step` is sent as a metric, which is the axis of all other metrics.
+    `step` is sent as a metric, and all other metrics are plotted against it.
     """
 
     project: str

@@ -32,8 +32,8 @@ class Splash:
 
     Attributes:
       family: the family of the chips, for example "v5e", on which the size of blocks depends.
-      interpret: whether the kernel is interpreted. It then runs on any device, but slowly, as tests
-        need.
+      interpret: whether the kernel is interpreted. Tests set it, since the kernel then runs on
+        any device, although slowly.
     """
 
     family: str = ""

@@ -14,7 +14,7 @@ outcomes that are kept for the client's retries."""
 
 @dataclass(frozen=True)
 class Inbox:
-    """The state of one client's messages.
+    """The messages of one client that wait, and the replies to its pushes.
 
     Attributes:
       expected: the sequence of the client's next message; all earlier messages have been delivered.

@@ -197,7 +197,7 @@ class _Server:
     Attributes:
       versions: the parameters of versions that are still needed to recompute changes.
       waiting: the effects that are not executed yet.
-      reached: the shard after all changes of clocks before the argument `due`, or None until then.
+      reached: the shard once it contains all changes from clocks before `due`, or None before.
     """
 
     def __init__(

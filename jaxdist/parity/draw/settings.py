@@ -2,8 +2,8 @@
 
 The function of each setting takes all sections of a config. The function returns the sections that
 the setting changes, or None if the setting does not combine with the other settings. A setting that
-also changes the numbers on a single device is *shared* by both plans of a draw. Every other setting
-belongs to a single plan.
+also changes the numbers on a single device is *shared* by both plans of a draw. All other settings
+belong to a single plan.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class PlannedExperts:
 
         Args:
           rows: the number of sequences on a device.
-          devices: the size of axis expert. For 1, no rows are empty.
+          devices: the size of axis expert. If the size is 1, no rows are empty.
         """
         if devices == 1:
             return 0

@@ -310,8 +310,8 @@ class TracedFormulas:
 
         Without ZeRO, XLA reduces the summed gradients of all microbatches once. With ZeRO, the
         gradients of each microbatch are reduce-scattered. ZeRO 1 and 2 gather parameters once per
-        step, and ZeRO 3 gathers them in both passes of each microbatch. Devices with different
-        experts gather the parameters that they share and split in the same way.
+        step, and ZeRO 3 gathers them in both passes of each microbatch. If axis expert
+        splits the parameters outside experts, these are gathered in both passes too.
         """
         model, count = self.model, plan.microbatches
         dims, shared = places.dims[1], model.shared_elements

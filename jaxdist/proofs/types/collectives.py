@@ -183,7 +183,7 @@ def marked(op: Op) -> Found:
 
 
 def _crossed(op: Op, mark: str, side: str) -> k.Kind:
-    """Return the kind of an operand or a result of a contract (see `jaxdist.hlo.source.marks`).
+    """Return the kind of an operand or a result of a contract, as `marks.py` defines contracts.
 
     An operand must have the kind that the contract requires. Its kind is `CONTRACT` until the
     contract gives a result. The result has the kind that the contract states. Only `CONTRACT` or

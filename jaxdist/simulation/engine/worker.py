@@ -88,8 +88,8 @@ class WorkerNode:
         """Pull new parameters from the selected servers, and return the number of these servers.
 
         If `ready` is true, the selected servers are the servers from whose copies the worker may
-        compute. If `ready` is false, they are all other servers. No pull is sent to a server that
-        has not answered the last pull.
+        compute. If `ready` is false, all other servers are selected. No pull is sent to a server
+        that has not answered the last pull.
         """
         found = [
             server

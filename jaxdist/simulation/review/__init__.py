@@ -1,1 +1,1 @@
-"""The page of `jaxdist study review`, which makes the comparisons of survey articles."""
+"""The page of `jaxdist study review`, which compares methods as survey articles compare them."""

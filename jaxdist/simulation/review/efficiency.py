@@ -1,4 +1,4 @@
-"""The efficiency of each architecture by number of devices, by simulator and cost model."""
+"""The efficiency of each architecture for several numbers of devices, by simulation or formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CALLS: dict[Architecture, tuple[Operation, ...]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a curve of efficiency over the number of devices.
+    """A point of a curve that shows efficiency against the number of devices.
 
     Attributes:
       seconds: the time of a step, in seconds.

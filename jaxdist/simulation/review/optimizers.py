@@ -1,4 +1,4 @@
-"""The comparison of optimizers by the largest batch that keeps quality, by memory and stability."""
+"""The comparison of optimizers by memory, stability, and the largest batch that keeps quality."""
 
 from __future__ import annotations
 

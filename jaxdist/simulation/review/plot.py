@@ -1,4 +1,4 @@
-"""The figures of the review: efficiency and memory over the number of devices."""
+"""The figures of the review: efficiency and memory against the number of devices."""
 
 from __future__ import annotations
 

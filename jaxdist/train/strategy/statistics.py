@@ -55,7 +55,7 @@ def is_statistic(name: str) -> bool:
 def averaging(
     inner: optax.GradientTransformationExtraArgs, keys: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer of a flat dict that subtracts pushed values from statistics.
+    """Return an optimizer of a flat dict; it subtracts the pushed values from the statistics.
 
     Args:
       inner: the optimizer of the other arrays.

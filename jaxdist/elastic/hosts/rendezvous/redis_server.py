@@ -2,8 +2,8 @@
 
 The server must be a single server without replicas. A replica that takes over may lack the last
 writes, and one of these writes may be a swap that was acknowledged. The data need not survive a
-restart. After a restart without data, the server gets a token with a new name. Every agent then
-notices the new name, and no earlier lease is granted again.
+restart. After a restart without data, there is no token, or a host has created a token with a new
+name. Every agent notices either case, and no earlier lease is granted again.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class EquationAssignment:
 
     Attributes:
       b, w: the equations and divided scans that each half runs, in order.
-      kept: the variables, and the names of a `SplitScan`, whose values B keeps for W.
+      kept: the keys of the values that B keeps for W: variables, and `SplitScan.names`.
       w_inputs: the arguments of the jaxpr that W reads and receives from the caller, so that B need
         not keep them.
     """

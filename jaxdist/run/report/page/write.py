@@ -156,7 +156,7 @@ def report_page(
 
 
 class _Pulse:
-    """A check whether a run is in progress, in which case the run touches its lock file.
+    """A check whether a run is in progress: such a run touches its lock file again and again.
 
     The clocks of two machines are never compared. Only changes of the lock file's time count.
     """

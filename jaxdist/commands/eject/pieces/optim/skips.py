@@ -1,4 +1,4 @@
-"""Optimizer: steps that are skipped, whose gradients would do harm."""
+"""Optimizer: the rule that skips a step if its gradients would do harm."""
 
 from typing import Any
 
