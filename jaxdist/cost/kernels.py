@@ -106,7 +106,7 @@ def splash_block(
       window: the number of earlier positions that a query sees, or None for all of them.
       narrow: whether numbers have two bytes; for wider numbers, a block has at most 1,024
         positions.
-      chunks: the number of equal parts of the sequence that the block must divide.
+      chunks: the number of equal parts of the sequence; the block must divide each part.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
     (512, 1024)

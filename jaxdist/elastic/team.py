@@ -253,7 +253,7 @@ class Team:
         return statuses
 
     def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Failure:
-        """Let all processes print their stacks, record what each did, and return the failure."""
+        """Make all processes print stacks, record what each process did, and return the failure."""
         for member in self.members:
             # faulthandler prints the stacks even if Python is blocked in a collective.
             member.signal(signal.SIGUSR2)

@@ -39,7 +39,7 @@ class Totals:
     unknown_loops: tuple[str, ...] = ()
 
     def times(self, low: int, high: int) -> Totals:
-        """Return the totals of `low` to `high` runs of the part of a program."""
+        """Return the totals of a part of a program that runs from `low` to `high` times."""
         scaled = (
             dataclasses.replace(c, times_low=c.times_low * low, times_high=c.times_high * high)
             for c in self.collectives

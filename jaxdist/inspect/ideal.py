@@ -61,8 +61,8 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     """Return phrases about the bound of `gradient_bound`.
 
-    The first phrase is the assumption of the bound. Each other phrase names a setting of the
-    experiment with which devices send more bytes.
+    The first phrase is the assumption of the bound. Each other phrase states a property of the
+    experiment because of which devices send more or fewer bytes than the bound.
     """
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)

@@ -108,8 +108,8 @@ def assembled(pieces: Sequence[TensorPiece], value: Value, dtype: np.dtype) -> n
 def config_of(model: Described, inputs: Inputs, folder: Path | None, length: int) -> JsonObject:
     """Return the config.json of a model.
 
-    If the config.json in `folder` describes the model, its content is returned, with the class of
-    the model with its head. Otherwise a new config.json is made.
+    If the config.json in `folder` describes the model, its content is returned, except that
+    `architectures` names the class that has a head. Otherwise a new config.json is made.
 
     Args:
       inputs: the sizes of the data that the model was trained on.

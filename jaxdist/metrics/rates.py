@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The figures from which the fraction of the devices' peak that a run uses is computed.
+    """The figures from which the MFU of a run (model FLOPs utilization) is computed.
 
     Attributes:
       unit: the unit of the data, "tokens" or "examples".

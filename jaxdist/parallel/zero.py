@@ -274,7 +274,7 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
        may gather into another layout and then copy every gathered tensor.
     2. Dims whose shards consist of whole sublanes. XLA gathers along these dims into the transposed
        layout, which matmuls read without a copy.
-    3. The longest dim, and of equally long dims the first.
+    3. The longest dim, or the first of several longest dims.
 
     Args:
       shape: the shape of the tensor.

@@ -227,9 +227,8 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """Return the combinations of a full run, in a fixed order.
 
     Without a pipeline, the combinations are all of `possible_cells` with a whole sequence. With a
-    pipeline, the combinations have all schedules, meshes, `activations` and ZeRO stages up to 2,
-    without a reduction and remat. Enough other combinations are added to cover every pair of
-    settings.
+    pipeline, the same holds for the combinations without `reduce` and remat whose ZeRO stage is at
+    most 2. Enough other combinations are added to cover every pair of settings.
 
     Args:
       remats: the keys of `REMATS` that the model supports.

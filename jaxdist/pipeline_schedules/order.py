@@ -19,7 +19,7 @@ FULL and INPUT tasks have the same result here, namely the gradient of the chunk
 
 
 def key(task: Task) -> Dependency:
-    """Return the result of a FORWARD, FULL or INPUT task, for which other tasks may wait."""
+    """Return the key of the result of a FORWARD, FULL or INPUT task; other tasks may need it."""
     return task.kind is not TaskKind.FORWARD, task.chunk, task.microbatch
 
 

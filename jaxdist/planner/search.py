@@ -176,7 +176,7 @@ MOST_SLICES = 4096
 
 
 def least_chips(model: Model, target: Target) -> int | None:
-    """Return the number of chips on which the model fits if the target has more slices.
+    """Return the number of chips on which the model fits, after slices are added to the target.
 
     The number of slices is doubled until the model fits in memory. The batch grows too, so that the
     slices divide it. The result is None if the model does not fit even with `MOST_SLICES` times as

@@ -53,7 +53,7 @@ class Proof:
         are undecided.
       numbers: the comparisons of the plan with a single device.
       near: the comparisons of the plan's neighbours (see `neighbours`) with a single device.
-      sent: the bytes of the compiled step, which are empty if `numbers` has no compiled step.
+      sent: the bytes of the compiled step, or an empty `Sent` if `numbers` has no compiled step.
       seed: the seed of the examples' weights and of the choice of neighbours.
       notes: sentences on the settings that the reduced config leaves out or changes.
       reduced: the sections of the reduced config, for which numbers are compared.

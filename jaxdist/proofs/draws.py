@@ -19,12 +19,11 @@ STEPS, MICROBATCHES, DEVICES = (
 def repeated(
     loss: Loss, batch: Batch, *, microbatches: int, devices: int, limit: float
 ) -> Iterator[str]:
-    """Yield which of `STEPS`, `MICROBATCHES` and `DEVICES` repeat the numbers of random layers.
+    """Yield those of `STEPS`, `MICROBATCHES` and `DEVICES` that have the same random numbers.
 
-    The numbers of two steps are the same if the loss does not depend on the number of the step,
-    although it depends on the seed. The numbers of microbatches are the same if the loss does not
-    change after the first microbatch has exchanged its rows with another microbatch; the same
-    applies to devices.
+    Two steps draw the same numbers if the loss does not depend on the number of the step, although
+    it depends on the seed. The first microbatch and another microbatch draw the same numbers if the
+    loss does not change when the two exchange their rows; the same applies to devices.
 
     Args:
       loss: the loss of a model with random layers.

@@ -164,7 +164,7 @@ class Steps(FirstSteps):
 
 
 def apart(state: PyTree) -> dict[str, np.ndarray]:
-    """Return the largest difference between replicas, by the name that the value has in a `Trace`.
+    """Return the largest difference between replicas, under its name in a `Trace`.
 
     The result is empty if all replicas have equal bits, as on a single device. A plan whose results
     have this value therefore differs from a single device.

@@ -48,7 +48,7 @@ class RangeView:
         """Return the view after a server's failure.
 
         The result is None if no remaining server has all that the leader acknowledged. The failure
-        of a server without a part in this view changes nothing.
+        of a server that is not in this view changes nothing.
 
         Args:
           number: the number of the view in which the failure was seen. If that is not this view,

@@ -156,8 +156,8 @@ def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return, for each dim of a slice, whether the ends of the dim are joined to a ring.
 
     The difference matters, since libtpu compiles different programs for lines and for rings. For
-    lines, libtpu does not compile an all-gather along all dims at once, but an all-reduce of shards
-    that are padded with zeros.
+    lines, libtpu replaces an all-gather along all dims at once by an all-reduce of shards that are
+    padded with zeros.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))
     ((True, True, True), (False, False, False), (False, True))

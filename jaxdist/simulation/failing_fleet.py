@@ -184,7 +184,7 @@ def simulate_fleet(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]
 class _State:
     """The state and the times of all runs with each kind of saves, as arrays `[ways, runs]`.
 
-    A way is a kind of saves (`Saves`).
+    The first dim counts the kinds of saves (`Saves`).
     """
 
     def __init__(self, fleet: FleetConfig, ways: Sequence[Saves]) -> None:

@@ -21,7 +21,7 @@ from jaxdist.wire.contract import Envelope, Op, Peer, Spec
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The number of a table server, in place of the layout of a shard of parameters."""
+    """The number of a table server and the `Spec` of its payloads, instead of a `ShardLayout`."""
 
     server: int
     spec: Spec

@@ -1,8 +1,8 @@
 """The table of refused combinations, with the features, the reason and the remedy of each.
 
-A config is refused if it has a feature of each group of a row. The table is therefore both the
-check of a config and the source of the matrix in the docs, which `python -m jaxdist.validity`
-prints.
+A row has groups of features. A config is refused if, for some row, it has at least one feature of
+each of the row's groups. The table is therefore both the check of a config and the source of the
+matrix in the docs, which `python -m jaxdist.validity` prints.
 """
 
 from __future__ import annotations

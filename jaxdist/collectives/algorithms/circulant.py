@@ -50,7 +50,7 @@ class Circulant(Algorithm):
 
 
 def rounds(size: int) -> list[tuple[int, int]]:
-    """Return the number of blocks that a device has to reduce before and after each round.
+    """Return, for each round, how many blocks a device still has to reduce before and after it.
 
     >>> rounds(8), rounds(6)
     ([(8, 4), (4, 2), (2, 1)], [(6, 3), (3, 2), (2, 1)])

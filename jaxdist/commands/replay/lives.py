@@ -42,7 +42,7 @@ class RecordedLife:
 
 
 def life_of(run: Path, servers: int) -> RecordedLife:
-    """Return the newest uninterrupted part of a run in which all servers saved their state.
+    """Return the newest uninterrupted part of a run that ends with a saved state of all servers.
 
     Raises:
       RunError: there is no such part.

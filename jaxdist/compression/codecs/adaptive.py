@@ -101,7 +101,7 @@ def allocate(energy: jax.Array, planes: int) -> jax.Array:
 
     Args:
       energy: the sum of squares of each block, float32 [blocks].
-      planes: the maximum of the sum of the results over all blocks.
+      planes: the largest allowed sum of the numbers of bits of all blocks.
     """
     # Each gain is the part of an error E 4^-b that a plane removes. The first two planes have equal
     # gains and are allocated together, since a single bit has no zero between its levels.

@@ -140,10 +140,10 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each token after the first two of each part, the bucket and the count / c.
+    """Return two numbers for each token after the first two tokens of each part.
 
-    The bucket is the bucket of the token's context, or -1 for an unseen context. The quotient is
-    the count of the token after this context, divided by the count c of the context.
+    The first number is the bucket of the token's context, or -1 for an unseen context. The second
+    number is the count of the token after this context, divided by the count c of the context.
     """
     grams = np.concatenate(
         [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]

@@ -77,9 +77,10 @@ def by_layer(
 
 
 def _listed(params: Params, stacked: Collection[str]) -> Callable[[int | None], PyTree]:
-    """Return a function from a number of layers to the parameters' shapes, with lists of layers.
+    """Return a function from a number of layers to the shapes of the parameters.
 
-    If the number is None, each list has as many layers as the stack.
+    Instead of a stack, the result has a list of the shapes of that number of layers, or of as many
+    layers as the stack has if the number is None.
     """
     names = [name for name, _ in flatten_with_names(params)]
     shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: params))

@@ -27,7 +27,7 @@ from jaxdist.types import Grads, PyTree
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sum over all devices of the blocks of each device.
+    """The sum of the blocks of all devices.
 
     A block is the sum of some adjacent logical shards, and each device has one block or several
     (`jaxdist.parallel.strict.tree.add_blocks`).

@@ -80,10 +80,10 @@ class EssentialProcesses:
             child.say({"admit": client})
 
     def gone(self, what: JsonObject) -> None:
-        """Report to a server that a rack without workers has left, and admit a further number.
+        """Report to a server that a rack without workers has left, and admit a later client number.
 
-        The rack continues with its next client number, which is admitted already. The number after
-        that number is admitted now.
+        The rack continues with its next client number, which the server has admitted already. The
+        server now admits the rack's client number after the next.
 
         Args:
           what: the aggregator's message, with the number of the server, and the client number that

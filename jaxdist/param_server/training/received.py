@@ -1,4 +1,4 @@
-"""The pushes that a server received, from its log, or from the logs of the racks before it."""
+"""The pushes that a server received, read from its log, or from the logs of all racks."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Count(Kind):
 
     The program does not show whether the rows of one device or the rows of all devices are counted.
     A count that is summed over devices is taken to be a partial sum, and any other count to be
-    whole. The comparison of numbers finds counts that were taken for the wrong kind.
+    whole. If the wrong kind is assumed, the comparison of numbers finds a difference.
     """
 
     said = "computed from sizes alone"
@@ -100,10 +100,10 @@ class Part(Kind):
     Attributes:
       role: the text for reports, by which the kinds `PART`, `TALLY`, `MESSAGE` and `CONTRACT`
         differ. A `PART` is from a stack with an entry for each device, such as the layers of a
-        pipeline stage. A `TALLY` is a sum that began with zeros, of terms that are each computed on
-        a single device. Messages and values of a contract are between two marks of code of jaxdist
-        that no rule can follow (see `collectives.marked`). A message may leave as an entry, such as
-        the residual of a codec.
+        pipeline stage. A `TALLY` is a sum that began with zeros; each of its terms is computed on a
+        single device. A `MESSAGE` or `CONTRACT` is a value inside code of jaxdist that no rule can
+        follow; two marks enclose this code (see `collectives.marked`). A message may leave as an
+        entry, such as the residual of a codec.
     """
 
     role: str

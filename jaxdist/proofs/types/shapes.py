@@ -58,7 +58,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Groups:
     """Return the groups of dims that a reshape keeps apart, in order.
 
     Each group is a pair of a list of successive dims before the reshape and a list of successive
-    dims after the reshape. The dims of both lists have the same number of elements.
+    dims after the reshape. The product of the dims' sizes is the same for both lists.
     """
     ends = [[*itertools.accumulate(shape, operator.mul)] for shape in (before, after)]
     # A dim of size 1 ends where the dim before it ends, and is grouped with that dim. The first
@@ -241,7 +241,8 @@ def _in_a_row(dim: int, sizes: Sequence[int], values: Sequence[k.Value]) -> k.Va
 def same_dims(op: Op) -> Found:
     """Return the kinds of the results of a slice, split or reversal.
 
-    Every result has the kind of the array. Slices of joined arrays have the kinds of their parts.
+    Every result has the kind of the array. If the array is a concatenation of
+    arrays of several kinds, a result has the kinds of the parts that it overlaps.
     """
     kind = op.kinds[0]
     return _cut(op, kind) if isinstance(kind, k.Joined) else op.values[0]

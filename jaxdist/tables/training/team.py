@@ -120,7 +120,7 @@ class TableTeam:
             self._opened = True
 
     def follow(self, failed: Callable[[str], None], moved: Moved) -> None:
-        """Call `moved` for each present leader, and from now on for each later leader.
+        """Call `moved` for each current leader now, and for each new leader later.
 
         `failed` is called if the servers have failed already, or as soon as they fail.
         """
