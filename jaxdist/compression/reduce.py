@@ -217,7 +217,7 @@ def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis:
     """Return whether all leaves and results are finite on all devices.
 
     Args:
-      leaves: the arrays of this device, whose check needs an all-reduce of a number.
+      leaves: the arrays that differ between devices; their check all-reduces one number.
       results: the arrays that are the same on all devices.
       axis: the axis of the devices.
     """

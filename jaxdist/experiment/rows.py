@@ -145,7 +145,7 @@ class RowInterpreter:
 
         If the condition depends on several rows, a result without a dim of rows depends on several
         rows too, and the rows of a result with a dim of rows are tied. A condition that has a dim
-        of rows (a loop under `vmap`) decides for each row alone, and changes nothing.
+        of rows (a loop under `vmap`) decides for each row separately, and ties no rows.
 
         Args:
           equation: the conditional or the loop.

@@ -191,8 +191,8 @@ class Frame:
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
         """Return the integers on which the condition depends, with their values after an iteration.
 
-        The key is the path of an integer in the loop's state. The value depends on the state before
-        the iteration, or is None if it is unknown.
+        The key is the path of an integer in the loop's state. A value is a function of the state
+        before the iteration, or None if the value is unknown.
         """
         # A dict has a fixed order, but the order of a set may differ between runs.
         asked: dict[TuplePath, None] = {}

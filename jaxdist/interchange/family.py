@@ -85,7 +85,7 @@ class Family:
 
     Attributes:
       name: the `model_type` in config.json.
-      architecture: the class of transformers, as config.json names it.
+      architecture: the class in the library transformers that config.json names.
       rows: the row of each parameter, or a function from a config.json to these rows.
       keys: the options of jaxdist's model, by key of config.json.
       options: the options that all models of the family have.

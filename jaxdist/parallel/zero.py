@@ -270,7 +270,7 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
     layout of gathered tensors in XLA:TPU:
 
     1. Dims whose shards consist of whole tiles of the usual layout. For other dims, XLA may gather
-       by an all-reduce of shards that are padded with zeros, which sends twice the bytes. Or XLA
+       by an all-reduce of shards that are padded with zeros, which sends twice the bytes, or XLA
        may gather into another layout and then copy every gathered tensor.
     2. Dims whose shards consist of whole sublanes. XLA gathers along these dims into the transposed
        layout, which matmuls read without a copy.

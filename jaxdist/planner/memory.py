@@ -120,8 +120,8 @@ class PlanMemory:
         """Return the memory with the optimizer's state on the host.
 
         While the state passes through the device, the activations are no longer needed. Therefore
-        only the bytes by which the groups of the state exceed the activations and the temporary
-        memory count.
+        the groups of the state count only as far as they exceed the activations and the temporary
+        memory together.
         """
         passing = max(0.0, STREAMED * self.optimizer - self.activations - self.working)
         return replace(self, optimizer=passing, host=self.optimizer, copied=2 * self.optimizer)

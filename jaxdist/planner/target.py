@@ -253,7 +253,7 @@ def wide_meshes(target: Target, *, context: bool) -> Iterator[Places]:
 
 
 def inner_meshes(target: Target, *, alone: bool) -> Iterator[Places]:
-    """Yield every mesh of axis context or axis expert with the axes stage, data and tensor.
+    """Yield every layout of the axes stage, data, tensor, and context or expert, in a slice.
 
     The size of axis context or axis expert is 2 or more.
 

@@ -82,7 +82,7 @@ class Proof:
 
     @property
     def doubted(self) -> bool:
-        """Whether all numbers are right, so that any findings of types are in doubt.
+        """Whether findings of types are in doubt, because all compared numbers are right.
 
         The rules of types may confuse dims of equal size, so that a finding may be a false alarm. A
         plan with a doubted finding is undecided and not proved, since numbers are compared only for
@@ -101,7 +101,7 @@ class Proof:
         """The verdict, which is "wrong", "undecided" or "proved".
 
         The verdict is "wrong" if any part of the proof found a difference. Otherwise the verdict is
-        "undecided" if the proof makes no statement about anything, or if a finding of types is
+        "undecided" if any parameter or comparison is undecided, or if a finding of types is
         doubted.
         """
         found = self.types.findings

@@ -51,8 +51,8 @@ class RangeView:
         of a server that is not in this view changes nothing.
 
         Args:
-          number: the number of the view in which the failure was seen. If that is not this view,
-            the result is this view, because the server may have returned since then.
+          number: the number of the view in which the failure was seen. If another view has
+            this number, the result is this view, because the server may have returned since then.
 
         >>> RangeView(0, 0, leader=1, follower=2).failed(1, number=0)
         RangeView(number=1, epoch=1, leader=2, follower=None, joining=None)

@@ -238,7 +238,7 @@ def divide_gpus(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
 
 
 def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the GPUs that each of the processes `members` owns, all of which see the same GPUs."""
+    """Return the GPUs that each process in `members` owns; these processes see the same GPUs."""
     gpus, machine = seen[members[0]].gpus, seen[members[0]].machine
     chosen = [seen[index].chosen for index in members]
     if any(one is not None for one in chosen):

@@ -30,7 +30,7 @@ Topology = Literal["switch", "torus", "memory"]
 
 @dataclass(frozen=True)
 class Link:
-    """A network, by the figures of a single device in it.
+    """The form of a network, and the latency and bandwidth of a single device in the network.
 
     Attributes:
       latency_seconds: the seconds from the start of a message to its first byte at the neighbor.

@@ -7,7 +7,7 @@ of values, and compile to nothing.
 
 A *contract* is a statement about the code between marks of its operands (`takes`) and marks of its
 results (`gives`): for each mesh axis, how the axis splits every operand and every result. The
-proofs check that the surrounding code keeps the contract, and believe it for the code inside.
+proofs check that the surrounding code keeps the contract, and assume that the code inside does.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _to_gathered(
 def _in_order(split: SequenceSplit, x: jax.Array) -> jax.Array:
     """Return an array `[B, L, ...]` in the order of the sequence, from the order of a split.
 
-    The positions move in large parts. For a gather of positions, libtpu needs minutes to compile.
+    Reshapes reorder the positions, since libtpu needs minutes to compile a gather of positions.
     """
     R, (B, L, *rest) = split.groups, x.shape
     if split.order == "striped":

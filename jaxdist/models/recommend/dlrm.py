@@ -23,7 +23,7 @@ Widths = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class DlrmConfig(RecommenderConfig):
-    """A bottom MLP and table rows, whose dot products are the input of a top MLP."""
+    """A top MLP on the pairwise dot products of table rows and of the output of a bottom MLP."""
 
     type: Literal["dlrm"]
     """The name that selects this model in a config."""

@@ -98,7 +98,7 @@ class RoutedHead(HeadOnly):
 
     Attributes:
       found: the function that computes the auxiliary losses from the weight of each token.
-      deterministic: whether the model evaluates.
+      deterministic: whether the model runs in evaluation mode.
     """
 
     found: Callable[[jax.Array], Auxiliary] = _refused

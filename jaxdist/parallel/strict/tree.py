@@ -51,7 +51,7 @@ class LocalTree:
     def held(self) -> int:
         """The number of trees in memory at a time.
 
-        The trees are a sum for each level, a sum for each block, and the shard that is added.
+        One tree is the shard that is added; the others are the sums of the levels and blocks.
         """
         return self.levels + self.blocks + 1
 

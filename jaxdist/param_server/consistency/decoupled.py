@@ -64,7 +64,7 @@ class Decoupled(Consistency):
         return self
 
     def outer(self) -> optax.GradientTransformation:
-        """Return the outer optimizer; its gradient is the negative of a merged change."""
+        """Return the outer optimizer, which takes the negative of a merged change as gradient."""
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def check(self, *, workers: int, learning_rate: float) -> None:

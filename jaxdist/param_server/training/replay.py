@@ -112,7 +112,7 @@ class Replay:
 
     @property
     def reached(self) -> list[ShardState]:
-        """The shard of each server that has reached the clock `due`, as it was at this clock."""
+        """The shard, at the clock `due`, of each server that has reached this clock."""
         return [server.reached for server in self.servers if server.reached is not None]
 
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:

@@ -177,7 +177,7 @@ def _composition(random: Random, total: int, parts: int) -> list[int]:
 
 @cache
 def _meshes() -> tuple[tuple[int, int, int], ...]:
-    """Return the sizes of the axes data, stage and tensor of all meshes of at most `DEVICES`."""
+    """Return (data, stage, tensor) of all meshes of up to `DEVICES` devices and `STAGES` stages."""
     sizes = range(1, DEVICES + 1)
     return tuple(
         (data, stage, tensor)

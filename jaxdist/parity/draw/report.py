@@ -168,7 +168,7 @@ def _row(outcome: DrawOutcome) -> JsonObject:
     """Return an outcome as JSON values.
 
     The `reader` of the result lacks each section in `COMMON` that is equal in both configs of the
-    outcome. A section in `COMMON` that only `sections` has is None in the `reader` of the result.
+    outcome. If only `sections` has a section in `COMMON`, this section of the `reader` is None.
     """
     row = asdict(outcome)
     sections, reader = row["sections"], row["reader"]

@@ -266,7 +266,7 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
 
 
 def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
-    """Return the number of microbatches of a smaller batch.
+    """Return the number of microbatches for a batch that is smaller than the full batch.
 
     A pipeline has the same number of microbatches for every batch size.
 

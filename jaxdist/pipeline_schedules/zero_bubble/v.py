@@ -191,7 +191,7 @@ def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
       microbatches: the number of microbatches.
 
     Returns:
-      The number of microbatches in a chunk, over both chunks of the stage.
+      The maximum, where a microbatch counts once for each chunk in which it is live.
     """
     taken = {time % _UNITS for time in times}
     changes = [(time, 1) for time in times[:2]]

@@ -55,7 +55,7 @@ def split_of(model: Decoder, plan: Plan, target: Target, rows: int) -> SequenceS
 def context_refusal(model: Decoder, plan: Plan) -> str | None:
     """Return the reason why the axis context of a plan is invalid, or None if it is valid.
 
-    A plan that does not share sequences is valid.
+    A plan without axis context is valid.
     """
     if plan.context == 1:
         return None
@@ -95,8 +95,8 @@ def piecewise(model: Decoder, plan: Plan, target: Target, rows: int) -> tuple[fl
 def context_seconds(model: Decoder, plan: Plan, places: Places, target: Target, rows: int) -> float:
     """Return the seconds that a block waits for exchanges of keys, values and heads, in all passes.
 
-    The exchanges are assumed not to overlap with computation. A recomputed forward pass has another
-    exchange.
+    The exchanges are assumed not to overlap with computation. If attention
+    is recomputed, the exchanges of the forward pass are repeated.
 
     Args:
       model: the model for which the plan is made.

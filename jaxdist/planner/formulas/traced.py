@@ -402,7 +402,7 @@ def _experts(config: ExperimentConfig, length: int) -> PlannedExperts | None:
 def _tensor(
     name: str, shape: tuple[int, ...], dims: tuple[str | None, ...], *, resting: bool
 ) -> tuple[PlannedParameter, int]:
-    """Return a parameter to plan for and its number of stacked layers.
+    """Return a parameter in the form that plans use, and its number of stacked layers.
 
     The shape of the result has no dim of layers, because ZeRO never splits this dim. Axis expert
     splits the dim of experts if there is one.

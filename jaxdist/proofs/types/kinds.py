@@ -102,8 +102,8 @@ class Part(Kind):
         differ. A `PART` is from a stack with an entry for each device, such as the layers of a
         pipeline stage. A `TALLY` is a sum that began with zeros; each of its terms is computed on a
         single device. A `MESSAGE` or `CONTRACT` is a value inside code of jaxdist that no rule can
-        follow; two marks enclose this code (see `collectives.marked`). A message may leave as an
-        entry, such as the residual of a codec.
+        follow; two marks enclose this code (see `collectives.marked`). A message, such as the
+        residual of a codec, may also leave `shard_map` as an entry of a stack.
     """
 
     role: str
@@ -353,8 +353,8 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 def passes(kinds: Sequence[Kind]) -> Kind | None:
     """Return the kind of all results of an operation if the kind of an operand decides alone.
 
-    Any operation on a value that is wrong, unknown, inside a contract, or a message gives a value
-    of the same kind. The result is None if no operand has such a kind.
+    If an operand is wrong, unknown, a message, or a value inside a contract, the results of every
+    operation have the kind of this operand. The result is None if no operand has such a kind.
 
     Args:
       kinds: the kinds of the operands.

@@ -76,7 +76,7 @@ class Network:
     """Network cards that messages share as TCP connections do.
 
     Messages that begin together get equal rates. The more bytes the earlier messages have
-    already sent, the smaller is the share of a message that begins later.
+    already sent, the smaller is the rate of a message that begins later.
 
     Attributes:
       received_bytes: the number of bytes that each node has received, copies included.

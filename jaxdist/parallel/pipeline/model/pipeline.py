@@ -324,7 +324,7 @@ class Pipeline:
     def _to_stages(self, layers: list[Any]) -> list[Any]:
         """Rearrange leaves from `[layers, ...]` to `[entries, layers of a chunk, ...]`, by stage.
 
-        The entries are the entries of `chunks.on_stages`.
+        `chunks.on_stages` lists the chunk of each entry.
         """
         placement = self.ticks.placement
         if not self.cut.even:

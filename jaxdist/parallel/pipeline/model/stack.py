@@ -28,7 +28,7 @@ def is_in_order(placement: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class StageStack:
-    """The order by stage of stacked leaves `[layers, ...]`, which are split over the stages.
+    """The order, by stage, of the layers in stacked leaves, which are split over the stages.
 
     All chunks must have the same number of layers.
 
