@@ -1,11 +1,11 @@
 """The assignment of a separate channel to each collective of a program for CPUs.
 
-XLA:CPU may run a collective while a loop with other collectives runs, if the collective and the loop
-do not need results of each other. XLA:CPU distinguishes such collectives by their channels, but
-jax gives the same channel to all collectives in a `jax.shard_map`. Devices that have reached
-different collectives may then join the same rendezvous, and the process aborts ("rendezvous ...
-Id can't be larger than the number of participating threads", with jax 0.10 and 0.12). Collectives
-that XLA inserts have separate channels already.
+XLA:CPU may run a collective while a loop with other collectives runs, if the collective and the
+loop do not need results of each other. XLA:CPU distinguishes such collectives by their channels,
+but jax gives the same channel to all collectives in a `jax.shard_map`. Devices that have reached
+different collectives may then join the same rendezvous, and the process aborts ("rendezvous ... Id
+can't be larger than the number of participating threads", with jax 0.10 and 0.12). Collectives that
+XLA inserts have separate channels already.
 """
 
 from __future__ import annotations
