@@ -34,7 +34,7 @@ class ConfigError(JaxdistError):
     Attributes:
       setting: the path of the setting at fault, relative to the section of the config that is
         built. An empty path means the section itself.
-      more: the errors for all other problems, which are at other settings.
+      more: the errors for the problems of all other settings.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class ArrayWriter:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Return all errors of a save, of which each call of orbax raises only one."""
+        """Return all errors of a save; a call of orbax raises only one of them."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:

@@ -56,8 +56,8 @@ class BucketState(NamedTuple):
     """The state that a device keeps for a bucket between rounds.
 
     With the exchange "scatter" a device sends two messages in a round: its gradient, and then the
-    sum of its shard. `down` and `down_view` are for the second message, and are () with the other
-    exchanges.
+    sum of its shard. `down` and `down_view` are for the second message, and are () with "gather"
+    and "sum".
 
     Attributes:
       up: the feedback's memory for the messages with this device's gradients, with the shape of the

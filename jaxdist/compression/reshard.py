@@ -100,7 +100,7 @@ class _Rows:
         return self._moved(old, new, lambda rows: jnp.broadcast_to(rows[:1], self._to(rows)))
 
     def shared(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """Return an equal part, for each new device, of the state summed over the old devices."""
+        """Sum the state over the old devices, and return an equal part for each new device."""
 
         def share(rows: jax.Array) -> jax.Array:
             return jnp.broadcast_to(rows.sum(0, keepdims=True) / self.new, self._to(rows))

@@ -67,7 +67,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
 
 
 def _at_hand(data: DataConfig) -> Dataset | None:
-    """Return the data set, or None if this would need a download, large files or user code."""
+    """Return the data set, or None if it needs a download, large files or user code."""
     quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
     try:
         return data.build() if quick else None

@@ -263,7 +263,7 @@ def scan_blocks(
       x: an array, or a pytree of floating-point arrays.
       operands: the arguments of a block after x, which are the same for every block.
       remat: the policy that selects what the backward pass recomputes; see `jaxdist.models.remat`.
-        A list has an entry for each of several consecutive blocks, which form a loop iteration, and
+        A list has a policy for each of several successive blocks, which form one loop iteration; it
         is repeated over the layers. The activations of an iteration are in memory together.
       unroll: the number of blocks in a loop iteration, at most all blocks. With a list of policies
         the number is rounded down to a multiple of the list's length.

@@ -302,7 +302,7 @@ def skip_spikes(
     window: int = 100,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap `inner` so that steps with a gradient norm above `factor` times its mean are skipped.
+    """Wrap `inner` so that steps whose gradient norm exceeds `factor` times the mean are skipped.
 
     The mean is the arithmetic mean over the first `window` steps, and then a moving average with
     decay 1 - 1 / `window`. A step among the first `window` steps, or with a mean of 0, is not

@@ -30,7 +30,7 @@ def plot_fleet(fleet: Fleet, directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def fleet_figure(fleet: Fleet) -> Figure:
-    """Return the figure that `plot_fleet` writes: means, 5 to 95% of the runs, and closed forms."""
+    """Return the figure that `plot_fleet` writes: means, percentiles 5 and 95, and closed forms."""
     figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     for tier, colour in zip(fleet.tiers, _COLOURS, strict=True):

@@ -50,7 +50,7 @@ def ends(x: jax.Array, axis: str | Sequence[str], number: int, dim: int | None =
 
 
 def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of an operand, and mark in the program that it enters a function.
+    """Return a device's shard of an operand, marked in the program as it enters a function.
 
     Args:
       x: the shard.
@@ -61,7 +61,7 @@ def enters(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
 
 
 def leaves(x: jax.Array, axis: str | Sequence[str], number: int) -> jax.Array:
-    """Return a device's shard of a result, and mark in the program that it leaves a function.
+    """Return a device's shard of a result, marked in the program as it leaves a function.
 
     Args:
       x: the shard.

@@ -1,4 +1,4 @@
-"""The running softmax of attention block by block, and its gradients.
+"""The running softmax and the gradients of attention that is computed block by block.
 
 Dims: B batch, H heads, K kv_heads, G = H / K, d head_dim; N blocks of S positions each.
 """

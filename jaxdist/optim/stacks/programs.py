@@ -175,7 +175,7 @@ class _Comparison:
         return True
 
     def mapped(self, *given: PyTree) -> PyTree:
-        """Call the function on each layer, as a list of one layer, by a `jax.vmap` over layers."""
+        """Call the function with lists of a single layer, under `jax.vmap` over the layers."""
         form = self.wanted.form
 
         def one(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -38,7 +38,7 @@ _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "c
 
 
 class UnknownError(Exception):
-    """The error for an operation that no term describes, on a stack of layers."""
+    """The error for a stack of layers in an operation that no term describes."""
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | N
     """Call `send` once with all leaves that have a split dim, and return the changed leaves.
 
     Args:
-      send: the function of a list of leaves and the list of their split dims.
+      send: the function, with the arguments (list of leaves, list of their split dims).
       leaves: all leaves.
       dims: the split dim of each leaf, or None for a leaf that `send` must not get.
 

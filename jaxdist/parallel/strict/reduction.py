@@ -1,4 +1,4 @@
-"""The sum over all logical shards from the sums of each device, in a fixed order.
+"""The sum over all logical shards: the devices' sums are added in a fixed order.
 
 The code runs inside a `jax.shard_map`. Each device receives its part of the elements from all
 devices, and adds the received sums in the order of `jaxdist.parallel.strict.tree`. Results that

@@ -351,7 +351,7 @@ def spoiled(kinds: Iterable[Kind]) -> Kind | None:
 
 
 def passes(kinds: Sequence[Kind]) -> Kind | None:
-    """Return the kind of all results of an operation if the kind of an operand decides alone.
+    """Return the kind of all results of an operation if a single operand decides this kind.
 
     If an operand is wrong, unknown, a message, or a value inside a contract, the results of every
     operation have the kind of this operand. The result is None if no operand has such a kind.
