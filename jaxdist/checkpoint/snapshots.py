@@ -98,7 +98,7 @@ class Snapshots:
         self._thread.start()
 
     def forget(self, after: int) -> None:
-        """Delete the snapshots of all steps later than `after`, from which the run has resumed.
+        """Delete the snapshots of all steps later than `after`, the step at which the run resumed.
 
         The run repeats these steps, and must not resume from snapshots of their first execution.
         """

@@ -1,4 +1,4 @@
-"""The checks of the arguments of collectives, whose errors name the operation.
+"""Checks of the arguments of collectives. The errors name the operation.
 
 In all functions, `operation` is the name of the collective for error messages.
 """

@@ -17,7 +17,7 @@ MOST = 3
 
 
 def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -> Sequence[Problem]:
-    """Return the problems, in which each unknown key has suggestions from other sections.
+    """Return the problems, with suggestions from other sections for unknown keys.
 
     Args:
       schema: the schema of the complete tree `values`.

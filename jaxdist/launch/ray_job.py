@@ -2,8 +2,8 @@
 
 JAX cannot replace a lost process of a group. After a loss, the driver therefore ends all actors and
 starts new actors, on other nodes if necessary. The processes then resume from the newest
-checkpoint. Ray alone restarts an actor of a server or of a worker of `strategy.type:
-parameter_server`, whose process joins the run again.
+checkpoint. The driver does not restart the actors of servers and of the workers of `strategy.type:
+parameter_server`: Ray restarts such an actor by itself, and its process joins the run again.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _restarted(settings: JsonObject) -> Any:
 
 
 def _servers(settings: JsonObject, count: int, group: Any) -> list[Any]:
-    """Return the actors of the servers, whose machines have the bundles from `count` on."""
+    """Return the actors of the servers, which run in the bundles from number `count` on."""
     serve = settings["serve"]
     if not serve:
         return []

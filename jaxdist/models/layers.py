@@ -137,8 +137,8 @@ def param(
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Multiply `x [..., D] @ kernel [D, ...]` in x's dtype.
 
-    The rows of x are flattened first. Otherwise the gradient of the kernel would contract over two
-    dims, for which XLA on CPU takes twice the time.
+    The rows of x are flattened first. Otherwise the gradient of the kernel would be a product that
+    contracts two dims. XLA on CPU takes twice the time for this product.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = rows @ kernel.astype(x.dtype).reshape(kernel.shape[0], -1)

@@ -278,6 +278,6 @@ class MuonConfig(OptimizerConfig):
 
 
 def _by_name(tree: PyTree, value: Callable[[str], Any]) -> PyTree:
-    """Return a tree with the structure of `tree`, whose leaves are `value(name of the leaf)`."""
+    """Return a copy of `tree` in which `value(name of the leaf)` replaces each leaf."""
     named = flatten_with_names(tree)
     return jax.tree.unflatten(jax.tree.structure(tree), [value(name) for name, _ in named])

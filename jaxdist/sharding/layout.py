@@ -169,9 +169,10 @@ class Layout:
 
         The axis across the slowest network comes first.
 
-        An axis that is split over two networks has two names. The axis of experts splits the batch
-        too, inside the axis of the batch, because devices that have different experts have
-        different tokens. The axis of `seq` splits the dim `residual_seq` too.
+        An axis that is split over two networks has two names. Axis expert also splits the batch:
+        it further divides each part that the axis of the batch makes, because devices that have
+        different experts have different tokens. The axis of `seq` splits the dim `residual_seq`
+        too.
         """
         axis = self.axis_of(dim)
         names = axis_names(self.mesh, axis) if axis is not None else ()

@@ -1,4 +1,4 @@
-"""Conversations in JSON lines as windows of tokens, in which only answers enter the loss."""
+"""Conversations from JSON lines as windows of tokens. Only the answers enter the loss."""
 
 from __future__ import annotations
 

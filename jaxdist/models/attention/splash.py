@@ -187,7 +187,7 @@ class Splash:
 
 
 def _part(x: jax.Array, group: jax.Array | int, groups: int) -> jax.Array:
-    """Return a group's part of an array of the mask, whose rows count blocks or positions."""
+    """Return a group's part of an array of the mask, along the dim of blocks or positions."""
     axis = min(1, x.ndim - 1)
     size = x.shape[axis] // groups
     return lax.dynamic_slice_in_dim(x, group * size, size, axis)

@@ -118,7 +118,7 @@ class Reduction:
         return self.order.add(arrived.reshape(-1, parts.shape[-1]))
 
     def square(self, shards: Grads) -> jax.Array:
-        """Sum the squares of all elements of a tree, whose ZeRO shards are on several devices.
+        """Sum the squares of all elements of a tree that ZeRO splits over several devices.
 
         A tensor that ZeRO does not split is whole on each device, and is counted once.
         """

@@ -101,7 +101,7 @@ class _Found(NamedTuple):
     Attributes:
       period: the period of the schedule, or infinity if the schedule exceeds the limit of memory.
       first: for each stage, the number of forward tasks with which it begins.
-      patience: the patience of the `Fill`.
+      patience: the argument `patience` of `Fill`.
       rows: the tasks of each stage, or None if the schedule exceeds the limit of memory.
     """
 
@@ -195,7 +195,7 @@ class _Problem:
 
         Args:
           first: for each stage, the number of forward tasks with which it begins.
-          patience: the patience of the `Fill`.
+          patience: the argument `patience` of `Fill`.
         """
         orders = []
         for stage, ahead in enumerate(first):

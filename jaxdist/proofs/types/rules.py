@@ -28,7 +28,7 @@ def along(op: Op) -> Found:
 def apart(op: Op, dims: Collection[int]) -> k.Kind:
     """Return the kind of the results of an operation that treats rows along `dims` separately.
 
-    The result is a shard along those of `dims` along which all sharded operands are shards. An
+    The result is a shard along each dim in `dims` along which every sharded operand is a shard. An
     operand that is a partial sum is an error.
     """
     label = label_of(op.eqn)

@@ -177,7 +177,7 @@ class Pass:
     def _fitting(self, eqn: Any, value: k.Value, aval: Any) -> k.Value:
         """Return a result, which is undecided if its kind is impossible for the array.
 
-        Joined arrays must add up to the size of the array along the dim that joins them.
+        The sizes of joined arrays must add up to the size of the result along the joined dim.
 
         Args:
           eqn: the equation of the result.
