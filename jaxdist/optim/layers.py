@@ -104,8 +104,8 @@ class LayeredLeaf:
         """Add up at most `FOLD` adjacent elements along a summed dim, in a pass over all tensors.
 
         XLA would compute two full sums either in two passes over the inputs, or in one pass as two
-        chains, in which each addition waits for the previous addition. Here the elements of a row are
-        independent of each other, so that their additions are vectorized.
+        chains, in which each addition waits for the previous addition. Here the elements of a row
+        are independent of each other, so that their additions are vectorized.
         """
         rows = [i for i in self.summed if i != self.ndim - 1]
         shape = tensors[0].shape if tensors else ()
