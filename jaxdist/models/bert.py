@@ -152,7 +152,7 @@ class BertConfig(PartConfig):
         choose_kernel(self.attention, ask)
         if (length or 0) > self.positions:
             raise ConfigError(
-                f"sequences have {length} tokens, but model.positions learns {self.positions}: "
+                f"sequences have {length} tokens, but model.positions is {self.positions}: "
                 "lower data.window, or raise model.positions",
                 setting=("positions",),
             )

@@ -216,7 +216,7 @@ class GptConfig(PartConfig):
         choose_kernel(self.attention, ask)
         if self.positions is not None and (length or 0) > self.positions:
             raise ConfigError(
-                f"sequences have {length} tokens, but model.positions learns {self.positions}: "
+                f"sequences have {length} tokens, but model.positions is {self.positions}: "
                 "lower data.window, or raise model.positions",
                 setting=("positions",),
             )

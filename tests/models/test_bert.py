@@ -202,5 +202,5 @@ def test_settings_that_do_not_fit_are_refused():
         config(heads=5)
     with pytest.raises(ValidationError, match="scan_unroll 3 exceeds layers 2"):
         config(scan_unroll=3)
-    with pytest.raises(ConfigError, match=r"32 tokens, but model\.positions learns 16"):
+    with pytest.raises(ConfigError, match=r"32 tokens, but model\.positions is 16"):
         functional(lambda rngs: config().build(rngs, vocab_size=VOCAB, length=32))

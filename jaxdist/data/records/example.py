@@ -45,7 +45,7 @@ def _values(feature: bytes) -> Any:
     """Return the only list of a feature; a feature with no list or several lists is an error."""
     (kind, content), *more = _fields(feature)
     if more or kind not in (1, 2, 3) or not isinstance(content, bytes):
-        raise ValueError("a feature is one list")
+        raise ValueError("a feature has no list, or several lists")
     parts = [value for number, value in _fields(content) if number == 1]
     if kind == 1:
         return [part for part in parts if isinstance(part, bytes)]

@@ -76,8 +76,8 @@ class LabelledTextConfig(Config):
     def _check(self) -> LabelledTextConfig:
         if (self.source == "files") != bool(self.files):
             raise ValueError(
-                f"source {self.source!r} with files {list(self.files)}: name the files in "
-                "data.files, or leave both out for python-stdlib"
+                f"source is {self.source!r}, but files is {list(self.files)}: name the files in "
+                "data.files and set source: files, or leave both out for python-stdlib"
             )
         if self.source == "python-stdlib" and not self.classes:
             raise ValueError(

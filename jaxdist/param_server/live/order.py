@@ -65,7 +65,7 @@ def step(model: Consistency, state: RangeState, taken: ProtocolCall) -> server.S
             assert taken.message is not None
             return server.receive(model, state, taken.message, taken.now)
         case "hear":
-            raise AssertionError("a server hears no replies")
+            raise AssertionError("a server receives no replies")
 
 
 def rack_step(model: Consistency, state: RackState, taken: ProtocolCall) -> RackStep:
