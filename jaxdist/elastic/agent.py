@@ -53,7 +53,7 @@ class AgentSettings:
 
 
 class Agent:
-    """The agent of a run on one machine, whose method `run` is called once.
+    """The agent of a run on one machine; the method `run` is called once.
 
     Args:
       say: the function that prints a line for the user.

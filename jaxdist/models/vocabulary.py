@@ -1,4 +1,4 @@
-"""The padding of vocabularies to a multiple, so that their size divides over a mesh.
+"""The padding of vocabularies to a size that the mesh can divide.
 
 Dims: B batch, L sequence, V vocab.
 """

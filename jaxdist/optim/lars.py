@@ -88,7 +88,7 @@ def lars(
     specs: Specs = None,
     **options: object,
 ) -> optax.GradientTransformationExtraArgs:
-    """Build LARS: SGD with momentum, whose steps are a fraction of the norm of a layer's weights.
+    """Build LARS: SGD with momentum; a step is a fraction of the norm of the layer's weights.
 
     ratio = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
     v <- momentum v + learning_rate ratio (g + weight_decay w);  w <- w - v

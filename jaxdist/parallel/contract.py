@@ -165,7 +165,7 @@ class Exchange(Protocol):
         ...
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """Return the sharding of each leaf of a state, whose leaves are arrays or shapes."""
+        """Return the sharding of each leaf of a state; the leaves are arrays or shapes."""
         ...
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:

@@ -24,7 +24,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def members(names: Sequence[str]) -> list[str]:
-    """Return the names of features, in which the members of each group replace its name."""
+    """Return the names of features, with each group's name replaced by its members' names."""
     return [member for name in names for member in GROUPS.get(name, (name,))]
 
 
@@ -33,7 +33,7 @@ class ValidityRow:
     """A combination of features that is refused.
 
     Attributes:
-      groups: the groups of features; a config that has a feature of each group is refused.
+      groups: the groups of features; a config with a feature of every group is refused.
       why, instead: the reason and the remedy, which are the two halves of a sentence.
       setting: the path, in the complete config, of the setting that causes the refusal.
       heading: the heading of the page's section that begins with the row, or an empty string.

@@ -128,7 +128,7 @@ def make_token(path: Path) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, with which workers authenticate.
+    """Return the token with which workers authenticate, read from a file.
 
     Raises:
       RunError: the file cannot be read, others may read it, or the token is too short.

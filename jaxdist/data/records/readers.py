@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 @dataclass
 class HuggingFaceSplit:
-    """A split of a data set of the package `datasets`, whose images stay encoded."""
+    """A split of a data set of the package `datasets`; its images stay encoded."""
 
     name: str
     split: Any

@@ -1,4 +1,4 @@
-"""The detection of a process that is slow and delays the others, from the statuses of all.
+"""The detection of a process that is slow and delays other processes, from all statuses.
 
 Processes that take every step together have the same step time, so the step time does not show
 which process is slow. Three measures show the slow process; the first measure gives the most
