@@ -26,7 +26,7 @@ def axis_size(axis: Axis) -> int:
 
 
 def names(axis: Axis) -> tuple[str, ...]:
-    """Return the names of the mesh axes in an axis, as a tuple.
+    """Return `axis`, which is one name or several names of mesh axes, as a tuple of names.
 
     >>> names("data")
     ('data',)

@@ -1,4 +1,4 @@
-"""The parser of YAML 1.2 to a tree of nodes: data only, every value with its line, within limits.
+"""The parser of YAML 1.2, which makes a tree of plain data with line numbers, within size limits.
 
 The parser reads the events of ruamel and does not use ruamel's constructors. Therefore tags have no
 effect, aliases are counted before they are followed, and each key keeps its line.

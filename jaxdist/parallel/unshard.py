@@ -215,7 +215,7 @@ def on_blocks(
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Return a function that calls `function` on each device's blocks of arrays.
 
-    The blocks are the parts of the arrays by the auto axes of the current mesh. If `function` ran
+    A block is a device's part of an array that the auto axes of the mesh split. If `function` ran
     on whole arrays, XLA would gather the arrays over the auto axes before it sends them.
 
     Args:
