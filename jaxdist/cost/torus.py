@@ -130,7 +130,7 @@ class Torus:
 
     def _ports(self, dim: int, extent: int) -> int:
         size = int(self.places[:, dim].max()) + 1
-        # Two chips on a ring have one neighbor, as on a line.
+        # A chip on a ring of two chips has only one neighbor, as on a line.
         return 2 if self.rings[dim - 1] and extent == size and size > 2 else 1
 
     def _hops(self, dim: int, extent: int) -> int:

@@ -126,7 +126,7 @@ class Functional:
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
         own = _values(params, self._param_paths)
         if self.adapters:
-            # Adapters draw from another key than the module, which draws from `key` itself.
+            # The module draws from `key` itself, so the adapters need a different key.
             drawn = lora.init(self.adapters, jax.random.fold_in(key, len(self._param_paths)))
             own |= nest([tuple(name.split("/")) for name in drawn], [*drawn.values()])
         return own, _values(buffers, self._buffer_paths)

@@ -286,7 +286,7 @@ def cover(
     """
     having = [settings(cell) for cell in cells]
     missing = set().union(*having) - set().union(*map(settings, given))
-    # The number of missing pairs that a cell covers only decreases, so that an earlier number is an
+    # The number of missing pairs that a cell covers never increases, so an earlier number is an
     # upper bound. Only the cell at the top of the heap needs to be counted again.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)

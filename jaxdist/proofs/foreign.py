@@ -247,7 +247,8 @@ def _batches(
     shards = next(n for n in range(devices, 0, -1) if rows % n == 0)
     scened = scenes(rows, shards, weighted=weight is not None, skips=False, seed=seed)
     taken = {"first step": None, **scened}
-    # This step has another name than in `scenes`, since no state is saved and loaded before it.
+    # The step gets a name that differs from its name in `scenes`: here no state is saved and loaded
+    # before the step.
     taken["third step"] = taken.pop(RESUMED)
     random, found = np.random.default_rng(seed), {}
     for index, (name, weights) in enumerate(taken.items()):

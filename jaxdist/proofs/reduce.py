@@ -186,7 +186,7 @@ def _data(experiment: Experiment, whole: JsonObject, parts: int, model: Any) -> 
     data, loader = whole["data"], experiment.loader.batch_shapes
     if data["type"] == "import":
         return data
-    # 13 held-out examples are not a multiple of a batch, so that evaluation pads the last batch.
+    # 13 is not a multiple of the batch size, so evaluation pads the last held-out batch.
     heldout = 0 if experiment.heldout is None else 13
     found = {"type": "synthetic", "examples": 4096, "heldout_examples": heldout}
     dataset = experiment.dataset

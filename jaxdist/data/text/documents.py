@@ -180,7 +180,7 @@ def read_text_file(path: Path) -> bytes:
       DataError: the file cannot be read.
     """
     with os_errors_as(DataError, f"data: {path} cannot be read"):
-        # The mark belongs to the encoding of the file, and not to the text.
+        # The byte order mark belongs to the encoding of the file, and not to the text.
         return read_regular(path).removeprefix(codecs.BOM_UTF8)
 
 

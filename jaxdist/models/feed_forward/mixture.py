@@ -58,8 +58,8 @@ class Experts:
         index_R, places_Tk, counts_E, block = self._sorted(ids_Tk, len(down_EFD))
         token_R = index_R // ids_Tk.shape[1]
         names = ("mlp_gate", "mlp_up")[-len(into) :]
-        # Each product reads the rows from a gather of its own: XLA runs equal gathers once, and in
-        # the backward pass adds gradients of tokens instead of the longer gradients of rows. A row
+        # Each product gathers its rows separately. XLA still runs equal gathers once, and in the
+        # backward pass it adds gradients of tokens, which are shorter than gradients of rows. A row
         # of padding may contain any token, since it has no weight.
         first_RF, *more = (
             named(self.product(spread(x_TD, token_R, places_Tk, True), w, counts_E, block), name)

@@ -42,7 +42,8 @@ def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call
     lists = listed(COMPARED)
     forms = tuple(map(Form.of, lists))
     pairs = zip(forms, lists, shapes, strict=True)
-    # Shapes that depend on the number of layers (all parameters in one vector) cannot be compared.
+    # A shape that depends on the number of layers cannot be compared, such as the shape of a vector
+    # of all parameters.
     if all(_shapes(f.pick(x, 0)) == _shapes(f.layer_shapes(own)) for f, x, own in pairs):
         compared = _Comparison(function, forms, tuple(shapes))
         if compared.plain():

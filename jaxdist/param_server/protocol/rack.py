@@ -165,8 +165,8 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
             state, forward = _forward(state, effect.merge)
             sent = forward.message.stamp.sequence
             effects.append(forward)
-        # If no merge precedes an acknowledgement, it is for a dropped change, and need not wait for
-        # a reply from the servers.
+        # An acknowledgement without a merge before it is for a dropped change, and need not wait
+        # for a reply from the servers.
         elif isinstance(effect, Acknowledge) and sent is not None:
             owed = (*state.owed.get(sent, ()), effect)
             state = replace(state, owed={**state.owed, sent: owed})

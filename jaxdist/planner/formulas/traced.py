@@ -230,7 +230,7 @@ class TracedFormulas:
         stacked = model.elements(plan, split=plan.zero == 3, stacked=True)
         gradients = (stored - stacked) * alone + stacked * model.param_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
-        # Activations are of one microbatch, but the device has the data of all microbatches.
+        # A device keeps the activations of only one microbatch, but the data of all microbatches.
         rows = model.batch // (plan.replicas * count)
         # Values that are kept outside scans, such as logits, are freed before the blocks' backward
         # passes.

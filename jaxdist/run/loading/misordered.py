@@ -34,8 +34,8 @@ def check_order(run: RunDirectory, step: int) -> None:
     manifest = read_manifest(path)
     if manifest.format > 1:
         return
-    # A run without an explicit reduction is right, because XLA gathers the shards in the order in
-    # which they are stored.
+    # The parameters of a run without an explicit reduction are in the right order, because XLA
+    # gathers the shards in the order in which they are stored.
     parallel = read(run.config).values.get("parallel")
     if isinstance(parallel, dict) and parallel.get("reduce", "?") is None:
         return
