@@ -1,4 +1,4 @@
-"""A configuration from a program, which has plain values and the user's classes and functions."""
+"""A configuration that a program passes: plain values, and the user's classes and functions."""
 
 from __future__ import annotations
 

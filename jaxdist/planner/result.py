@@ -21,7 +21,7 @@ class Result:
       target: the target that the plans have to fit.
       found: all plans of the search.
       top: the plans to print, the fastest plan first.
-      confirmed: the numbers of the compiled programs of `top`, in the same order. The tuple is
+      confirmed: the compiler's figures for each plan of `top`, in the same order. The tuple is
         empty if no plan is compiled.
       search_seconds: the time of the search without compilation, in seconds.
     """

@@ -1,4 +1,4 @@
-"""The rules that derive a reduced config, for which a plan's numbers are compared.
+"""The rules that derive a reduced config, on which a plan is compared with a single device.
 
 A reduced config has a smaller model and fewer devices. A reduced dim and the full dim have the same
 remainder modulo the number of devices: a size that the devices divide evenly is still divided

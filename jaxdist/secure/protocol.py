@@ -17,8 +17,8 @@ follows the protocol, but examines everything that it receives. Every round has 
    otherwise the share of the private key of v. No client reveals both shares of the same client, so
    a vector that arrives late stays masked.
 
-With n clients and at most d dropouts, n - d clients must complete the round. Their shares recover a
-secret, and fewer shares recover none.
+With n clients and at most d dropouts, n - d clients must complete the round. The shares of
+n - d clients recover a secret. Fewer shares do not.
 """
 
 from __future__ import annotations

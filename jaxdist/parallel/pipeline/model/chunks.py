@@ -65,8 +65,8 @@ def _ordered(tree: PyTree, order: Sequence[int]) -> PyTree:
 class Cut:
     """The division of a model's layers into chunks.
 
-    In arrays each chunk has as many entries as the largest chunk has layers. A smaller chunk
-    repeats its last layer.
+    Arrays have the same number of entries for every chunk: the number of layers of the largest
+    chunk. A smaller chunk repeats its last layer.
 
     Attributes:
       layers: the number of layers of each chunk.
