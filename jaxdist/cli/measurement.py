@@ -192,7 +192,7 @@ def batch_scaling(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
-    """Compare optimizers at growing batch sizes, with learning rates by a rule and with tuned ones.
+    """Compare optimizers at growing batch sizes, with scaled and with tuned learning rates.
 
     The command trains on all devices along axis data, and ignores the mesh of CONFIG. If the study
     is interrupted, the same command continues it.

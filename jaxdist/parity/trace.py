@@ -347,8 +347,8 @@ class NormFloors:
 
 
 SMALL = 1e-2
-"""The least norm by which a gradient's difference is divided, as a fraction of the norm of the
-vector of all gradients."""
+"""The floor for the norm by which a gradient's difference is divided, as a fraction of the norm of
+the vector of all gradients."""
 
 
 def norms_at_least(
