@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from jaxdist.config.document import Document, dotted, shown
 from jaxdist.config.explain import Problem, explain_problems
@@ -20,17 +32,50 @@ from jaxdist.errors import ConfigError
 class Config(BaseModel):
     """A frozen section of the configuration, with strict types and without unknown keys.
 
-    Each field has a description and, unless it is required, a default. A choice between sections is
-    a union tagged by a literal field `type`.
+    Each field has a description, which is the string under it, and, unless it is required, a
+    default. A choice between sections is a union tagged by a literal field `type`.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> JsonSchemaValue:
+        """Return the JSON schema of the section, with the descriptions of its fields.
+
+        With `use_attribute_docstrings`, pydantic would parse the source of each section at its
+        import, and only the JSON schema needs the descriptions.
+        """
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        texts: dict[str, str | None] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Config):
+                texts |= _descriptions(base)
+        for name, field in cls.model_fields.items():
+            # A section's own docstring is in its schema, so it is not repeated at the field.
+            known = field.description or texts.get(name) in (None, inspect.getdoc(field.annotation))
+            for key in () if known else {name, field.alias} & properties.keys():
+                properties[key]["description"] = texts[name]
+        return schema
+
+
+@functools.cache
+def _descriptions(section: type[Config]) -> dict[str, str | None]:
+    """Return the string under each field that the body of a class declares, or None without one."""
+    try:
+        source = inspect.getsource(section)
+    except (OSError, TypeError):
+        return {}  # The class has no file, as in an interactive session.
+    # The source of a class inside a function is indented.
+    tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+    body = next(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {
+        node.target.id: ast.get_docstring(ast.Module(body[at : at + 1], []))
+        for at, node in enumerate(body, 1)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
 
 
 LARGEST = 2**31 - 1

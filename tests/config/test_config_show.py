@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from rich.cells import cell_len
 from sample_schema import BASE, AdamW, Data, Run, Sgd, Split
 
@@ -203,6 +203,32 @@ def test_json_schema_completes_keys_and_allows_includes():
     adamw = schema["$defs"]["AdamW"]["properties"]
     assert adamw["learning_rate"]["description"] == "Peak learning rate."
     assert adamw["learning_rate"]["exclusiveMinimum"] == 0
+
+
+def test_a_description_reaches_the_json_schema_from_a_parent_and_from_a_union():
+    class Nesterov(Sgd):
+        momentum: float | None = 0.9
+        damping: float = 0.0
+        """Damping of the velocity."""
+
+    class Tree(Config):
+        optim: Nesterov | AdamW | None = None
+        import_: int = Field(default=1, alias="import")
+        """A number under another key."""
+
+    schema = json.loads(json_schema(Tree))
+    nesterov, adamw = (schema["$defs"][name]["properties"] for name in ("Nesterov", "AdamW"))
+    assert nesterov["learning_rate"]["description"] == "Peak learning rate."
+    assert nesterov["damping"]["description"] == "Damping of the velocity."
+    assert "description" not in nesterov["momentum"]  # The field is declared again without a text.
+    assert adamw["betas"]["description"] == "Decay of the two moments."
+    assert schema["properties"]["import"]["description"] == "A number under another key."
+
+
+def test_the_json_schema_of_a_section_without_source_has_no_descriptions():
+    scope: dict[str, Any] = {"Config": Config, "__name__": "no_such_module"}
+    exec('class Tree(Config):\n    a: int = 1\n    """A number."""\n', scope)
+    assert "description" not in json.loads(json_schema(scope["Tree"]))["properties"]["a"]
 
 
 def test_json_schema_leaves_presence_to_the_merged_tree():
