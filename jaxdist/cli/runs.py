@@ -197,7 +197,7 @@ def train_process(
     json_file: str | None = None,
     proved: bool = False,
 ) -> int:
-    """Train in this process of a run, and return the exit code.
+    """Train as one process of a run, and return the exit code.
 
     The environment must already be prepared.
 

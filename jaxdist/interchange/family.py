@@ -70,7 +70,7 @@ def positive(config: Mapping[str, Any], key: str, missing: int | None = None) ->
       missing: the value of an absent key, or None if the key is required.
 
     Raises:
-      ConfigError: the key is absent but required, or its value is not a whole number from 1.
+      ConfigError: the key is absent but required, or its value is not a whole number of at least 1.
     """
     size = config.get(key, missing)
     if type(size) is not int or size < 1:

@@ -166,7 +166,7 @@ def _at_least_one(where: str, given: dict[str, int]) -> None:
 class BatchPhase:
     """The part of a run at one batch size: steps `first_step + 1` to `first_step + steps`.
 
-    Steps are counted from 1, so `first_step` is the number of earlier steps.
+    Steps are counted from 1. `first_step` is the number of steps before the phase.
     """
 
     first_step: int

@@ -1,4 +1,4 @@
-"""The scenario of a simulation: speeds of workers, links and failures."""
+"""The scenario of a simulation: failures, and the speeds of workers and links."""
 
 from __future__ import annotations
 

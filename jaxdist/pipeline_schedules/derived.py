@@ -12,12 +12,12 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 def eager(schedule: Schedule) -> Schedule:
     """Move forward tasks earlier, for an executor whose ticks have a forward and a backward task.
 
-    If n chunks follow a chunk in the model, each forward task of the chunk moves before n more
-    backward tasks. A microbatch takes a tick for each hop to the last chunk and a tick for each hop
-    back. Therefore twice as many microbatches must be in flight as with a single task per tick.
-    1F1B with m microbatches on p stages then takes m + 2 (p - 1) ticks, and stage s keeps the
-    activations of 2 (p - s) - 1 microbatches instead of p - s. The published form of interleaved
-    1F1B already has this order (Narayanan et al., arXiv 2104.04473 section 2.2).
+    If n chunks follow a chunk in the model, each forward task of the chunk moves ahead of the last
+    n backward tasks that precede it. A microbatch takes a tick for each hop to the last chunk
+    and a tick for each hop back. Therefore twice as many microbatches must be in flight as with a
+    single task per tick. 1F1B with m microbatches on p stages then takes m + 2 (p - 1) ticks, and
+    stage s keeps the activations of 2 (p - s) - 1 microbatches instead of p - s. The published form
+    of interleaved 1F1B already has this order (Narayanan et al., arXiv 2104.04473 section 2.2).
 
     >>> from jaxdist.pipeline_schedules.schedule import TaskKind, Schedule, Task
     >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)

@@ -1,4 +1,4 @@
-"""The check that random layers draw other numbers in each step, microbatch and part of a batch."""
+"""The check that random layers draw different numbers in each step, microbatch and batch part."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class RingExchange:
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
         """Return the number of sent tokens, as `TokenExchange.tokens_sent` does.
 
-        All tokens are sent to each other device, and as many results come back.
+        All tokens are sent to each of the other devices, and as many results come back.
         """
         return 2.0 * (devices - 1) * tokens
 
@@ -140,7 +140,7 @@ class Padded:
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
         """Return the number of sent tokens, as `TokenExchange.tokens_sent` does.
 
-        `most` rows are sent to each other device, and as many results come back.
+        `most` rows are sent to each of the other devices, and as many results come back.
         """
         return 2.0 * (devices - 1) * most
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.param_server import local_wire as local
 from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.layout import steps_present
@@ -49,7 +50,6 @@ from jaxdist.tables.training.files import (
 from jaxdist.tables.training.program import LookAheadLoader, TableProgram
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.strategy.config import Hybrid, Synchronous
-from jaxdist.wire import local
 from jaxdist.wire.frames import HEADER_BYTES
 
 FORM = RowForm({"user": 300, "item": 100}, 4, 0.1)

@@ -129,7 +129,7 @@ def _gpt(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _mlp(random: Random, needs: ModelNeeds) -> Sections:
-    """Draw an MLP and its data; axis tensor splits every other width of the MLP."""
+    """Draw an MLP and its data; axis tensor splits every second width of the MLP."""
     widths = [
         (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
     ]

@@ -1,4 +1,4 @@
-"""The codec of pushes with error feedback, which returns each push as a server decodes it."""
+"""The encoder of pushes, with error feedback, and the values that a server decodes from pushes."""
 
 from __future__ import annotations
 

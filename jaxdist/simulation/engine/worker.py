@@ -41,7 +41,7 @@ class WorkerNode:
         self.begin(number)
 
     def begin(self, number: int) -> None:
-        """Begin as a new client with this number, which has to pull all parameters."""
+        """Begin as a new client with this number. The client has to pull all parameters."""
         self.client, self.alive, self.busy, self.left = number, True, False, False
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]

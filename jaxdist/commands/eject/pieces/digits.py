@@ -7,7 +7,7 @@ import numpy as np
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return images uint8 [N, 8, 8, 1] and labels int32 [N], to train on and held out."""
+    """Return images uint8 [N, 8, 8, 1] and labels int32 [N] for training, then held-out ones."""
     # The file is read directly, because importing scikit-learn takes longer than the training.
     package = importlib.util.find_spec("sklearn")
     assert package is not None, "pip install scikit-learn"
