@@ -7,7 +7,7 @@ import numpy as np
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return images uint8 [N, 8, 8, 1] and labels int32 [N] for training, then held-out ones."""
+    """Return the training and held-out split: image uint8 [N, 8, 8, 1] and label int32 [N]."""
     # The file is read directly, because importing scikit-learn takes longer than the training.
     package = importlib.util.find_spec("sklearn")
     assert package is not None, "pip install scikit-learn"

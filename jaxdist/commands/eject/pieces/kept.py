@@ -10,7 +10,7 @@ DATA = {"type": "images", "source": "digits"}
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the examples for training, then the held-out ones, as arrays [N, ...] by name."""
+    """Return the training split and the held-out split, as arrays [N, ...] by name."""
     dataset = TypeAdapter(DataConfig).validate_python(DATA).build()
     return everything(dataset.train), everything(dataset.heldout)
 

@@ -11,7 +11,7 @@ HELDOUT_FRACTION = 0.01  # fraction of the files that is held out
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return windows of tokens int32 [N, WINDOW + 1] for training, then held-out windows."""
+    """Return windows of tokens int32 [N, WINDOW + 1] for training, and held-out windows."""
     root, draws = Path(os.__file__).parent, {}
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if {"site-packages", "dist-packages", "__pycache__"} & {*name.split("/")}:
