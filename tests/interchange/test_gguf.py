@@ -193,7 +193,7 @@ def test_damaged_files_are_one_message_each(tmp_path):
 
 
 def test_what_a_gguf_file_changes_is_refused(tmp_path):
-    with pytest.raises(JaxdistError, match="stores each scale of a norm plus 1"):
+    with pytest.raises(JaxdistError, match=r"stores 1 \+ scale for each norm"):
         rows(family_of(CONFIGS["gemma"], where=""), {})
     with pytest.raises(DataError, match="family bert cannot be read from a GGUF file: import"):
         rows(family_of(CONFIGS["bert"], where=""), {})
