@@ -153,6 +153,10 @@ def test_a_compilation_cache_must_exist_be_writable_and_private(changes, value):
     assert judged("compilation cache", compilation_cache=PRIVATE).status == "ok"
 
 
+def test_without_a_folder_of_jax_programs_are_in_the_jaxdist_cache():
+    assert "jaxdist cache" in judged("compilation cache", compilation_cache=None).value
+
+
 def test_an_unwritable_jaxdist_cache_is_a_warning():
     assert "cannot be written" in judged("jaxdist cache", cache=folder(writable=False)).value
 

@@ -339,8 +339,8 @@ def test_all_violations_come_in_one_message(devices):
         ({"data": {"dcn": 8, "ici": 1}}, {"zero": {"stage": 1, "scope": "ici"}},
          "parallel.zero.stage 1 has no effect: data_ici of mesh {data_dcn: 8, data_ici: 1}"),
         ({"data": 8}, {"zero": {"stage": 1, "whole_below": 5000}},
-         "no parameter has 5000 elements or more (parallel.zero.whole_below) and a dim that "
-         "divides by 8"),
+         "ZeRO splits no parameter over 8 devices. Parameters of less than 5000 elements "
+         "(parallel.zero.whole_below) stay whole"),
         ({"data": 8}, {"zero": {"scope": "ici"}},
          "parallel.zero.scope ici has no effect at parallel.zero.stage 0"),
         ({"data": 8}, {"zero": {"offload": True}},

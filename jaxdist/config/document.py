@@ -146,6 +146,19 @@ class Document:
                 return self.origins[path[:length]]
         return Origin("a config from Python" if self.path is None else str(self.path))
 
+    def sources(self, path: KeyPath) -> str:
+        """Return the origin of a path, and the overrides of values below the path, as text.
+
+        A section begins in a file, but the cause of a problem may be one of its overrides.
+
+        >>> origins = {("a",): Origin("x.yaml", 3), ("a", "b"): Origin("override 'a.b=1'")}
+        >>> Document({"a": {"b": 1}}, origins, Path("x.yaml")).sources(("a",))
+        "x.yaml:3, override 'a.b=1'"
+        """
+        below = [one for at, one in self.origins.items() if path and at[: len(path)] == path]
+        overrides = [str(one) for one in below if one.overrides]
+        return ", ".join(dict.fromkeys([str(self.origin(path)), *overrides]))
+
     def get(self, path: KeyPath) -> tuple[KeyPath, Json]:
         """Return the longest prefix of a path that is set, and the value at this prefix."""
         value: Json = self.values

@@ -156,6 +156,6 @@ def _line(document: Document, problem: Problem) -> str:
     message = problem.message.replace("\n", "\n    ")
     if known == path:
         setting = f" = {shown(value)}" if path else ""
-        return f"  {dotted(path)}{setting} ({document.origin(path)}): {message}"
+        return f"  {dotted(path)}{setting} ({document.sources(path)}): {message}"
     section = f"{dotted(known)}, " if known else ""
-    return f"  {dotted(path)} (not set in {section}{document.origin(known)}): {message}"
+    return f"  {dotted(path)} (not set in {section}{document.sources(known)}): {message}"

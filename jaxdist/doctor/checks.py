@@ -50,7 +50,7 @@ def checks(facts: MachineFacts) -> list[Check]:
         *_fake_devices(facts),
         _xla_flags(facts),
         _timeouts(facts),
-        _compilation_cache(facts.compilation_cache),
+        _compilation_cache(facts),
         _cache(facts.cache),
         _open_files(facts),
         *_extras(facts),
@@ -189,10 +189,11 @@ def _timeouts(facts: MachineFacts) -> Check:
     return Check("collective timeout", "ok", f"{seconds} s")
 
 
-def _compilation_cache(folder: Folder | None) -> Check:
-    name = "compilation cache"
+def _compilation_cache(facts: MachineFacts) -> Check:
+    name, folder = "compilation cache", facts.compilation_cache
     if folder is None:
-        return Check(name, "ok", "no folder is set, so each process compiles its programs again")
+        address = facts.planned.get("JAX_COMPILATION_CACHE_DIR")
+        return Check(name, "ok", address or "runs keep their programs in the jaxdist cache")
     if not folder.writable:
         remedy = "make it writable, or set JAX_COMPILATION_CACHE_DIR to another folder"
         return Check(name, "warning", f"{folder.path} cannot be written", remedy)

@@ -152,7 +152,7 @@ def print_times(inspection: Inspection, console: Console) -> None:
     console.print(sources)
     if found.assumed_seconds:
         console.print(
-            "* * The compiler gives no estimate for this operation, so a rate is assumed.",
+            "* The compiler gives no estimate for this operation, so a rate is assumed.",
             style="dim",
         )
 

@@ -197,7 +197,7 @@ class RunJob:
             self.files.append(step, values, split=goodput.SPLIT)
             print_goodput(read_metrics(self.files.directory.path), self.console)
             if isinstance(life.energy, str):
-                self.files.say(f"energy none: {life.energy}")
+                self.files.say(f"energy is not measured: {life.energy}")
         return ending
 
     def _ending(self, step: int) -> Ending:

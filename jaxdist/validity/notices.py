@@ -44,9 +44,9 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
         )
     elif plan is not None and all(dim is None for dim in plan.dims.values()):
         yield (
-            f"{shown_stage(facts)} has no effect: no parameter has {zero.whole_below} elements or "
-            f"more (parallel.zero.whole_below) and a dim that divides by {parts}; leave "
-            "parallel.zero out, or lower whole_below"
+            f"{shown_stage(facts)} has no effect: ZeRO splits no parameter over {parts} devices. "
+            f"Parameters of less than {zero.whole_below} elements (parallel.zero.whole_below) stay "
+            "whole; leave parallel.zero out, or lower whole_below"
         )
     elif plan is not None and plan.uneven:
         uneven = [f"{name} {list(shape)}" for name, shape in plan.uneven.items()]

@@ -92,7 +92,10 @@ MESH_SIZE = "expected a whole number of at least 1, or a mapping"
         ("data.shuffle=yes", "data.shuffle = 'yes' (@): expected true or false"),
         ("data.files=a.txt", "data.files = 'a.txt' (@): expected a list (each item: a path)"),
         ("data.files.1=3", "data.files.1 = 3 (@): expected a path"),
-        ("data.files=[]", "data = {'files': [], 'window': 4} (base.yaml:2): files is empty; name"),
+        (
+            "data.files=[]",
+            "data = {'files': [], 'window': 4} (base.yaml:2, @): files is empty; name",
+        ),
         ("data=5", "data = 5 (@): expected a mapping"),
         ("data=[]", "data = [] (@): expected a mapping"),
         ("data=null", "data = None (@): expected a mapping"),

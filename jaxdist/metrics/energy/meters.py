@@ -177,8 +177,8 @@ def open_meter(
     if kind == "auto" and name is not None:
         try:
             return counters[name]()
-        except RunError as error:
-            why = str(error)
+        except RunError:
+            why = f"this user can read no {name} counters on this machine"
     if power is not None:
         return Modelled(power, devices, seconds)
     if kind == "model":
