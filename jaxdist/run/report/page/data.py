@@ -156,7 +156,7 @@ def program_data(run: Path, compile_step: Compile | None) -> JsonObject:
         if file.exists():
             return {"program": _shown(parse_json(file.read_bytes()))}
         if compile_step is None:
-            return {"program": None, "why_no_program": f"the step was not compiled; {remedy}"}
+            return {"program": None, "why_no_program": f"The step was not compiled; {remedy}"}
         return {"program": _shown(compile_step(config))}
     except JaxdistError as error:
         why = f"{error}; {remedy}"
