@@ -12,7 +12,7 @@ from jaxdist.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
-    """One end of a session: a queue, and a thread that delivers its messages to the other end."""
+    """A queue at one end of a session, and a thread that delivers its messages to the other end."""
 
     def __init__(
         self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]
