@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import os
 import secrets
@@ -20,9 +21,10 @@ import shutil
 import socket
 import socketserver
 import threading
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxdist.checkpoint.layout import snapshot_of
 from jaxdist.config.files import parse_json
@@ -144,8 +146,7 @@ def list_parts(address: str, token: bytes) -> list[str]:
     Raises:
       CopyError: the host cannot be reached, does not have the token, or stops answering.
     """
-    with _Asked(address, LIST, token) as asked:
-        names = json.loads(asked.read().decode())
+    names = json.loads(b"".join(_blocks(address, LIST, token)))
     return [name for name in names if snapshot_of(name) is not None]
 
 
@@ -172,8 +173,8 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f".{name}-{secrets.token_hex(4)}"
     try:
-        with _Asked(address, name, token) as asked, staging.open("wb") as file:
-            asked.copy(file)
+        with staging.open("wb") as file:
+            file.writelines(_blocks(address, name, token))
         with keeping or nullcontext(True) as wanted:
             if wanted:
                 staging.rename(folder / name)
@@ -183,77 +184,38 @@ def fetch(
         staging.unlink(missing_ok=True)
 
 
-class _Asked:
-    """A context manager for a file that was requested from another host.
-
-    The constructor sends the request and receives the header of the file.
+def _blocks(address: str, want: str, token: bytes) -> Iterator[bytes]:
+    """Request a file from another host, and yield its content in blocks.
 
     Raises:
-      CopyError: the other host cannot be reached, or does not have the token.
+      CopyError: the other host cannot be reached or does not have the token, the connection was
+        lost, or the content does not match its digest.
     """
-
-    def __init__(self, address: str, want: str, token: bytes) -> None:
-        self._who, self._want = f"{want} of {address}", want
-        host, _, port = address.rpartition(":")
-        try:
-            with ExitStack() as stack:
-                place = host.strip("[]"), int(port)
-                self._socket = socket.create_connection(place, timeout=SECONDS)
-                stack.enter_context(self._socket)
-                self._file = stack.enter_context(self._socket.makefile("rwb"))
-                own = secrets.token_bytes(_NONCE)
-                self._file.write(own)
-                self._file.flush()
-                theirs = self._file.read(_NONCE)
-                _send(self._file, {"want": want}, token, theirs)
-                self._told = _receive(self._file, token, own)
-                self._stack = stack.pop_all()
-        except (OSError, ValueError) as error:
-            raise CopyError(
-                f"{self._who}: {error}. Check that the host is reachable and has the same token"
-            ) from error
-
-    def __enter__(self) -> _Asked:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def read(self) -> bytes:
-        """Read the content of the requested file, which must be short.
-
-        Raises:
-          CopyError: the connection was lost, or the content does not match its digest.
-        """
-        raw = self._read(min(int(self._told["bytes"]), _LINE_BYTES))
-        self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
-        return raw
-
-    def copy(self, file: BinaryIO) -> None:
-        """Copy the content of the requested file into an open file.
-
-        Raises:
-          CopyError: the connection was lost, or the content does not match its digest.
-        """
-        digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
-        while left:
-            block = self._read(min(left, _BLOCK_BYTES))
-            if not block:
-                raise CopyError(f"{self._who}: {left} bytes are missing at the end of the file")
-            digest.update(block)
-            file.write(block)
-            left -= len(block)
-        self._check(digest.hexdigest())
-
-    def _read(self, size: int) -> bytes:
-        try:
-            return self._file.read(size)
-        except OSError as error:
-            raise CopyError(f"{self._who}: {error}") from error
-
-    def _check(self, found: str) -> None:
-        if found != self._told["blake2b"]:
-            raise CopyError(f"{self._who}: the received bytes do not match their digest")
+    host, _, port = address.rpartition(":")
+    digest, own = hashlib.blake2b(digest_size=32), secrets.token_bytes(_NONCE)
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS) as connection,
+            connection.makefile("rwb") as file,
+        ):
+            file.write(own)
+            file.flush()
+            _send(file, {"want": want}, token, file.read(_NONCE))
+            told = _receive(file, token, own)
+            left = int(told["bytes"])
+            while left:
+                block = file.read(min(left, _BLOCK_BYTES))
+                if not block:
+                    raise ValueError(f"{left} bytes are missing at the end of the file")
+                digest.update(block)
+                left -= len(block)
+                yield block
+        if digest.hexdigest() != told["blake2b"]:
+            raise ValueError("the received bytes do not match their digest")
+    except (OSError, ValueError) as error:
+        raise CopyError(
+            f"{want} of {address}: {error}. Check that the host is reachable and has the same token"
+        ) from error
 
 
 def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandler]:
@@ -270,37 +232,22 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
             theirs = self.rfile.read(_NONCE)
             own = secrets.token_bytes(_NONCE)
             self.wfile.write(own)
-            both = _Both(self.rfile, self.wfile)
-            want = _receive(both, token, own, most=_REQUEST_BYTES)["want"]
+            want = _receive(self.rfile, token, own, most=_REQUEST_BYTES)["want"]
             if want == LIST:
-                raw = json.dumps(parts_in(folder)).encode()
-                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
-                _send(both, {"bytes": len(raw), "blake2b": digest}, token, theirs)
-                self.wfile.write(raw)
+                self._give(io.BytesIO(json.dumps(parts_in(folder)).encode()), theirs)
             elif snapshot_of(want) is not None:
-                self._give(both, folder / want, theirs)
+                with (folder / want).open("rb") as file:
+                    self._give(file, theirs)
 
-        def _give(self, both: _Both, path: Path, theirs: bytes) -> None:
-            with path.open("rb") as file:
-                # The file is read twice, because the signed header with its digest comes first.
-                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
-                size = file.tell()
-                told = {"bytes": size, "blake2b": found.hexdigest()}
-                _send(both, told, token, theirs)
-                file.seek(0)
-                self.connection.sendfile(file, 0, size)
+        def _give(self, file: io.BufferedReader | io.BytesIO, theirs: bytes) -> None:
+            # The file is read twice, because the signed header with its digest comes first.
+            found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
+            size = file.seek(0, io.SEEK_END)
+            _send(self.wfile, {"bytes": size, "blake2b": found.hexdigest()}, token, theirs)
+            file.seek(0)
+            self.connection.sendfile(file, 0, size)
 
     return Answer
-
-
-class _Both:
-    """The reader and the writer of a connection as a single file."""
-
-    def __init__(self, reader: Any, writer: Any) -> None:
-        self.readline, self.write = reader.readline, writer.write
-
-    def flush(self) -> None:
-        """Do nothing, since writes are not buffered."""
 
 
 def _mac(token: bytes, nonce: bytes, body: bytes) -> str:
