@@ -217,7 +217,7 @@ def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
     lines = [
         f"{config.workers} workers, {config.servers} servers, {config.parameter_bytes:,.0f} bytes "
         f"of parameters, {config.step_seconds:g} s for a gradient",
-        "milliseconds of a step of all workers, if no message overlaps with the backward pass",
+        "milliseconds of a step of all workers, without overlap with the backward pass",
         "",
         head + "".join(f" {name:>{width}}" for name, width in widths.items()) + "  take",
     ]

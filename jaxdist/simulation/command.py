@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.data.cache import cache_directory
-from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.experiment.config import at_setting
 from jaxdist.runtime import compilation_cache
@@ -20,7 +19,9 @@ from jaxdist.simulation.engine.report import Report
 from jaxdist.simulation.engine.table import simulation_table as report_table
 from jaxdist.simulation.plot import plot_simulation
 from jaxdist.simulation.simulated import Simulator, cluster_of
-from jaxdist.study.files import check_writable, write_study
+from jaxdist.study.compare import check_alike
+from jaxdist.study.files import check_writable
+from jaxdist.study.runs import publish
 from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
 from jaxdist.types import JsonObject
 
@@ -92,19 +93,19 @@ def run_simulation(
     """
     found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
     experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}
-    check_alike(experiments)
+    first = experiments[found[0]]
+    for one in found:
+        # The strategy may differ, but the runs of a seed must draw the same numbers.
+        check_alike(one.name, experiments[one], first, "seed")
     # A file that cannot be written is refused here, before a simulation that may take long.
     check_writable(plot, json_file)
     compilation_cache.enable(cache_directory() / "compiled")
-    first = experiments[found[0]]
     for notice in dict.fromkeys(n for one in experiments.values() for n in one.notices):
         console.print(f"[bold yellow]warning:[/] {notice}", soft_wrap=True)
     rows = _rows(path, overrides, found, seeds, console)
     targets = default_targets(rows[0]) if target is None else (target,) * seeds
     done = SimulationResult(caption_of(first), targets, rows)
-    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_study(json_file, done.as_json())
+    publish(done, json_file, console)
     if plot is not None:
         title = f"{first.config.model.type} on {path.stem}, seed {rows[0].seeds[0]}"
         plot_simulation(rows, plot, title=title, target=targets[0])
@@ -149,29 +150,6 @@ def _experiment(path: Path, overrides: Sequence[str], variant: Variant, seed: in
         more = [f"seed={config.seed + seed}", f"strategy.simulation.seed={script + seed}"]
         document, config = load(path, [*given, *more])
     return build(config, document)
-
-
-def check_alike(experiments: dict[Variant, Experiment]) -> None:
-    """Check that all variants take the same number of steps on the same batches.
-
-    Raises:
-      ConfigError: a variant changes the data, the batch size, the number of steps or the seed.
-    """
-    first = next(iter(experiments.values()))
-    for variant, one in experiments.items():
-        pairs = {
-            "data": (one.config.data, first.config.data),
-            "train.batch_size": (one.config.train.batch_size, first.config.train.batch_size),
-            "the number of steps": (one.total_steps, first.total_steps),
-            "seed": (one.config.seed, first.config.seed),
-        }
-        changed = [what for what, (mine, other) in pairs.items() if mine != other]
-        if changed:
-            raise ConfigError(
-                f"variant {variant.name!r} changes {' and '.join(changed)}: all variants must take "
-                "equal steps on the same batches; set these values for all variants, outside of "
-                "--variant"
-            )
 
 
 def caption_of(experiment: Experiment) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -185,7 +186,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         first = next(iter(found.values()))
         check_comparable(first, self._path)
         for name, experiment in found.items():
-            _check_alike(name, experiment, first)
+            check_alike(name, experiment, first, "strategy")
         self._check_different(found)
         told = [f"left out: {name}, since {error}" for name, error in refused.items()]
         return found, tuple(told)
@@ -201,13 +202,24 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
                 )
 
 
-def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
+def check_alike(
+    name: str, experiment: Experiment, first: Experiment, shared: Literal["seed", "strategy"]
+) -> None:
+    """Check that a variant takes as many steps as the first variant, on the same batches.
+
+    Args:
+      name: the name of the variant.
+      shared: another setting that the variants must share.
+
+    Raises:
+      ConfigError: the variant changes the data, the batch size, the number of steps or `shared`.
+    """
     mine, other = experiment.config, first.config
     pairs = {
         "data": (mine.data, other.data),
         "train.batch_size": (mine.train.batch_size, other.train.batch_size),
         "the number of steps": (experiment.total_steps, first.total_steps),
-        "strategy": (mine.strategy, other.strategy),
+        shared: (getattr(mine, shared), getattr(other, shared)),
     }
     changed = [what for what, (one, two) in pairs.items() if one != two]
     if changed or len(experiment.stages) > 1:

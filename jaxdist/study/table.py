@@ -73,9 +73,10 @@ def verdict(cells: Sequence[StudyCell]) -> list[str]:
             "every optimizer diverged at the base batch: there is nothing to compare with; "
             "begin --batches with a smaller size"
         ]
-    accuracy = metric_of(at_base) == "accuracy"
+    metric = metric_of(at_base)
+    accuracy = metric == "accuracy"
     best = max(at_base, key=lambda cell: cell.mean if accuracy else -cell.mean)
-    limit = best.mean - MARGIN if accuracy else best.mean * (1 + MARGIN)
+    limit = worst_acceptable([best.mean], metric)
     within = "one point" if accuracy else "1%"
     lines = [
         f"holds up: mean within {within} of the best at batch {best.batch_size} "
@@ -83,7 +84,7 @@ def verdict(cells: Sequence[StudyCell]) -> list[str]:
     ]
     for wanted, words in ((False, "learning rate by the rule"), (True, "learning rate tuned")):
         found = [
-            f"{name} {_up_to(row, limit, accuracy)}"
+            f"{name} {_up_to(row, limit, metric)}"
             for (name, tuned), row in rows.items()
             if tuned == wanted
         ]
@@ -92,10 +93,37 @@ def verdict(cells: Sequence[StudyCell]) -> list[str]:
     return lines
 
 
-def _up_to(row: Sequence[StudyCell], limit: float, accuracy: bool) -> str:
-    reached = None
-    for cell in row:
-        if cell.diverged or (cell.mean < limit if accuracy else cell.mean > limit):
-            break
-        reached = cell.batch_size
+def _up_to(row: Sequence[StudyCell], limit: float, metric: str) -> str:
+    means = ((cell.batch_size, None if cell.diverged else cell.mean) for cell in row)
+    reached = largest_batch(means, limit, metric)
     return "at no batch" if reached is None else f"to {reached}"
+
+
+def worst_acceptable(means: Iterable[float], metric: str) -> float:
+    """Return the best of the means, worsened by `MARGIN`.
+
+    Args:
+      metric: "accuracy", of which a larger value is better, or "loss".
+    """
+    return max(means) - MARGIN if metric == "accuracy" else min(means) * (1 + MARGIN)
+
+
+def largest_batch(
+    means: Iterable[tuple[int, float | None]], limit: float, metric: str
+) -> int | None:
+    """Return the largest batch size up to which no mean is worse than the limit, if there is one.
+
+    Args:
+      means: pairs of a batch size and a mean, which is None if a run diverged, by ascending size.
+      limit: the worst acceptable mean.
+      metric: the metric of the means, as for `worst_acceptable`.
+
+    >>> largest_batch([(32, 0.5), (64, 0.502), (128, 0.6)], 0.505, "loss")
+    64
+    """
+    reached = None
+    for size, mean in means:
+        if mean is None or (mean < limit if metric == "accuracy" else mean > limit):
+            break
+        reached = size
+    return reached

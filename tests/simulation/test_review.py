@@ -14,7 +14,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.simulation.choice import MODELS, Speeds, server_seconds
 from jaxdist.simulation.review.efficiency import busiest_card_seconds, curves
 from jaxdist.simulation.review.optimizers import optimizer_rows
-from jaxdist.simulation.review.page import run_review, zero_bytes
+from jaxdist.simulation.review.page import run_review
+from jaxdist.simulation.review.patterns import zero_bytes
 from jaxdist.simulation.review.settings import ReviewConfig, read_review
 
 PROGRAM = """
@@ -52,6 +53,7 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
     done = run_review([written(tmp_path)], **given)
     assert "| devices | 2 | 32 |" in out.getvalue()
     assert "Measured: ring, 2 devices: 83%" in out.getvalue()
+    assert "read from compiled programs (program.yaml)" in out.getvalue()
     assert {path.name for path in plot.iterdir()} == {"review.png", "review.svg"}
     data = json.loads(file.read_text())
     # Two devices exchange half of the gradients each way, twice.

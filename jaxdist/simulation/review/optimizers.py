@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -11,9 +11,9 @@ import jax
 from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.experiment import build, load
 from jaxdist.run.memory import bytes_per_device
-from jaxdist.simulation.review.settings import Cell, RecordedScaling, ReviewConfig
+from jaxdist.simulation.review.settings import RecordedScaling, ReviewConfig
 from jaxdist.study.plan import contenders
-from jaxdist.study.table import MARGIN
+from jaxdist.study.table import largest_batch, worst_acceptable
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class OptimizerRow:
     """A row of the table that compares optimizers.
 
     Attributes:
-      largest: the largest batch size up to which every mean is within `MARGIN` of the best mean at
-        the base batch, or None if the mean at the base batch is worse.
+      largest: the largest batch size up to which every mean is within `study.table.MARGIN` of the best
+        mean at the base batch, or None if the mean at the base batch is worse.
       state_bytes: the bytes of state for each parameter, in float32.
       spread: the sample standard deviation over the seeds at the last batch size, or None if it is
         unknown.
@@ -48,34 +48,22 @@ def optimizer_rows(config: ReviewConfig) -> Iterator[OptimizerRow]:
     scaling = config.scaling
     limit = _limit(scaling)
     for name, cells in scaling.cells.items():
-        up_to = _largest(scaling, cells, limit)
+        means = zip(scaling.batches, (cell.mean for cell in cells), strict=True)
+        up_to = largest_batch(means, limit, scaling.metric)
         diverged = sum(cell.mean is None for cell in cells)
         held = _state_bytes(config, name)
         yield OptimizerRow(name, up_to, held, cells[-1].spread, diverged, cells[-1].mean)
 
 
 def _limit(scaling: RecordedScaling) -> float:
-    """Return the worst acceptable mean: the best mean at the base batch, worsened by `MARGIN`."""
+    """Return the worst mean at which an optimizer keeps the quality of the base batch."""
     means = [cells[0].mean for cells in scaling.cells.values() if cells[0].mean is not None]
     if not means:
         raise ConfigError(
             f"scaling.cells: all optimizers diverged at batch {scaling.batches[0]}: record a study "
             "with a smaller first batch size"
         )
-    if scaling.metric == "accuracy":
-        return max(means) - MARGIN
-    return min(means) * (1 + MARGIN)
-
-
-def _largest(scaling: RecordedScaling, cells: Sequence[Cell], limit: float) -> int | None:
-    reached: int | None = None
-    for size, cell in zip(scaling.batches, cells, strict=True):
-        if cell.mean is None:
-            break
-        if cell.mean < limit if scaling.metric == "accuracy" else cell.mean > limit:
-            break
-        reached = size
-    return reached
+    return worst_acceptable(means, scaling.metric)
 
 
 def _state_bytes(config: ReviewConfig, name: str) -> float:
@@ -83,9 +71,8 @@ def _state_bytes(config: ReviewConfig, name: str) -> float:
     known = contenders()
     if name not in known:
         raise ConfigError(f"scaling.cells: optimizer {name!r}: {did_you_mean(name, known)}")
-    assert config.program is not None, "read_review has filled it in"
     section = {**known[name].section, "learning_rate": known[name].start}
     overrides = ["mesh={data: 1, fake_devices: 1}", f"optim={json.dumps(section)}"]
-    document, found = load(config.program, overrides)
+    document, found = load(config.program_file, overrides)
     shapes = build(found, document, devices=jax.devices()[:1]).program.state_shapes
     return 4 * bytes_per_device(shapes.opt_state) / bytes_per_device(shapes.params)

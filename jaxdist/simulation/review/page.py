@@ -12,15 +12,11 @@ from jaxdist.inspect.rows import show_bytes
 from jaxdist.metrics.columns import markdown
 from jaxdist.simulation.review.efficiency import MOST_WORKERS, Point, curves
 from jaxdist.simulation.review.optimizers import OptimizerRow, optimizer_rows
-from jaxdist.simulation.review.patterns import Pattern, patterns
+from jaxdist.simulation.review.patterns import MIXED, Pattern, patterns, zero_bytes
 from jaxdist.simulation.review.plot import plot_review
 from jaxdist.simulation.review.settings import ReviewConfig, read_review
 from jaxdist.study.files import check_writable, write_study
 from jaxdist.types import JsonObject
-
-MIXED = 16.0
-"""The bytes for each parameter in mixed precision with Adam: 2 of parameters, 2 of gradients, 12 of
-the optimizer's float32 state (ZeRO, arXiv 1910.02054, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +87,8 @@ class Review:
         yield ""
         yield (
             "The amount that the busiest device sends in a step, in units of all parameters, "
-            "read from compiled programs ({_program(self.config)}). A worker of parameter "
-            "servers sends its "
-            "gradients; the busiest server sends its parameters to each worker."
+            f"read from compiled programs ({self.config.program_file.name}). A worker of parameter "
+            "servers sends its gradients; the busiest server sends its parameters to each worker."
         )
         yield ""
         rows = [
@@ -159,27 +154,12 @@ class Review:
         yield from markdown(["architecture", "mesh", "bytes", "saved"], found)
 
 
-def zero_bytes(stage: int, devices: int) -> float:
-    """Return the bytes of state for each parameter on a device (ZeRO, section 5 and figure 1).
-
-    >>> [zero_bytes(stage, 64) for stage in range(4)]
-    [16.0, 4.1875, 2.21875, 0.25]
-    """
-    split = (0.0, 12.0, 14.0, 16.0)[stage]
-    return MIXED - split + split / devices
-
-
 def _stability(row: OptimizerRow, metric: str) -> str:
     if row.last is None:
         return "diverged"
     times, places, unit = (100, 1, "%") if metric == "accuracy" else (1, 3, "")
     spread = "" if row.spread is None else f" ± {row.spread * times:.{places}f}"
     return f"{row.last * times:.{places}f}{spread}{unit}"
-
-
-def _program(config: ReviewConfig) -> str:
-    assert config.program is not None, "read_review has filled it in"
-    return config.program.name
 
 
 def run_review(
@@ -207,5 +187,5 @@ def run_review(
     if json_file is not None:
         write_study(json_file, done.as_json())
     if plot is not None:
-        plot_review(done.points, config, zero_bytes, plot)
+        plot_review(done.points, config, plot)
     return done

@@ -11,6 +11,10 @@ from jaxdist.inspect.servers import ServerCost
 from jaxdist.simulation.review.settings import ReviewConfig
 from jaxdist.trees import tree_size
 
+MIXED = 16.0
+"""The bytes for each parameter in mixed precision with Adam: 2 of parameters, 2 of gradients, 12 of
+the optimizer's float32 state (ZeRO, arXiv 1910.02054, section 3.1)."""
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -47,15 +51,24 @@ class Pattern:
         return 4 * self.state_bytes / self.parameter_bytes
 
 
+def zero_bytes(stage: int, devices: int) -> float:
+    """Return the bytes of state for each parameter on a device (ZeRO, section 5 and figure 1).
+
+    >>> [zero_bytes(stage, 64) for stage in range(4)]
+    [16.0, 4.1875, 2.21875, 0.25]
+    """
+    split = (0.0, 12.0, 14.0, 16.0)[stage]
+    return MIXED - split + split / devices
+
+
 def patterns(config: ReviewConfig) -> Iterator[Pattern]:
     """Compile the program with the settings of each pattern, and yield the patterns.
 
     Raises:
       JaxdistError: the program cannot be built or compiled with some settings.
     """
-    assert config.program is not None, "read_review has filled it in"
     for name, overrides in config.patterns.items():
-        subject = open_subject(config.program, overrides, None)
+        subject = open_subject(config.program_file, overrides, None)
         size = 4.0 * tree_size(subject.experiment.program.model.params)
         yield _pattern(name, inspect_step(subject), size)
 

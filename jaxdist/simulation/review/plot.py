@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.simulation.review.efficiency import Point
+from jaxdist.simulation.review.patterns import zero_bytes
 from jaxdist.simulation.review.settings import ReviewConfig
 
 if TYPE_CHECKING:
@@ -25,15 +26,9 @@ _COLOURS = {
 def plot_review(
     points: Sequence[Point],
     config: ReviewConfig,
-    zero_bytes: Callable[[int, int], float],
     directory: Path,
 ) -> list[Path]:
-    """Draw efficiency and memory, with measured points as large circles, and return the files.
-
-    Args:
-      zero_bytes: the function from a ZeRO stage and a number of devices to the bytes for each
-        parameter.
-    """
+    """Draw efficiency and memory, with measured points as large circles, and return the files."""
     figure = new_figure((9.6, 4.6))
     left, right = figure.subplots(1, 2)
     for name, colour in _COLOURS.items():

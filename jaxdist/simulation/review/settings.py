@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from jaxdist.config import Document, validate
+from jaxdist.config import validate
 from jaxdist.config.load import read
 from jaxdist.config.schema import Config, Count, FilePath
 from jaxdist.simulation.choice import ChoiceConfig
+
+FOLDER = Path(__file__).parent
 
 Architecture = Literal["parameter server", "ring", "pipeline", "ZeRO 1", "ZeRO 3"]
 
@@ -117,8 +120,10 @@ class ReviewConfig(Config):
             servers=self.servers,
         )
 
-
-FOLDER = Path(__file__).parent
+    @property
+    def program_file(self) -> Path:
+        """The path of the config whose train step is compiled."""
+        return self.program or FOLDER / "program.yaml"
 
 
 def read_review(settings: Sequence[str]) -> ReviewConfig:
@@ -130,17 +135,12 @@ def read_review(settings: Sequence[str]) -> ReviewConfig:
     Raises:
       ConfigError: a setting does not exist, or has an invalid value.
     """
-    shipped, own = FOLDER / "review.yaml", settings and "=" not in settings[0]
-    if not own:
-        return _placed(validate(read(shipped, settings), ReviewConfig), Path())
+    shipped = FOLDER / "review.yaml"
+    if not settings or "=" in settings[0]:
+        return validate(read(shipped, settings), ReviewConfig)
     path = Path(settings[0])
     document = read(path, settings[1:])
     values = read(shipped).values | document.values
-    whole = Document(values, document.origins, document.path, document.files)
-    return _placed(validate(whole, ReviewConfig), path.parent)
-
-
-def _placed(config: ReviewConfig, folder: Path) -> ReviewConfig:
-    """Return the review with the full path of the config that it compiles."""
-    program = FOLDER / "program.yaml" if config.program is None else folder / config.program
+    config = validate(replace(document, values=values), ReviewConfig)
+    program = config.program and path.parent / config.program
     return config.model_copy(update={"program": program})
