@@ -21,8 +21,8 @@ class OptimizerRow:
     """A row of the table that compares optimizers.
 
     Attributes:
-      largest: the largest batch size up to which every mean is within `study.table.MARGIN` of the best
-        mean at the base batch, or None if the mean at the base batch is worse.
+      largest: the largest batch size up to which every mean is within 1% (a point of accuracy) of
+        the best mean at the base batch, or None if the mean at the base batch is worse.
       state_bytes: the bytes of state for each parameter, in float32.
       spread: the sample standard deviation over the seeds at the last batch size, or None if it is
         unknown.
