@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from jaxdist.cli import (
     agents,
@@ -24,41 +26,92 @@ from jaxdist.cli import (
     runs,
     shared,
 )
-from jaxdist.cli.measurement import ConfigOrCommand, ConfigOrFleet
 from jaxdist.cli.output import lasting_output, silence
+from jaxdist.cli.parsing import DocumentedCommand, GroupWithDefault
 
-app = typer.Typer(
-    name="jaxdist",
-    help="Train any JAX model on any mesh by changing a config.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+_NAMES: Mapping[Callable[..., None], str] = {
+    runs.evaluate: "eval",
+    models.import_model: "import",
+    models.export_model: "export",
+    measurement.batch_scaling: "batch-scaling",
+    measurement.run_study: "run",
+}
+"""The names of the commands that are not named as their functions."""
+
+
+def _group(
+    name: str,
+    help: str,
+    *functions: Callable[..., None],
+    cls: type[TyperGroup] = TyperGroup,
+) -> typer.Typer:
+    group = typer.Typer(
+        name=name, cls=cls, no_args_is_help=True, help=help, pretty_exceptions_enable=False
+    )
+    for function in functions:
+        group.command(_NAMES.get(function), cls=DocumentedCommand)(function)
+    return group
+
+
+app = _group(
+    "jaxdist",
+    "Train any JAX model on any mesh by changing a config.",
+    preparation.init,
+    preparation.eject,
+    runs.train,
+    agents.agent,
+    runs.evaluate,
+    models.import_model,
+    models.export_model,
+    models.adopt,
+    runs.generate,
+    runs.replay,
+    runs.servers,
+    runs.report,
+    runs.drill,
+    programs.parity,
+    preparation.doctor,
+    programs.inspect,
+    programs.audit,
+    programs.prove,
+    planning.plan,
+    measurement.bench,
 )
-config_app = typer.Typer(
-    no_args_is_help=True, help="Show a resolved configuration, or the schema of all settings."
-)
-data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
-pipeline_app = typer.Typer(no_args_is_help=True, help="Show and check pipeline schedules.")
-study_app = typer.Typer(
-    cls=ConfigOrCommand,
-    no_args_is_help=True,
-    help=(
-        "Compare many runs of a config; `jaxdist study CONFIG` is short for `study compare CONFIG`."
+for group in (
+    _group(
+        "launch",
+        "Submit a training run to a cluster: `jaxdist launch CONFIG --on ENGINE`.",
+        *(launching.job, launching.explain, launching.status, launching.logs, launching.stop),
+        cls=GroupWithDefault,
     ),
-)
-simulate_app = typer.Typer(
-    cls=ConfigOrFleet,
-    no_args_is_help=True,
-    help=(
+    _group(
+        "config",
+        "Show a resolved configuration, or the schema of all settings.",
+        *(preparation.show, preparation.schema),
+    ),
+    _group("data", "Prepare data.", preparation.tokenize),
+    _group(
+        "pipeline",
+        "Show and check pipeline schedules.",
+        *(pipelines.show, pipelines.compare, pipelines.check),
+    ),
+    _group(
+        "study",
+        "Compare many runs of a config; `jaxdist study CONFIG` is short for `study compare "
+        "CONFIG`.",
+        *(measurement.compare, measurement.batch_scaling, measurement.run_study),
+        measurement.review,
+        cls=GroupWithDefault,
+    ),
+    _group(
+        "simulate",
         "Simulate in virtual time; `jaxdist simulate CONFIG` is short for `simulate servers "
-        "CONFIG`."
+        "CONFIG`.",
+        *(measurement.servers, measurement.choice, measurement.fleet),
+        cls=GroupWithDefault,
     ),
-)
-
-launch_app = typer.Typer(
-    cls=launching.ConfigOrQuestion,
-    no_args_is_help=True,
-    help="Submit a training run to a cluster: `jaxdist launch CONFIG --on ENGINE`.",
-)
+):
+    app.add_typer(group, name=group.info.name)
 
 
 def _print_version(asked: bool) -> None:
@@ -70,7 +123,7 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=app.info.help)
+@app.callback()
 def _options(
     version: Annotated[
         bool,
@@ -86,59 +139,7 @@ def _options(
     """
 
 
-app.command()(preparation.init)
-app.command()(preparation.eject)
-app.command()(runs.train)
-app.command()(agents.agent)
-app.command("eval")(runs.evaluate)
-app.command("import")(models.import_model)
-app.command("export")(models.export_model)
-app.command()(models.adopt)
-app.command()(runs.generate)
-app.command()(runs.replay)
-app.command()(runs.servers)
-app.command()(runs.report)
-app.command()(runs.drill)
-app.command()(programs.parity)
-app.command()(preparation.doctor)
-app.command()(programs.inspect)
-app.command()(programs.audit)
-app.command()(programs.prove)
-app.command()(planning.plan)
-app.command()(measurement.bench)
-config_app.command()(preparation.show)
-config_app.command()(preparation.schema)
-data_app.command()(preparation.tokenize)
-pipeline_app.command()(pipelines.show)
-pipeline_app.command()(pipelines.compare)
-pipeline_app.command()(pipelines.check)
-study_app.command("compare")(measurement.compare)
-study_app.command("batch-scaling")(measurement.batch_scaling)
-study_app.command("run")(measurement.run_study)
-study_app.command("review")(measurement.review)
-simulate_app.command("servers")(measurement.servers)
-simulate_app.command("choice")(measurement.choice)
-simulate_app.command("fleet")(measurement.fleet)
-for ask in (launching.job, launching.explain, launching.status, launching.logs, launching.stop):
-    launch_app.command()(ask)
-app.add_typer(launch_app, name="launch")
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-app.add_typer(pipeline_app, name="pipeline")
-app.add_typer(study_app, name="study")
-app.add_typer(simulate_app, name="simulate")
-
-_COMPUTING = (
-    "train",
-    "agent",
-    "drill",
-    "eval",
-    "generate",
-    "replay",
-    "bench",
-    "study",
-    "simulate",
-)
+_COMPUTING = {"train", "agent", "drill", "eval", "generate", "replay", "bench", "study", "simulate"}
 
 
 def main() -> None:

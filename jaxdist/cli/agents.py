@@ -16,52 +16,32 @@ def agent(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    rendezvous: Annotated[
-        str,
-        typer.Option(
-            help="Rendezvous of the hosts: a shared directory, redis://HOST:PORT or "
-            "etcd://HOST:PORT."
-        ),
-    ],
-    least: Annotated[
-        int, typer.Option("--min", min=1, help="Smallest number of hosts to start with.")
-    ] = 1,
-    most: Annotated[
-        int, typer.Option("--max", min=1, help="Largest number of hosts; further hosts wait.")
-    ] = 64,
-    processes: Annotated[
-        int, typer.Option("--processes-per-host", min=1, help="Number of processes on this host.")
-    ] = 1,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME/ADDRESS",
-            help="Name or address at which other hosts reach this host; by default the host name.",
-        ),
-    ] = None,
+    rendezvous: Annotated[str, typer.Option()],
+    least: Annotated[int, typer.Option("--min", min=1)] = 1,
+    most: Annotated[int, typer.Option("--max", min=1)] = 64,
+    processes: Annotated[int, typer.Option("--processes-per-host", min=1)] = 1,
+    host: Annotated[str | None, typer.Option(metavar="NAME/ADDRESS")] = None,
     devices: shared.Devices = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with the secret that all hosts share; by default the rendezvous creates one."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")
-    ] = False,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="End the run after this many losses in a row without a new step.",
-        ),
-    ] = 3,
-    join_timeout: Annotated[
-        int, typer.Option(min=1, help="Seconds to wait for enough hosts.")
-    ] = JOIN_SECONDS,
+    token_file: Path | None = None,
+    resume: bool = False,
+    restarts: shared.AtLeastOne = 3,
+    join_timeout: shared.AtLeastOne = JOIN_SECONDS,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train CONFIG on all hosts that run this command. Hosts may join and leave."""
+    """Train CONFIG on all hosts that run this command. Hosts may join and leave.
+
+    Args:
+      rendezvous: Rendezvous of the hosts: a shared directory, redis://HOST:PORT or
+        etcd://HOST:PORT.
+      least: Smallest number of hosts to start with.
+      most: Largest number of hosts; further hosts wait.
+      processes: Number of processes on this host.
+      host: Name or address at which other hosts reach this host; by default the host name.
+      token_file: File with the secret that all hosts share; by default the rendezvous creates one.
+      resume: Resume from the newest complete checkpoint.
+      restarts: End the run after this many losses in a row without a new step.
+      join_timeout: Seconds to wait for enough hosts.
+    """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of

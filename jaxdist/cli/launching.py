@@ -11,62 +11,37 @@ from typing import Annotated
 import typer
 
 from jaxdist.cli import shared
-from jaxdist.cli.measurement import ConfigOrCommand
 
 LAUNCHES = Path("runs/launches")
 Folder = Annotated[Path, typer.Argument(help="Folder that `jaxdist launch` wrote for the job.")]
-
-
-class ConfigOrQuestion(ConfigOrCommand):
-    """A group whose default command launches a config. The other commands are about a launch."""
-
-    default = "job"
 
 
 def job(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    on: Annotated[
-        str,
-        typer.Option(
-            help="Engine that starts the processes: local, slurm, mpi, ray, gke or tpu-vm."
-        ),
-    ] = "local",
-    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
-    processes: Annotated[
-        int,
-        typer.Option("--processes-per-node", min=1, help="Number of processes on each machine."),
-    ] = 1,
-    servers: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Number of further machines on which the servers of strategy.servers run; with 0, "
-            "process 0 starts the servers.",
-        ),
-    ] = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A setting of the engine, such as partition=gpu; may be repeated."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the job; by default the name of the config file.")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the commands and files of the submission without running the commands.",
-        ),
-    ] = False,
+    on: str = "local",
+    nodes: shared.AtLeastOne = 1,
+    processes: Annotated[int, typer.Option("--processes-per-node", min=1)] = 1,
+    servers: shared.AtLeastZero = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set")] = None,
+    name: str | None = None,
+    dry_run: bool = False,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Train CONFIG on a cluster. Every process runs the same `jaxdist train --resume`.
 
     With --servers, further machines run `jaxdist servers RUN --here`.
+
+    Args:
+      on: Engine that starts the processes: local, slurm, mpi, ray, gke or tpu-vm.
+      nodes: Number of machines.
+      processes: Number of processes on each machine.
+      servers: Number of further machines on which the servers of strategy.servers run; with 0,
+        process 0 starts the servers.
+      settings: A setting of the engine, such as partition=gpu; may be repeated.
+      name: Name of the job; by default the name of the config file.
+      dry_run: Print the commands and files of the submission without running the commands.
     """
     from jaxdist import cli
     from jaxdist.config import read, validate

@@ -8,106 +8,51 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from jaxdist.cli import shared
 
-
-class ConfigOrCommand(TyperGroup):
-    """A group of commands with a default command."""
-
-    default = "compare"
-
-    # The class of the context that typer passes has no public name; the public class that is named
-    # here is narrower.
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the arguments, and insert the default command if they do not begin with a command.
-
-        Return the arguments that the base class has not parsed.
-        """
-        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
-
-
-class ConfigOrFleet(ConfigOrCommand):
-    """The group of simulation commands; the default command simulates parameter servers."""
-
-    default = "servers"
-
-
-Weights = Annotated[
-    Path | None, typer.Option(help="models: a directory or a GGUF file with pretrained weights.")
-]
-
-Sigterms = Annotated[
-    int | None, typer.Option(min=1, help="elastic: number of runs that a signal stops.")
-]
-Parts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--part",
-        help="May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets, or one "
-        "config of the targets, such as targets:mlp/digits. models: families, weights, tuning, "
-        "generation, loading, muon, adopt, or a case of a part, such as "
-        "families:gpt2. hybrid: bytes, store, bounded, worker, kills, links, ratings, clicks. tpu: "
-        "products, context, experts, steps.",
-    ),
-]
+ConfigAndSettings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [key=value ...]")]
 
 
 def bench(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="overhead, compile, startup, quickstart, attention, context, collectives, optim, "
-            "zero, pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, "
-            "experts, hybrid, jobs."
-        ),
-    ],
+    name: str,
     json_file: shared.JsonFile = None,
     devices: shared.Devices = 8,
-    lab: Annotated[
-        bool,
-        typer.Option(
-            "--lab",
-            help="collectives, compression, param-server, plan: emulate hosts with slow links "
-            "(Linux, root).",
-        ),
-    ] = False,
-    torch: Annotated[
-        str | None,
-        typer.Option(help="compression --lab, elastic, models, jobs: path of a Python with torch."),
-    ] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="param-server: path of a Python with ray, jax and numpy.")
-    ] = None,
-    sigterms: Sigterms = None,
-    scoreboard: Annotated[
-        str | None,
-        typer.Option(help="elastic: faults to inject: all, or a list such as R08=20,R29."),
-    ] = None,
-    programs: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="plan: number of plans whose memory the compiler computes; with 0 only formulas "
-            "are used. prove: number of correct plans to check.",
-        ),
-    ] = None,
-    maxtext: Annotated[
-        Path | None, typer.Option(help="plan: folder of MaxText's programs from scripts/maxtext.")
-    ] = None,
-    weights: Weights = None,
-    part: Parts = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="collectives, zero: draw the figures into this directory.")
-    ] = None,
-    record: Annotated[
-        Path | None, typer.Option(help="Append the measured ratios to DIR/NAME.jsonl.")
-    ] = None,
+    lab: bool = False,
+    torch: str | None = None,
+    ray: str | None = None,
+    sigterms: shared.AtLeastOneOrNone = None,
+    scoreboard: str | None = None,
+    programs: Annotated[int | None, typer.Option(min=0)] = None,
+    maxtext: Path | None = None,
+    weights: Path | None = None,
+    part: list[str] | None = None,
+    plot: Path | None = None,
+    record: Path | None = None,
 ) -> None:
-    """Measure jaxdist and a reference in turn. Missed goals are reported, but are not errors."""
+    """Measure jaxdist and a reference in turn. Missed goals are reported, but are not errors.
+
+    Args:
+      name: overhead, compile, startup, quickstart, attention, context, collectives, optim, zero,
+        pipeline, tpu, plan, compression, param-server, elastic, prove, models, gpu, experts,
+        hybrid, jobs.
+      lab: collectives, compression, param-server, plan: emulate hosts with slow links (Linux,
+        root).
+      torch: compression --lab, elastic, models, jobs: path of a Python with torch.
+      ray: param-server: path of a Python with ray, jax and numpy.
+      sigterms: elastic: number of runs that a signal stops.
+      scoreboard: elastic: faults to inject: all, or a list such as R08=20,R29.
+      programs: plan: number of plans whose memory the compiler computes; with 0 only formulas are
+        used. prove: number of correct plans to check.
+      maxtext: plan: folder of MaxText's programs from scripts/maxtext.
+      weights: models: a directory or a GGUF file with pretrained weights.
+      part: May be repeated. jobs: cnn, flops, augmentation, packing, steps, targets, or one config
+        of the targets, such as targets:mlp/digits. models: families, weights, tuning, generation,
+        loading, muon, adopt, or a case of a part, such as families:gpt2. hybrid: bytes, store,
+        bounded, worker, kills, links, ratings, clicks. tpu: products, context, experts, steps.
+      plot: collectives, zero: draw the figures into this directory.
+      record: Append the measured ratios to DIR/NAME.jsonl.
+    """
     from jaxdist.runtime import environment
 
     # Only the bench of a GPU needs the accelerator, so fake devices are for the other benches.
@@ -139,19 +84,11 @@ def compare(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    of: Annotated[
-        str | None, typer.Option(help="Built-in set of variants to compare: compression.")
-    ] = None,
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(help="A variant NAME='section.key=value section.key=value'; may be repeated."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of runs (seeds) of each variant.")] = 3,
+    of: str | None = None,
+    variant: list[str] | None = None,
+    seeds: shared.AtLeastOne = 3,
     json_file: shared.JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw figures of the differences between variants into this directory."),
-    ] = None,
+    plot: Path | None = None,
     devices: shared.Devices = None,
 ) -> None:
     """Train variants of CONFIG on the same batches, and compare their held-out loss.
@@ -159,6 +96,12 @@ def compare(
     The first variant is CONFIG itself, without compression if --of compression is given. For each
     seed, all variants begin with the same parameters and take the same number of steps. If the
     study is interrupted, the same command continues it.
+
+    Args:
+      of: Built-in set of variants to compare: compression.
+      variant: A variant NAME='section.key=value section.key=value'; may be repeated.
+      seeds: Number of runs (seeds) of each variant.
+      plot: Draw figures of the differences between variants into this directory.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.study.compare import compare_variants as run
@@ -173,29 +116,27 @@ def batch_scaling(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    batches: Annotated[str, typer.Option(help="Batch sizes: 64,256,1024.")],
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Number of runs for each figure in the table.")
-    ] = 3,
-    optimizers: Annotated[
-        str, typer.Option(help="Optimizers to compare.")
-    ] = "sgd,nesterov,lars,lamb,adamw",
-    epochs: Annotated[
-        float | None,
-        typer.Option(help="Number of epochs of every run; by default the number in the config."),
-    ] = None,
-    tune: Annotated[
-        bool,
-        typer.Option("--tune/--no-tune", help="Search the best learning rate at every batch size."),
-    ] = True,
+    batches: Annotated[str, typer.Option()],
+    seeds: shared.AtLeastOne = 3,
+    optimizers: str = "sgd,nesterov,lars,lamb,adamw",
+    epochs: float | None = None,
+    tune: bool = True,
     json_file: shared.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
+    plot: Path | None = None,
     devices: shared.Devices = None,
 ) -> None:
     """Compare optimizers at growing batch sizes, with scaled and with tuned learning rates.
 
     The command trains on all devices along axis data, and ignores the mesh of CONFIG. If the study
     is interrupted, the same command continues it.
+
+    Args:
+      batches: Batch sizes: 64,256,1024.
+      seeds: Number of runs for each figure in the table.
+      optimizers: Optimizers to compare.
+      epochs: Number of epochs of every run; by default the number in the config.
+      tune: Search the best learning rate at every batch size.
+      plot: Draw the curves into this directory.
     """
     # The new mesh precedes the user's overrides. It drops the fake devices of the config's mesh,
     # but an override can still request fake devices.
@@ -216,20 +157,21 @@ def batch_scaling(
 
 
 def run_study(
-    file: Annotated[Path, typer.Argument(help="YAML file of the study.")],
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings that override the file: key=value ...")
-    ] = None,
+    file: Path,
+    settings: Annotated[list[str] | None, typer.Argument()] = None,
     *,
     json_file: shared.JsonFile = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the figures of the study into this directory.")
-    ] = None,
+    plot: Path | None = None,
     devices: shared.Devices = None,
 ) -> None:
     """Run a study that a YAML file defines: a config, variants or batch sizes, and seeds.
 
     If the study is interrupted, the same command continues it.
+
+    Args:
+      file: YAML file of the study.
+      settings: Settings that override the file: key=value ...
+      plot: Draw the figures of the study into this directory.
     """
     from jaxdist.study.definition import BatchScalingStudy, read_study
     from jaxdist.study.variants import overrides_of
@@ -250,16 +192,10 @@ def run_study(
 
 
 def review(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [key=value ...]",
-            help="YAML file, and settings key=value that override the file.",
-        ),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [key=value ...]")] = None,
     *,
     json_file: shared.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this directory.")] = None,
+    plot: Path | None = None,
     devices: shared.Devices = 8,
 ) -> None:
     """Compare architectures and optimizers on one page, as survey articles do.
@@ -270,6 +206,10 @@ def review(
 
     Keys: devices, parameter_bytes, step_seconds, gbits, latency_seconds, servers, microbatches,
     layers, message_bytes, measured, program, patterns, scaling.
+
+    Args:
+      settings: YAML file, and settings key=value that override the file.
+      plot: Draw the figures into this directory.
     """
     from jaxdist.runtime import environment
 
@@ -288,22 +228,11 @@ def servers(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A variant NAME='section.key=value section.key=value' to compare; may be repeated."
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of runs (seeds) of each variant.")] = 1,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Held-out loss to which the time is measured; by default 1% above the first "
-            "variant's final loss."
-        ),
-    ] = None,
+    variant: list[str] | None = None,
+    seeds: shared.AtLeastOne = 1,
+    target: float | None = None,
     json_file: shared.JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
+    plot: Path | None = None,
     devices: shared.Devices = None,
 ) -> None:
     """Train CONFIG with parameter servers in virtual time.
@@ -311,6 +240,13 @@ def servers(
     Gradients are computed, but speeds and faults are simulated. CONFIG's strategy.simulation
     describes the workers, the network and the faults. A repetition of the command gives the same
     bits.
+
+    Args:
+      variant: A variant NAME='section.key=value section.key=value' to compare; may be repeated.
+      seeds: Number of runs (seeds) of each variant.
+      target: Held-out loss to which the time is measured; by default 1% above the first variant's
+        final loss.
+      plot: Draw the curves into this directory.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.simulation.command import run_simulation
@@ -328,19 +264,10 @@ def servers(
 
 
 def fleet(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [key=value ...]",
-            help="YAML file of the fleet, and settings key=value that override the file.",
-        ),
-    ] = None,
+    settings: ConfigAndSettings = None,
     *,
     json_file: shared.JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw goodput against the interval between saves into this directory."),
-    ] = None,
+    plot: Path | None = None,
 ) -> None:
     """Simulate the goodput of a fleet of failing devices for several intervals between saves.
 
@@ -351,6 +278,10 @@ def fleet(
     restart_seconds, restore_seconds, memory_restore_seconds,
     checkpoint_seconds, snapshot_seconds, both_copies_lost,
     checkpoint_every_seconds, runs, seed.
+
+    Args:
+      settings: YAML file of the fleet, and settings key=value that override the file.
+      plot: Draw goodput against the interval between saves into this directory.
     """
     from jaxdist.simulation.fleet import run_fleet
 
@@ -358,13 +289,7 @@ def fleet(
 
 
 def choice(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [key=value ...]",
-            help="YAML file, and settings key=value that override the file.",
-        ),
-    ] = None,
+    settings: ConfigAndSettings = None,
     *,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -374,6 +299,9 @@ def choice(
 
     Keys: parameter_bytes, touched, step_seconds, gbits, latency_seconds,
     workers, servers, slower, noise.
+
+    Args:
+      settings: YAML file, and settings key=value that override the file.
     """
     from jaxdist.simulation.choice import run_choice
 

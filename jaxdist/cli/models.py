@@ -11,33 +11,25 @@ from jaxdist.cli import shared
 
 
 def import_model(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="Hugging Face directory or GGUF file of the model, or (with --base) a directory "
-            "of PEFT adapters.",
-            metavar="DIR",
-        ),
-    ],
+    model: Annotated[Path, typer.Argument(metavar="DIR")],
     overrides: shared.Overrides = None,
     *,
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
-    config: Annotated[
-        Path | None, typer.Option(help="Config whose model is your own code; needs --table.")
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file with the tensor's name for each parameter of --config's model."
-        ),
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="Run directory of the base model to which the adapters belong."),
-    ] = None,
+    out: Annotated[Path, typer.Option()],
+    config: Path | None = None,
+    table: Path | None = None,
+    base: Path | None = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Convert a downloaded model to a run directory, for train, eval, generate and export."""
+    """Convert a downloaded model to a run directory, for train, eval, generate and export.
+
+    Args:
+      model: Hugging Face directory or GGUF file of the model, or (with --base) a directory of PEFT
+        adapters.
+      out: The run directory to write.
+      config: Config whose model is your own code; needs --table.
+      table: YAML file with the tensor's name for each parameter of --config's model.
+      base: Run directory of the base model to which the adapters belong.
+    """
     from jaxdist.runtime import environment
 
     environment.prepare()
@@ -63,25 +55,23 @@ def import_model(
 
 def export_model(
     run: shared.Run,
-    out: Annotated[Path, typer.Argument(help="The directory, or the GGUF file, to write.")],
+    out: Path,
     overrides: shared.Overrides = None,
     *,
-    to: Annotated[
-        Literal["hf", "gguf", "peft"],
-        typer.Option(help="Format: hf or gguf for the model, peft for the model's adapters."),
-    ] = "hf",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the weights: float32, bfloat16 or float16; by default the dtype of the "
-            "imported model."
-        ),
-    ] = None,
+    to: Literal["hf", "gguf", "peft"] = "hf",
+    dtype: str | None = None,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Write the model of a run for transformers or llama.cpp, or the adapters of a run for PEFT."""
+    """Write the model of a run for transformers or llama.cpp, or the adapters of a run for PEFT.
+
+    Args:
+      out: The directory, or the GGUF file, to write.
+      to: Format: hf or gguf for the model, peft for the model's adapters.
+      dtype: Dtype of the weights: float32, bfloat16 or float16; by default the dtype of the
+        imported model.
+    """
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.adapters import export_adapters
     from jaxdist.commands.export_model import export_model as write
@@ -95,38 +85,27 @@ def export_model(
 
 
 def adopt(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="Hugging Face directory with config.json, or a GGUF file.", metavar="DIR"
-        ),
-    ],
+    model: Annotated[Path, typer.Argument(metavar="DIR")],
     overrides: shared.Overrides = None,
     *,
-    on: Annotated[str, typer.Option(help="TPU slice to plan for, such as v5p:4x4x4.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Config file to write; by default NAME.yaml, where NAME is the name of the "
-            "directory or file."
-        ),
-    ] = None,
-    top: Annotated[
-        int, typer.Option(min=1, max=50, help="Number of plans to rank by predicted step time.")
-    ] = 3,
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="Rank the plans by their compiled programs, or only by formulas.",
-        ),
-    ] = True,
+    on: Annotated[str, typer.Option()],
+    out: Path | None = None,
+    top: Annotated[int, typer.Option(min=1, max=50)] = 3,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Write the config of the fastest plan that trains a downloaded model on a slice.
 
     This command reads only the model's config. A run of the written config loads the weights of the
     model.
+
+    Args:
+      model: Hugging Face directory with config.json, or a GGUF file.
+      on: TPU slice to plan for, such as v5p:4x4x4.
+      out: Config file to write; by default NAME.yaml, where NAME is the name of the directory or
+        file.
+      top: Number of plans to rank by predicted step time.
+      compiled: Rank the plans by their compiled programs, or only by formulas.
     """
     from jaxdist.runtime import environment
 

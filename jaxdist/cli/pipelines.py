@@ -19,41 +19,27 @@ Settings = Annotated[
 
 
 def show(
-    schedule: Annotated[
-        str,
-        typer.Argument(
-            help="Schedule: gpipe, 1f1b, interleaved, zb_h1, zb_auto, ..., or the CSV file of a "
-            "schedule."
-        ),
-    ],
+    schedule: str,
     settings: Settings = None,
     *,
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of pipeline stages; by default the number in the CSV file."
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of microbatches of a batch; by default the number in the CSV file."
-        ),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace for ui.perfetto.dev, in which 1 ms is a unit of time."),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the schedule as a CSV file that torch.distributed.pipelining can read."
-        ),
-    ] = None,
+    stages: shared.AtLeastOneOrNone = None,
+    microbatches: shared.AtLeastOneOrNone = None,
+    svg: Path | None = None,
+    trace: Path | None = None,
+    csv: Path | None = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Draw SCHEDULE, and print its bubble, activations and messages. Nothing is run."""
+    """Draw SCHEDULE, and print its bubble, activations and messages. Nothing is run.
+
+    Args:
+      schedule: Schedule: gpipe, 1f1b, interleaved, zb_h1, zb_auto, ..., or the CSV file of a
+        schedule.
+      stages: Number of pipeline stages; by default the number in the CSV file.
+      microbatches: Number of microbatches of a batch; by default the number in the CSV file.
+      svg: Draw the schedule into this file.
+      trace: Write a trace for ui.perfetto.dev, in which 1 ms is a unit of time.
+      csv: Write the schedule as a CSV file that torch.distributed.pipelining can read.
+    """
     from jaxdist.commands.pipelines import schedule_json
     from jaxdist.commands.pipelines import show_schedule as look
 
@@ -75,11 +61,16 @@ def show(
 def compare(
     settings: Settings = None,
     *,
-    stages: Annotated[int, typer.Option(min=1, help="Number of pipeline stages.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches of a batch.")],
+    stages: shared.AtLeastOne,
+    microbatches: shared.AtLeastOne,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Print bubble, activations and messages of every schedule, given the times of a stage."""
+    """Print bubble, activations and messages of every schedule, given the times of a stage.
+
+    Args:
+      stages: Number of pipeline stages.
+      microbatches: Number of microbatches of a batch.
+    """
     from jaxdist.commands.compare_schedules import compare_schedules as judge
 
     given = {"stages": stages, "microbatches": microbatches, "json_file": json_file}
@@ -87,15 +78,16 @@ def compare(
 
 
 def check(
-    file: Annotated[
-        Path, typer.Argument(help="CSV file of the schedule, with a row for each stage.")
-    ],
+    file: Path,
     *,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Check a schedule in a CSV file.
 
     If the schedule breaks a rule, the first violation is printed, and the exit code is 2.
+
+    Args:
+      file: CSV file of the schedule, with a row for each stage.
     """
     from jaxdist.commands.pipelines import check_csv as judge
     from jaxdist.commands.pipelines import schedule_json

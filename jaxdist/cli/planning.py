@@ -14,51 +14,14 @@ def plan(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    on: Annotated[
-        list[str],
-        typer.Option(
-            help="Target: a TPU slice (v5p:8x8x8), several slices (4xv5e:16x16), or GPUs as hosts "
-            "x GPUs per host (h100:16x8). Repeat the option to compare targets."
-        ),
-    ],
-    slices: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Number of slices, connected by a slower network, for each --on without a number "
-            "of slices.",
-        ),
-    ] = 1,
-    top: Annotated[
-        int, typer.Option(min=1, max=50, help="Number of plans to print for each target.")
-    ] = 5,
-    write: Annotated[
-        Path | None, typer.Option(help="Write CONFIG with the fastest plan to this file.")
-    ] = None,
-    explain: Annotated[
-        int | None,
-        typer.Option(min=1, help="Print how the plan with this number spends time and memory."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw figures of the time and memory that --explain prints into this directory."
-        ),
-    ] = None,
-    compile_top: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile each printed plan, which takes minutes; only for TPUs."
-        ),
-    ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="Ask the compiler for the memory of each printed plan, which takes seconds; only "
-            "for TPUs.",
-        ),
-    ] = False,
+    on: Annotated[list[str], typer.Option()],
+    slices: shared.AtLeastOne = 1,
+    top: Annotated[int, typer.Option(min=1, max=50)] = 5,
+    write: Path | None = None,
+    explain: shared.AtLeastOneOrNone = None,
+    plot: Path | None = None,
+    compile_top: Annotated[bool, typer.Option("--compile")] = False,
+    memory: bool = False,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Search for the mesh, ZeRO, remat, microbatches and schedule that train CONFIG fastest.
@@ -66,6 +29,19 @@ def plan(
     The search uses formulas for memory and time, so that it needs no device and runs nothing. Plans
     replace CONFIG's mesh, sharding, parallel, model.remat and train.microbatches. All other
     settings are kept.
+
+    Args:
+      on: Target: a TPU slice (v5p:8x8x8), several slices (4xv5e:16x16), or GPUs as hosts x GPUs per
+        host (h100:16x8). Repeat the option to compare targets.
+      slices: Number of slices, connected by a slower network, for each --on without a number of
+        slices.
+      top: Number of plans to print for each target.
+      write: Write CONFIG with the fastest plan to this file.
+      explain: Print how the plan with this number spends time and memory.
+      plot: Draw figures of the time and memory that --explain prints into this directory.
+      compile_top: Compile each printed plan, which takes minutes; only for TPUs.
+      memory: Ask the compiler for the memory of each printed plan, which takes seconds; only for
+        TPUs.
     """
     from jaxdist.runtime import environment
 

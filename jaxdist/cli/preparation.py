@@ -38,20 +38,18 @@ def show(
 
 
 def init(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Shipped config such as gpt/quickstart, or a folder of shipped configs such as "
-            "gpt; by default all configs."
-        ),
-    ] = None,
+    name: Annotated[str | None, typer.Argument()] = None,
     *,
-    to: Annotated[Path, typer.Option(help="Folder into which the configs are written.")] = Path(
-        "configs"
-    ),
+    to: Path = Path("configs"),
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Write copies of the shipped configurations, which can be run and changed."""
+    """Write copies of the shipped configurations, which can be run and changed.
+
+    Args:
+      name: Shipped config such as gpt/quickstart, or a folder of shipped configs such as gpt; by
+        default all configs.
+      to: Folder into which the configs are written.
+    """
     from jaxdist.commands.init import init as write
 
     files = write(name, to, console=shared.console())
@@ -62,13 +60,8 @@ def eject(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Python file to write; by default the program is printed.")
-    ] = None,
-    keep: Annotated[
-        Literal["data"] | None,
-        typer.Option(help="The part of the training that the file imports from jaxdist."),
-    ] = None,
+    out: Path | None = None,
+    keep: Literal["data"] | None = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -76,6 +69,10 @@ def eject(
 
     The file has only the model, loss, optimizer, shardings and communication of CONFIG, to read and
     to change. The file trains to the same losses.
+
+    Args:
+      out: Python file to write; by default the program is printed.
+      keep: The part of the training that the file imports from jaxdist.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.commands.eject.eject import Keep
@@ -103,27 +100,22 @@ def schema(*, json_file: shared.JsonFile = None) -> None:
 
 
 def tokenize(
-    out: Annotated[Path, typer.Argument(help="File tokenizer.json to write.")],
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Globs of text files to learn from; by default the files of Python's standard "
-            "library."
-        ),
-    ] = None,
+    out: Path,
+    files: Annotated[list[str] | None, typer.Argument()] = None,
     *,
-    vocab_size: Annotated[int, typer.Option(help="Number of tokens to learn.")] = 4096,
-    heldout_fraction: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=0.99,
-            help="Fraction of the text to hold out; the config's data.heldout_fraction by default.",
-        ),
-    ] = 0.05,
+    vocab_size: int = 4096,
+    heldout_fraction: Annotated[float, typer.Option(min=0, max=0.99)] = 0.05,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
+    """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`.
+
+    Args:
+      out: File tokenizer.json to write.
+      files: Globs of text files to learn from; by default the files of Python's standard library.
+      vocab_size: Number of tokens to learn.
+      heldout_fraction: Fraction of the text to hold out; the config's data.heldout_fraction by
+        default.
+    """
     from jaxdist.commands.tokenize import tokenize as learn
 
     learned = learn(
@@ -138,9 +130,13 @@ def tokenize(
 
 def doctor(
     devices: shared.Devices = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Check the requirements of a run: versions, devices, memory and caches."""
+    """Check the requirements of a run: versions, devices, memory and caches.
+
+    Args:
+      as_json: Print JSON.
+    """
     from jaxdist.doctor import main as examine
 
     raise typer.Exit(examine(devices=devices, as_json=as_json))

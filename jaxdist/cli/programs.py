@@ -16,29 +16,20 @@ def inspect(
     *,
     devices: shared.CompileDevices = None,
     topology: shared.TopologyOption = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A setting section.key=value, like an override; may be repeated."
-        ),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set")] = None,
     json_file: shared.JsonFile = None,
-    diff: Annotated[
-        Path | None,
-        typer.Option(help="Print the differences to a second config, with the same overrides."),
-    ] = None,
-    diff_set: Annotated[
-        list[str] | None,
-        typer.Option(help="Print the differences that this setting makes; may be repeated."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw a figure of the predicted step time into this directory; TPUs only."
-        ),
-    ] = None,
+    diff: Path | None = None,
+    diff_set: list[str] | None = None,
+    plot: Path | None = None,
 ) -> None:
-    """Print the bytes, FLOPs, memory, and time on TPUs of a train step. Nothing is run."""
+    """Print the bytes, FLOPs, memory, and time on TPUs of a train step. Nothing is run.
+
+    Args:
+      settings: A setting section.key=value, like an override; may be repeated.
+      diff: Print the differences to a second config, with the same overrides.
+      diff_set: Print the differences that this setting makes; may be repeated.
+      plot: Draw a figure of the predicted step time into this directory; TPUs only.
+    """
     extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])
@@ -63,24 +54,17 @@ def audit(
     *,
     devices: shared.CompileDevices = None,
     topology: shared.TopologyOption = None,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full",
-            help="Print how each setting changes bytes, memory and FLOPs; compiles a step for each "
-            "setting.",
-        ),
-    ] = False,
-    options: Annotated[
-        bool,
-        typer.Option(
-            "--options",
-            help="Print the effect of each compiler option instead of the effect of each setting.",
-        ),
-    ] = False,
+    full: bool = False,
+    options: bool = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check that each setting of CONFIG changes the train step. Exit with code 1 if not all do."""
+    """Check that each setting of CONFIG changes the train step. Exit with code 1 if not all do.
+
+    Args:
+      full: Print how each setting changes bytes, memory and FLOPs; compiles a step for each
+        setting.
+      options: Print the effect of each compiler option instead of the effect of each setting.
+    """
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
     if options:
@@ -101,46 +85,16 @@ def audit(
 
 
 def parity(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="YAML file of the experiment; by default a config of a small language model."
-        ),
-    ] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
     overrides: shared.Overrides = None,
     *,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full",
-            help="Compare every plan without stages, and more pipelines; takes an hour.",
-        ),
-    ] = False,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Number of processes that compare plans at the same time.")
-    ] = 1,
+    full: bool = False,
+    jobs: shared.AtLeastOne = 1,
     json_file: shared.JsonFile = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Skip the plans that the file of --json already contains."),
-    ] = False,
-    draw: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Compare this number of randomly drawn configs instead of CONFIG."
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Seed of the first random config; each later seed is 1 higher.",
-        ),
-    ] = 0,
-    axis: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare only draws whose mesh has this axis; may be repeated."),
-    ] = None,
+    resume: bool = False,
+    draw: shared.AtLeastOneOrNone = None,
+    seed: shared.AtLeastZero = 0,
+    axis: list[str] | None = None,
 ) -> None:
     """Check that plans train CONFIG's model like a single device. Exit with code 1 if not all do.
 
@@ -150,6 +104,15 @@ def parity(
 
     With --draw, random models, meshes, plans, batches and optimizers are compared with a single
     device, and another plan loads each checkpoint. The config of each failure is printed.
+
+    Args:
+      config: YAML file of the experiment; by default a config of a small language model.
+      full: Compare every plan without stages, and more pipelines; takes an hour.
+      jobs: Number of processes that compare plans at the same time.
+      resume: Skip the plans that the file of --json already contains.
+      draw: Compare this number of randomly drawn configs instead of CONFIG.
+      seed: Seed of the first random config; each later seed is 1 higher.
+      axis: Compare only draws whose mesh has this axis; may be repeated.
     """
     from jaxdist.errors import ConfigError
     from jaxdist.runtime import environment
@@ -192,17 +155,8 @@ def prove(
     overrides: shared.Overrides = None,
     *,
     devices: shared.CompileDevices = None,
-    near: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Number of additional plans to compare, each of which is CONFIG with three "
-            "changed settings.",
-        ),
-    ] = 2,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the weights and of the additional plans.")
-    ] = 0,
+    near: shared.AtLeastZero = 2,
+    seed: shared.AtLeastZero = 0,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Prove for each parameter that CONFIG's plan computes what a single device would.
@@ -210,6 +164,11 @@ def prove(
     The command checks the types of values, numbers of a smaller model, and the bytes of the
     compiled step. The command writes the certificate that `jaxdist train --proved` needs. The exit
     code is 1 if anything is wrong or undecided.
+
+    Args:
+      near: Number of additional plans to compare, each of which is CONFIG with three changed
+        settings.
+      seed: Seed of the weights and of the additional plans.
     """
     extra = shared.compile_for(devices, None, overrides or [])
     shared.set_environment((config, extra), devices=8)

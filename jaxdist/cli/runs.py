@@ -32,50 +32,38 @@ def train(
     overrides: shared.Overrides = None,
     *,
     devices: shared.Devices = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")
-    ] = False,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STEPS",
-            help="Trace steps for xprof and Perfetto: 10:13 traces steps 10 to 13; 4 traces the "
-            "first four steps after a warm-up.",
-        ),
-    ] = None,
-    coordinator: shared.Coordinator = None,
-    num_processes: shared.NumProcesses = None,
-    process_id: shared.ProcessId = None,
-    distributed: shared.Detect = False,
-    join_timeout: shared.JoinTimeout = JOIN_SECONDS,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic",
-            help="Start the processes of this machine, watch them, and restart them from the "
-            "newest snapshot in memory when one is lost or stuck.",
-        ),
-    ] = False,
-    count: Annotated[
-        int, typer.Option("--processes", min=1, help="--elastic: number of processes.")
-    ] = 1,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="--elastic: end the run after this many consecutive losses of a process without a "
-            "new step.",
-        ),
-    ] = 3,
-    proved: Annotated[
-        bool,
-        typer.Option(
-            "--proved", help="Refuse to train without a current certificate of `jaxdist prove`."
-        ),
-    ] = False,
+    resume: bool = False,
+    profile: Annotated[str | None, typer.Option(metavar="STEPS")] = None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    distributed: bool = False,
+    join_timeout: shared.AtLeastOne = JOIN_SECONDS,
+    elastic: bool = False,
+    count: Annotated[int, typer.Option("--processes", min=1)] = 1,
+    restarts: shared.AtLeastOne = 3,
+    proved: bool = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Train the experiment of a config file."""
+    """Train the experiment of a config file.
+
+    Args:
+      resume: Resume from the newest complete checkpoint.
+      profile: Trace steps for xprof and Perfetto: 10:13 traces steps 10 to 13; 4 traces the first
+        four steps after a warm-up.
+      coordinator: Address HOST:PORT of process 0.
+      num_processes: Number of processes.
+      process_id: Number of this process, counted from 0.
+      distributed: Find the other processes through the environment of Slurm, MPI, Kubernetes or
+        TPUs.
+      join_timeout: Seconds to wait for the other processes.
+      elastic: Start the processes of this machine, watch them, and restart them from the newest
+        snapshot in memory when one is lost or stuck.
+      count: --elastic: number of processes.
+      restarts: --elastic: end the run after this many consecutive losses of a process without a new
+        step.
+      proved: Refuse to train without a current certificate of `jaxdist prove`.
+    """
     extra = shared.prepare_devices(config, overrides, devices)
     if elastic:
         shared.alone(
@@ -129,20 +117,9 @@ def drill(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    failures: Annotated[
-        int, typer.Option(min=1, help="Number of failures: each kills or stops a process.")
-    ],
-    count: Annotated[
-        int, typer.Option("--processes", min=1, help="Number of processes of the run.")
-    ] = 2,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Seed that determines the time of each failure, its process, and whether the "
-            "process is killed or stopped.",
-        ),
-    ] = 0,
+    failures: shared.AtLeastOne,
+    count: Annotated[int, typer.Option("--processes", min=1)] = 2,
+    seed: shared.AtLeastZero = 0,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
@@ -151,6 +128,12 @@ def drill(
     The command prints each recovery, and the fraction of time that was used for steps, with the
     predicted fraction. The exit code is 3 if the fraction is less than nine tenths of the
     prediction.
+
+    Args:
+      failures: Number of failures: each kills or stops a process.
+      count: Number of processes of the run.
+      seed: Seed that determines the time of each failure, its process, and whether the process is
+        killed or stopped.
     """
     extra = shared.prepare_devices(config, overrides, devices)
     from jaxdist.cli import fork_server
@@ -307,29 +290,11 @@ def replay(
 
 def servers(
     run: shared.Run,
-    count: Annotated[
-        int | None, typer.Argument(min=1, help="Number of table servers on all hosts.")
-    ] = None,
+    count: Annotated[int | None, typer.Argument(min=1)] = None,
     *,
-    here: Annotated[
-        bool, typer.Option("--here", help="Run one more table server, on this host.")
-    ] = False,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="--here: address at which the server listens; by default the address from which "
-            "this host reaches the run."
-        ),
-    ] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="--here: wait for the run to begin, and stay until it ends. SIGTERM does not let "
-            "the server leave.",
-        ),
-    ] = None,
+    here: bool = False,
+    host: str | None = None,
+    wait: Annotated[float | None, typer.Option(min=0, metavar="SECONDS")] = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Let table servers join or leave a run while it trains.
@@ -338,6 +303,14 @@ def servers(
     COUNT is the number of table servers that the run shall have. The host of the run starts the
     missing servers, or lets surplus servers leave. With --here, the server runs on the host of this
     command, until the run ends; SIGTERM and Ctrl-C let it leave.
+
+    Args:
+      count: Number of table servers on all hosts.
+      here: Run one more table server, on this host.
+      host: --here: address at which the server listens; by default the address from which this host
+        reaches the run.
+      wait: --here: wait for the run to begin, and stay until it ends. SIGTERM does not let the
+        server leave.
     """
     if wait is None:
         shared.prepare_run(run, [], None)
@@ -359,32 +332,25 @@ def servers(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     *,
     json_file: shared.JsonFile = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write an HTML page with curves, time, memory, bytes sent, pipeline schedule and "
-            "energy to this file."
-        ),
-    ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="--html: rewrite the page until the runs have ended.")
-    ] = False,
-    every: Annotated[
-        float, typer.Option(min=1, help="--live: seconds between two versions of the page.")
-    ] = 15,
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile/--no-compile",
-            help="--html: compile the step of each run, and show its memory and its bytes per "
-            "mesh axis.",
-        ),
-    ] = True,
+    html: Path | None = None,
+    live: bool = False,
+    every: Annotated[float, typer.Option(min=1)] = 15,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
 ) -> None:
-    """Print the time of a run by activity, over all its restarts."""
+    """Print the time of a run by activity, over all its restarts.
+
+    Args:
+      runs: Run directories.
+      html: Write an HTML page with curves, time, memory, bytes sent, pipeline schedule and energy
+        to this file.
+      live: --html: rewrite the page until the runs have ended.
+      every: --live: seconds between two versions of the page.
+      compiled: --html: compile the step of each run, and show its memory and its bytes per mesh
+        axis.
+    """
     from jaxdist.errors import ConfigError
 
     if html is None:
@@ -450,41 +416,29 @@ def generate(
     run: shared.Run,
     overrides: shared.Overrides = None,
     *,
-    prompts: Annotated[
-        list[str],
-        typer.Option("--prompt", help="Text to continue; repeat the option for a batch of texts."),
-    ],
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Largest number of tokens to add to each text.")
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Temperature of the sampling; 0 always chooses the most likely token."
-        ),
-    ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Choose only among this number of most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Choose only among the most likely tokens whose probabilities add up to this "
-            "value (nucleus sampling).",
-        ),
-    ] = 1.0,
-    stops: Annotated[
-        list[str] | None,
-        typer.Option("--stop", help="A token that ends a text, besides the end of a document."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
+    prompts: Annotated[list[str], typer.Option("--prompt")],
+    tokens: shared.AtLeastOne = 256,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.8,
+    top_k: shared.AtLeastOneOrNone = None,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    stops: Annotated[list[str] | None, typer.Option("--stop")] = None,
+    seed: shared.AtLeastZero = 0,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Continue prompts with a run's language model."""
+    """Continue prompts with a run's language model.
+
+    Args:
+      prompts: Text to continue; repeat the option for a batch of texts.
+      tokens: Largest number of tokens to add to each text.
+      temperature: Temperature of the sampling; 0 always chooses the most likely token.
+      top_k: Choose only among this number of most likely tokens.
+      top_p: Choose only among the most likely tokens whose probabilities add up to this value
+        (nucleus sampling).
+      stops: A token that ends a text, besides the end of a document.
+      seed: Seed of the random choices.
+    """
     extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.commands.evaluate import generate_from_run
     from jaxdist.train.sampling import Sampling

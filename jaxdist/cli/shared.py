@@ -20,18 +20,10 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override the file: section.key=value ...")
 ]
+AtLeastZero = Annotated[int, typer.Option(min=0)]
+AtLeastOne = Annotated[int, typer.Option(min=1)]
+AtLeastOneOrNone = Annotated[int | None, typer.Option(min=1)]
 Devices = Annotated[int | None, typer.Option(min=1, help="Number of fake CPU devices to use.")]
-Coordinator = Annotated[str | None, typer.Option(help="Address HOST:PORT of process 0.")]
-NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
-ProcessId = Annotated[int | None, typer.Option(help="Number of this process, counted from 0.")]
-Detect = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="Find the other processes through the environment of Slurm, MPI, Kubernetes or TPUs.",
-    ),
-]
-JoinTimeout = Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 CheckpointStep = Annotated[
     int | None,

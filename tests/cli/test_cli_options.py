@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
@@ -27,6 +28,25 @@ def test_the_help_is_that_of_the_program():
     result = RUN.invoke(app, ["--help"])
     assert "Train any JAX model on any mesh by changing a config." in result.output
     assert "--install-completion" in result.output
+
+
+def test_every_parameter_has_a_help_which_its_docstring_names():
+    def without(command, above: str) -> list[str]:
+        below = getattr(command, "commands", {}).items()
+        return [
+            *(f"{above} {param.name}" for param in command.params if not param.help),
+            *(f"{above}: {command.help}" for _ in [0] if "Args:" in command.help),
+            *(found for name, one in below for found in without(one, f"{above} {name}")),
+        ]
+
+    assert not without(typer.main.get_command(app), "jaxdist")
+
+
+@pytest.mark.parametrize("switch", ["--no-resume", "--no-elastic"])
+def test_a_switch_that_is_off_has_no_opposite(switch: str):
+    result = RUN.invoke(app, ["train", "config.yaml", switch])
+    assert result.exit_code == 2
+    assert f"No such option: {switch}" in result.output
 
 
 @pytest.mark.parametrize(

@@ -71,5 +71,5 @@ def test_what_a_fleet_does_not_have() -> None:
 
 def test_the_help_has_every_key() -> None:
     assert measurement.fleet.__doc__ is not None
-    keys = measurement.fleet.__doc__.split("Keys: ")[1].strip(" .\n")
+    keys = measurement.fleet.__doc__.split("Keys: ")[1].split(".\n")[0]
     assert [key.strip() for key in keys.split(",")] == list(FleetConfig.model_fields)
