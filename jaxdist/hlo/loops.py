@@ -2,34 +2,29 @@
 
 XLA:TPU drops `known_trip_count` from the compiled program. The number is then computed from the
 integer scalars on which the condition depends, and from their initial values. If the body changes
-each of these scalars by a constant step, a division gives the first iteration in which the
-condition fails. For other loops, up to `FOLLOWED` iterations are evaluated one after another.
+each of these scalars by a constant step, the condition is evaluated for many iterations at once.
+For other loops, up to `FOLLOWED` iterations are evaluated one after another.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
+import numpy as np
+
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.scalars import (
-    Holds,
-    Moved,
-    TuplePath,
-    Value,
-    compute,
-    is_integer,
-    scalar_line,
-    wrapped,
-)
+from jaxdist.hlo.scalars import Moved, TuplePath, Value, compute, is_integer, wrapped
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
 """A function from the number of a parameter and a path in the parameter to the value at the path,
 or to None if the value is unknown."""
 
+AT_ONCE = (2**8, 2**14, 2**20)
+"""The numbers of iterations for which the condition of a loop with constant steps is evaluated at
+once, until it fails. The length of a loop with more iterations counts as unknown."""
 FOLLOWED = 4096
 """The largest number of iterations that are evaluated one after another. The length of a loop with
 more iterations counts as unknown."""
@@ -219,24 +214,33 @@ class Frame:
     ) -> int | None:
         """Return the number of iterations of a loop whose counters change by constant steps.
 
-        The result is None for other loops, or if a counter wraps around.
+        The result is None for other loops, or if there are more iterations than `AT_ONCE` states.
 
         Args:
           loop: the while instruction.
           start: the initial values of the counters.
           moves: the values of the counters after an iteration, or None for an unknown value.
         """
-        lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
-        for path, move in moves.items():
-            if not isinstance(move, Moved) or move.path != path or path not in types:
-                return None
-            lines[path] = scalar_line(start[path], move.by, types[path])
-        holds = self.enter_loop(loop, "condition", lines.get).result
-        # Beyond `until` a counter has wrapped around, so that `turn` would be wrong.
-        if not isinstance(holds, Holds) or holds.turn > holds.until or math.isinf(holds.turn):
+        steps = {
+            path: move.by
+            for path, move in moves.items()
+            if isinstance(move, Moved) and move.path == path and path in types
+        }
+        if len(steps) < len(moves):
             return None
-        return int(holds.turn)
+        for count in AT_ONCE:
+            turns = np.arange(count, dtype=object)
+            now = {
+                path: wrapped(start[path] + step * turns, types[path])
+                for path, step in steps.items()
+            }
+            holds = self.enter_loop(loop, "condition", now.get).result
+            if not isinstance(holds, np.ndarray):
+                return None
+            if not holds.all():
+                return int(np.argmin(holds))
+        return None
 
     def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
         """Return the number of iterations of a loop by evaluating one iteration after another.

@@ -302,6 +302,13 @@ def test_bounds_that_outer_and_earlier_loops_hand_on():
     assert found.unknown_loops == ()
 
 
+@pytest.mark.parametrize(("end", "turns"), [(139_999, 70_000), (2**20, 2**19), (2**31 - 1, None)])
+def test_a_loop_of_many_equal_steps_is_counted_up_to_a_million(end, turns):
+    found = ledger_of_text(CARRIED.replace("constant(9)", f"constant({end})"), {"data": 2})
+    assert len(found.unknown_loops) == (turns is None)
+    assert only(found).times_high == (turns or 1) * 4 * 2
+
+
 def test_a_count_that_xla_names_is_taken():
     outer = "body=%outer_body"
     named = CARRIED.replace(outer, outer + ', backend_config={"known_trip_count":{"n":"3"}}')
