@@ -6,7 +6,6 @@ no backend, and a command can still request fake devices.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -151,7 +150,9 @@ def main() -> None:
         from jaxdist.runtime.environment import restart_with_huge_pages
 
         restart_with_huge_pages()
-    if "--quiet" in itertools.takewhile(lambda word: word.startswith("-"), sys.argv[1:]):
+    # The option is also accepted after the command, where most users look for it.
+    if "--quiet" in sys.argv[1:]:
+        sys.argv = [word for word in sys.argv if word != "--quiet"]
         silence()
     with lasting_output():
         try:

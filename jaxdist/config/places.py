@@ -38,24 +38,24 @@ def _is_lost(problem: Problem) -> bool:
 def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Problem:
     path = problem.path
     near = difflib.get_close_matches(str(path[-1]), by_key, n=MOST, cutoff=NEAR)
-    shared: dict[KeyPath, int] = {}
-    for key in near:
-        others = [other for other in by_key[key] if other != path]
-        for other in others:
-            # `zip` is not strict: only the levels that both paths have are compared.
-            pairs = zip(path[:-1], other[:-1], strict=False)
-            shared[other] = sum(1 for one, two in pairs if one == two)
-        # `by_key` lists the most similar keys first, so the search ends at the first key that
-        # exists in another section.
-        if others:
-            break
-    most = max(shared.values(), default=0)
-    found = [other for other, count in shared.items() if count == most][:MOST]
-    if not found:
+    # A setting that several alternatives of a section share has one path.
+    others = list(dict.fromkeys(other for key in near for other in by_key[key] if other != path))
+    if not others:
         return problem
+    # Keys near the section of the problem come first, then keys of few levels, and the same word
+    # comes last: `step` is taken for `train.steps`, and not for the `step` of a nested section that
+    # few users know.
+    best = min(_distance(path, other) for other in others)
+    found = [other for other in others if _distance(path, other) == best][:MOST]
     hint = " or ".join(repr(dotted(path)) for path in found)
     rest = problem.message.removeprefix("unknown key; ")
     return replace(problem, message=f"unknown key; did you mean {hint}? ({rest})")
+
+
+def _distance(path: KeyPath, other: KeyPath) -> tuple[int, int, bool]:
+    # `zip` is not strict: only the levels that both paths have are compared.
+    shared = sum(1 for one, two in zip(path[:-1], other[:-1], strict=False) if one == two)
+    return -shared, len(other), path[-1] != other[-1]
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:

@@ -143,7 +143,7 @@ class Progress:
         return self._joined(
             f"step {self.step}/{self._total_steps}",
             f"loss {format_loss(self._loss)}",
-            f"{step_seconds:.1f} s for the first step, compilation included",
+            f"{step_seconds:.1f} s for this step, compilation included",
         )
 
     def _line(self) -> str:

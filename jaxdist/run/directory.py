@@ -160,6 +160,11 @@ def take_directory(
             say(f"{error.who}: this run uses the next free name")
             continue
         if not directory.occupied:
+            if named and not resume and directory.path != base:
+                say(
+                    f"{base} holds an earlier run, which --resume continues; "
+                    f"this run uses {directory.path}"
+                )
             return LockedDirectory(replace(directory, identity=identity), lock, goes_on=resume)
         # Another run began in this directory between the check and the lock, and has ended. The
         # next directory is therefore tried.

@@ -175,7 +175,7 @@ class RunJob:
     def finish(self, step: int) -> Ending:
         """Print that the run ended after `step`, and how the run's time was used.
 
-        The method also draws the loss curve of a complete run.
+        The method also draws the loss curve of a run that took all steps or was ended by a hook.
 
         Returns:
           The step and the cause of the end.
@@ -190,7 +190,7 @@ class RunJob:
         seconds = sum(life.seconds for life in self.lives)
         tell_end(
             life.experiment, self.files.directory, life.heldout, self.console,
-            step=step, seconds=seconds, stopped_by=ending.stopped_by,
+            step=step, seconds=seconds, stopped_by=ending.stopped_by, complete=ending.complete,
         )  # fmt: skip
         if life.timed is not None:
             values = goodput.account_values(life.account, life.timed.life)

@@ -143,8 +143,9 @@ def prepare(*, fake_devices: int | None = None) -> None:
     if changed and "jax" in sys.modules and fake_devices is not None:
         raise MeshError(
             f"{fake_devices} fake devices were requested after jax was imported, which is too "
-            f"late. Set {' '.join((f'{k}={v!r}' for k, v in changed.items()))} in the environment, "
-            "or call jaxdist.runtime.environment.prepare() before the first import of jax"
+            "late. Start a new Python process (in a notebook, restart the kernel), and make the "
+            "request its first use of jax, or set "
+            f"{' '.join((f'{k}={v!r}' for k, v in changed.items()))} in its environment"
         )
     os.environ.update(changed)
 

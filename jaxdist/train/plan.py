@@ -52,7 +52,8 @@ class TrainConfig(Config):
     """The parts of the run, each with a batch size and a learning rate; evaluation uses batch_size.
     null trains all steps of the run with the same settings."""
     log_every: Count = 10
-    """The number of steps between two lines of metrics."""
+    """The number of steps between two records of metrics.jsonl. The printed lines do not depend on
+    this number: if the output is not a terminal, a line is printed about every 10 seconds."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """The number of batches that wait on the devices, in addition to the batch in use."""
     check_replicas: ReplicaCheckConfig | None = None

@@ -80,6 +80,6 @@ def test_quiet_is_silent_but_for_errors(jaxdist: Jaxdist):
     done = jaxdist("--quiet", "train", "config.yaml", "--json", "a.json")
     assert (done.code, done.out, done.err) == (0, "", "")
     assert read(jaxdist.folder / "a.json")["step"] == 4
-    done = jaxdist("--quiet", "config", "show", "config.yaml", "seed=x")
+    done = jaxdist("config", "show", "--quiet", "config.yaml", "seed=x")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: 1 problem in config.yaml")

@@ -150,6 +150,7 @@ def test_a_key_that_cannot_be_set_is_found(text: str, found: list[str], known: K
         ("warmup_steps=4", "'optim.schedule.warmup_steps' or 'parallel.compression.warmup_steps'?"),
         ("zero.stage=1", "'parallel.zero'? (allowed: model, data"),
         ("steps=4", "'train.steps'? (allowed: model, data"),
+        ("step=4", "'train.steps'? (allowed: model, data"),
         ("optim.learnig_rate=1", "'learning_rate'? (allowed: type, learning_rate, "),
         ("mesh.heldout_fraction=0", "'data.heldout_fraction'? (allowed: data, stage"),
     ],

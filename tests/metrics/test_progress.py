@@ -48,7 +48,7 @@ def test_a_log_gets_the_first_line_the_last_and_one_per_interval():
     steps = [int(n) for n in re.findall(r"^step (\d+)/100", text_of(console), re.MULTILINE)]
     assert steps == [1, 21, 41, 61, 81, 100]
     lines = text_of(console).splitlines()
-    assert lines[0] == "step 1/100  loss 4.000  9.0 s for the first step, compilation included"
+    assert lines[0] == "step 1/100  loss 4.000  9.0 s for this step, compilation included"
     assert lines[1] == "step 21/100  loss 0.190  8,192 tokens/s  500 ms/step  0:40 left"
 
 

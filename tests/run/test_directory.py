@@ -31,7 +31,11 @@ def test_a_new_run_never_takes_an_occupied_directory(tmp_path, named):
     begin(base)
     assert chosen(base, named=named) == "gpt-2"
     begin(tmp_path / "runs" / "gpt-2")
-    assert chosen(base, named=named) == "gpt-3"
+    said = []
+    assert chosen(base, named=named, said=said) == "gpt-3"
+    # Only a user who named the directory expects the run in that directory.
+    hint = f"{base} holds an earlier run, which --resume continues; this run uses {base}-3"
+    assert said == [hint] * named
 
 
 def test_a_resume_takes_the_one_run_that_has_begun(tmp_path):

@@ -120,7 +120,11 @@ def test_a_hook_ends_the_run_with_a_checkpoint_and_exit_code_0(
     assert (found.stopped_by, found.exit_code) == ("Early: far enough", 0)
     assert hook.outcome.stopped_by == "Early: far enough"
     out = capsys.readouterr().out
-    assert "Early: far enough: stopped after step 3 of 6 and saved a checkpoint" in out
+    assert "Early: far enough: this hook ended the run after step 3 of 6\n" in out
+    # There is nothing to continue, so the output ends like that of a run that took all its steps.
+    assert "--resume" not in out
+    assert "done   step 3" in out
+    assert (found.directory / "loss.png").exists()
     again = jd.fit(SHORT, resume=True, quiet=True)
     assert (again.step, again.stopped_by) == (6, None)
 

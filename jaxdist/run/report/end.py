@@ -23,16 +23,18 @@ def tell_end(
     step: int,
     seconds: float,
     stopped_by: str | None,
+    complete: bool,
 ) -> None:
-    """Print that a run is complete or was stopped after `step`; draw the curve of a complete run.
+    """Print how a run ended after `step`; draw the curve of a run that will not continue.
 
     Args:
       heldout: the means of the last evaluation.
       seconds: the duration of the run, in seconds.
       stopped_by: the reason why the run stopped before its last step, or None if all steps were
         taken.
+      complete: whether a hook stopped the run, so that there is nothing to continue.
     """
-    if stopped_by is not None:
+    if stopped_by is not None and not complete:
         console.print(
             f"{stopped_by}: stopped after step {step} of {experiment.total_steps} "
             f"and saved a checkpoint; {going_on(experiment.config, directory)}",
@@ -41,6 +43,11 @@ def tell_end(
         return
     if jax.process_index() != 0:
         return
+    if stopped_by is not None:
+        console.print(
+            f"{stopped_by}: this hook ended the run after step {step} of {experiment.total_steps}",
+            soft_wrap=True,
+        )
     baselines, unit = experiment.baselines(), experiment.loss_unit
     given = read_metrics(directory.path), directory.curve, baselines
     plot_loss(*given, title=directory.path.name, loss_unit=unit)
