@@ -458,6 +458,4 @@ def check_encoder(embed: int, heads: int, layers: int, scan_unroll: int) -> None
         near = min(fitting, key=lambda n: abs(n - heads))
         raise ValueError(f"heads {heads} must divide embed {embed}: use {near}")
     if scan_unroll > layers:
-        raise ValueError(
-            f"scan_unroll {scan_unroll} exceeds layers {layers}: set scan_unroll to at most {layers}"
-        )
+        raise ValueError(f"scan_unroll {scan_unroll} exceeds layers {layers}: use at most {layers}")

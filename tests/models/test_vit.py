@@ -87,7 +87,7 @@ def test_bfloat16_computes_near_float32_and_returns_float32_logits():
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(ValidationError, match="heads 5 must divide embed 12: use 4"):
         vit(heads=5)
-    with pytest.raises(ValidationError, match="scan_unroll 3 exceeds layers 2: set scan_unroll to at most 2"):
+    with pytest.raises(ValidationError, match="scan_unroll 3 exceeds layers 2: use at most 2"):
         vit(scan_unroll=3)
     with pytest.raises(ConfigError, match=r"patch 4 must divide images of 6 x 4 pixels: use 2"):
         vit(patch=4)
