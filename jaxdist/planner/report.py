@@ -199,7 +199,9 @@ def _print_result(result: Result, first: int, console: Console, step: str = "") 
     _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
     if step:
         _line("step", step, console)
-    counts = f"{found.count:,} plans in {result.search_seconds:.1f} s, {len(found.valid):,} fit"
+    counts = (
+        f"{found.count:,} plans in {result.search_seconds:.1f} s, {len(found.valid):,} possible"
+    )
     _line("search", counts, console)
     console.print()
     console.print(_plans(result, first))

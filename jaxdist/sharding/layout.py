@@ -419,10 +419,12 @@ class Layout:
 
 
 def _indivisible(shown: str, dim: str | None, length: int, axis: str | None, parts: int) -> str:
+    divisors = (size for size in range(1, 2 * parts) if length % size == 0)
+    near = sorted(sorted(divisors, key=lambda size: abs(size - parts))[:3])
     return (
         f"{shown}: dim {dim!r} of length {length} does not divide over mesh axis {axis!r} of size "
-        f"{parts} (remainder {length % parts}); use a size of {axis!r} that divides {length}, or "
-        f"set sharding.rules.{dim}: null"
+        f"{parts} (remainder {length % parts}); use a size of {axis!r} that divides {length} "
+        f"({', '.join(map(str, near))}), or set sharding.rules.{dim}: null"
     )
 
 

@@ -151,7 +151,7 @@ def test_the_batch_is_split_over_the_axis_of_experts_too():
 def test_experts_that_do_not_divide_are_refused():
     problem = layout_on(expert=4).problem("blocks/mlp/up", (6, 8, 8), INTO)
     assert "length 6 does not divide over mesh axis 'expert' of size 4" in problem
-    assert "use a size of 'expert' that divides 6" in problem
+    assert "use a size of 'expert' that divides 6 (2, 3, 6)" in problem
 
 
 def test_experts_on_an_axis_that_does_not_split_the_batch_are_refused():
