@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +45,6 @@ def agent(
     from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of
 
-    say = partial(shared.console().print, soft_wrap=True, markup=False)
     found = agent_of(
         config,
         extra,
@@ -59,10 +57,8 @@ def agent(
         resume=resume,
         restarts=restarts,
         seconds=join_timeout,
-        say=say,
+        say=shared.say,
         fork_module=fork_server.__name__,
         json_file=json_file,
     )
-    code = found.run()
-    if code:
-        raise typer.Exit(code)
+    raise typer.Exit(found.run())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -74,12 +73,10 @@ def job(
             json_file, "submission", on=on, folder=None, job=None, exit_code=None, text=text
         )
         return
-    say = partial(shared.console().print, soft_wrap=True, markup=False)
-    begun, code = launch(one, settings or [], what, LAUNCHES, say)
+    begun, code = launch(one, settings or [], what, LAUNCHES, shared.say)
     started = {"folder": str(begun.folder), "job": begun.identity or None, "exit_code": code}
     shared.write_result(json_file, "launch", on=on, **started, text=None)
-    if code:
-        raise typer.Exit(code)
+    raise typer.Exit(code)
 
 
 def explain(*, json_file: shared.JsonFile = None) -> None:
@@ -106,8 +103,7 @@ def _ask(what: str, folder: Path, json_file: Path | None) -> None:
         exit_code=done.returncode,
         output=done.stdout,
     )
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    raise typer.Exit(done.returncode)
 
 
 def status(folder: Folder, *, json_file: shared.JsonFile = None) -> None:

@@ -42,9 +42,15 @@ def lasting_output() -> Iterator[None]:
 
 def silence() -> None:
     """Discard the standard output of this process, and of processes that it starts later."""
+    _discard(1)
+
+
+def _discard(descriptor: int) -> None:
+    """Replace a file descriptor, which may be closed, by /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 class _Lasting(io.FileIO):
@@ -65,9 +71,7 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            _discard(self.fileno())
             # A closed terminal raises EIO, and a closed pipe raises BrokenPipeError.
             closed = self._terminal and error.errno == errno.EIO
             self.lost = not (closed or isinstance(error, BrokenPipeError))
@@ -89,10 +93,7 @@ def _opened(descriptor: int) -> int:
     try:
         os.fstat(descriptor)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != descriptor:
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+        _discard(descriptor)
     return descriptor
 
 

@@ -21,7 +21,6 @@ def show(
     shared.prepare_devices(config, overrides, None)
     from jaxdist.config import dotted, provenance, render_rows
     from jaxdist.experiment import explain_config, load
-    from jaxdist.metrics.report import write_json
 
     console = shared.console()
     document, instance = load(config, overrides or [])
@@ -30,11 +29,9 @@ def show(
     derived = [*explain_config(instance, document)]
     for line in derived:
         typer.echo(f"derived: {line}")
-    if json_file is not None:
-        origins = {dotted(row.path): str(row.origin) for row in rows}
-        values = instance.model_dump(mode="json")
-        report = {"config": values, "origins": origins, "derived": derived}
-        write_json(json_file, report, what="configuration")
+    origins = {dotted(row.path): str(row.origin) for row in rows}
+    values = instance.model_dump(mode="json")
+    shared.write_result(json_file, "configuration", config=values, origins=origins, derived=derived)
 
 
 def init(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,8 +88,7 @@ def train(
         json_file=None if json_file is None else str(json_file),
         proved=proved,
     )
-    if code:
-        raise typer.Exit(code)
+    raise typer.Exit(code)
 
 
 def _train_elastic(
@@ -107,10 +105,8 @@ def _train_elastic(
 
     args = {"config": str(config), "extra": extra, "resume": resume}
     args |= {} if json_file is None else {"json_file": str(json_file)}
-    say = partial(shared.console().print, soft_wrap=True, markup=False)
-    code = Agent(AgentSettings(args, count, restarts), say, fork_module=fork_server.__name__).run()
-    if code:
-        raise typer.Exit(code)
+    settings = AgentSettings(args, count, restarts)
+    raise typer.Exit(Agent(settings, shared.say, fork_module=fork_server.__name__).run())
 
 
 def drill(
@@ -146,7 +142,7 @@ def drill(
         processes=count,
         seed=seed,
         json_file=json_file,
-        say=partial(shared.console().print, soft_wrap=True, markup=False),
+        say=shared.say,
         fork_module=fork_server.__name__,
     )
 
@@ -227,7 +223,7 @@ def train_process(
                 setting=("strategy", "type"),
             )
         if processes.index:
-            serve_here(base, None, _say, role="worker", wait_seconds=join_timeout)
+            serve_here(base, None, shared.say, role="worker", wait_seconds=join_timeout)
             return 0
         extra = [*extra, f"strategy.processes.remote_workers={processes.count - 1}"]
         processes = None
@@ -252,10 +248,6 @@ def train_process(
         if json_file is not None:
             found.write(Path(json_file))
     return found.ending.exit_code
-
-
-def _say(line: str) -> None:
-    shared.console().print(line, soft_wrap=True, markup=False)
 
 
 def evaluate(
@@ -326,9 +318,9 @@ def servers(
         raise ConfigError("--wait is the time for which --here waits for the run: add --here")
 
     if count is None:
-        serve_here(run, host, _say, json_file, wait_seconds=wait)
+        serve_here(run, host, shared.say, json_file, wait_seconds=wait)
     else:
-        _say(ask_for_servers(run, count, json_file))
+        shared.say(ask_for_servers(run, count, json_file))
 
 
 def report(
@@ -379,7 +371,7 @@ def report(
         html,
         compile_step=_inspected if compiled else None,
         live_seconds=every if live else None,
-        say=partial(shared.console().print, soft_wrap=True, markup=False),
+        say=shared.say,
     )
 
 

@@ -52,6 +52,11 @@ def console() -> Console:
     return Console(highlight=False, emoji=False)
 
 
+def say(line: str) -> None:
+    """Print a line to the user, without markup and line breaks."""
+    console().print(line, soft_wrap=True, markup=False)
+
+
 def prepare_devices(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
     """Set the environment for a config, and return the overrides, to which `devices` is added.
 
@@ -145,8 +150,7 @@ def write_result(path: Path | None, what: str, **values: Json) -> None:
     """
     from jaxdist.metrics.report import write_json
 
-    if path is not None:
-        write_json(path, values, what=what)
+    write_json(path, values, what=what)
 
 
 def alone(option: str, **others: object) -> None:

@@ -138,10 +138,9 @@ def compare_schedules(
     for entry in entries:
         if entry.timeline is None:
             console.print(f"refused: {entry.reason}", markup=False)
-    if json_file is not None:
-        rows = [entry.as_json() for entry in entries]
-        report = {"stages": stages, "microbatches": microbatches, "schedules": rows}
-        write_json(json_file, report, what="comparison")
+    rows = [entry.as_json() for entry in entries]
+    report = {"stages": stages, "microbatches": microbatches, "schedules": rows}
+    write_json(json_file, report, what="comparison")
     return entries
 
 

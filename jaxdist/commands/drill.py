@@ -80,8 +80,7 @@ def drill(
     drilled = judge_drill(recoveries, found, every, silent)
     for line in drilled.lines():
         say(line)
-    if json_file is not None:
-        write_json(json_file, {"run": str(striker.run), **drilled.as_json()}, what="drill")
+    write_json(json_file, {"run": str(striker.run), **drilled.as_json()}, what="drill")
     if not drilled.held:
         raise RunError(
             f"the run used {drilled.achieved:.1%} of its time for steps, less than nine tenths of "

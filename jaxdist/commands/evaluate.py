@@ -124,9 +124,8 @@ def evaluate_run(
         program = experiment.program
         means = evaluate(program, program.evaluated(state), state.buffers, batches)
     console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
-    if json_file is not None:
-        report = {"run": str(run), "step": restored.step, "heldout": plain(means)}
-        write_json(json_file, report, what="evaluation")
+    report = {"run": str(run), "step": restored.step, "heldout": plain(means)}
+    write_json(json_file, report, what="evaluation")
     console.print(f"step   {restored.step}")
     baselines = experiment.baselines()
     print_results(means, baselines, loss_unit=experiment.loss_unit, console=console)
@@ -191,14 +190,13 @@ def generate_from_run(
         log_probs=json_file is not None,
     )
     texts = [tokenizer.decode(text.tokens) for text in found]
-    if json_file is not None:
-        samples = [
-            {"prompt": prompt, "text": text, **own._asdict()}
-            for prompt, text, own in zip(prompts, texts, found, strict=True)
-        ]
-        settings = {**asdict(sampling), "stops": [*stops]}
-        report = {"run": str(run), "step": restored.step, **settings, "samples": samples}
-        write_json(json_file, report, what="text")
+    samples = [
+        {"prompt": prompt, "text": text, **own._asdict()}
+        for prompt, text, own in zip(prompts, texts, found, strict=True)
+    ]
+    settings = {**asdict(sampling), "stops": [*stops]}
+    report = {"run": str(run), "step": restored.step, **settings, "samples": samples}
+    write_json(json_file, report, what="text")
     return texts
 
 

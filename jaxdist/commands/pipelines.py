@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -20,7 +20,7 @@ from jaxdist.config.document import Document, Node, Origin
 from jaxdist.config.explain import explain_problems
 from jaxdist.config.override import apply_override
 from jaxdist.config.schema import problems_error
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.metrics.columns import table
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.check import ring_sizes
@@ -89,7 +89,10 @@ def show_schedule(
         (csv, "schedule", lambda path: write_csv(timeline.schedule, path)),
     ):
         if path is not None:
-            _write(path, what, write)
+            with os_errors_as(
+                RunError, f"cannot write the {what} to {path}", "choose another file"
+            ):
+                write(path)
             console.print(f"{what}: {path}", markup=False, soft_wrap=True)
     return timeline
 
@@ -242,12 +245,3 @@ def _by_stage(timeline: Timeline) -> Table:
             str(timeline.received[stage]),
         )
     return made
-
-
-def _write(path: Path, what: str, write: Callable[[Path], None]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise RunError(
-            f"cannot write the {what} to {path}: {error.strerror}; choose another file"
-        ) from None

@@ -43,8 +43,7 @@ def ask_for_servers(
     if problem is not None:
         raise RunError(f"{run}: {problem}")
     _ask(run, servers, patience_seconds)
-    if json_file is not None:
-        write_json(json_file, {"run": str(run), "servers": servers}, what="request")
+    write_json(json_file, {"run": str(run), "servers": servers}, what="request")
     return f"the run changes the number of its table servers to {servers}; its log says when"
 
 
@@ -99,9 +98,8 @@ def serve_here(
         for one, handler in before.items():
             signal.signal(one, handler)
     note(f"{server.name} has ended")
-    if json_file is not None:
-        told = {"run": str(run), "server": server.number, "host": server.host}
-        write_json(json_file, told, what="server")
+    told = {"run": str(run), "server": server.number, "host": server.host}
+    write_json(json_file, told, what="server")
 
 
 def run_of_workers(config: str, overrides: Sequence[str]) -> Path | None:

@@ -8,12 +8,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config.files import read_json, why_unread
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.launch.build import engine
 from jaxdist.launch.contract import Engine, Job
 
@@ -44,20 +45,16 @@ def _new_folder(base: Path, name: str) -> Path:
       RunError: the folder cannot be created.
     """
     number, folder = 1, base / name
-    # `mkdir` fails if the folder exists, so that two launches at the same time never share a
-    # folder.
+    remedy = "start the launch in a directory in which you may write"
     while True:
-        try:
+        failed = f"the folder {folder} of the launch cannot be created"
+        # `mkdir` fails if the folder exists, so that two launches at the same time never share a
+        # folder.
+        with os_errors_as(RunError, failed, remedy), suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder.absolute()
-        except FileExistsError:
-            number += 1
-            folder = base / f"{name}.{number}"
-        except OSError as error:
-            raise RunError(
-                f"the folder {folder} of the launch cannot be created: {error.strerror}; start the "
-                "launch in a directory in which you may write"
-            ) from error
+        number += 1
+        folder = base / f"{name}.{number}"
 
 
 def installed(one: Engine) -> None:

@@ -22,7 +22,7 @@ redefined.
 
 
 def write_json(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     report: JsonObject,
     *,
     what: str,
@@ -32,6 +32,8 @@ def write_json(
     """Write plain data as JSON, together with the version of its keys.
 
     Args:
+      path: the file, or None to write nothing.
+      report: the data, whose numbers are all finite.
       what: the name of the report in the error message.
       remedy: the advice in the error message.
       dumps: the keyword arguments that are passed to `json.dumps`.
@@ -39,6 +41,8 @@ def write_json(
     Raises:
       RunError: the file cannot be written.
     """
+    if path is None:
+        return
     values = {"schema": SCHEMA, **report}
     text = json.dumps(values, **{"indent": 2, "allow_nan": False, **dumps})
     with os_errors_as(RunError, f"cannot write the {what} to {path}", remedy):

@@ -136,9 +136,8 @@ def run_choice(
     check_writable(None, json_file)
     found = list(choice_rows(config))
     console.print(text(config, found), soft_wrap=True, markup=False)
-    if json_file is not None:
-        rows = [{**asdict(row), "take": row.take} for row in found]
-        write_study(json_file, {"config": config.model_dump(), "rows": rows})
+    rows = [{**asdict(row), "take": row.take} for row in found]
+    write_study(json_file, {"config": config.model_dump(), "rows": rows})
     return found
 
 

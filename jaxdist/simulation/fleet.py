@@ -184,8 +184,7 @@ def run_fleet(
     check_writable(plot, json_file)
     done = sweep(config)
     console.print(done.text(), soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_study(json_file, done.as_json())
+    write_study(json_file, done.as_json())
     if plot is not None:
         plot_fleet(done, plot)
     return done

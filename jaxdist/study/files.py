@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +9,12 @@ from typing import TypeVar
 
 from jaxdist.config.load import read
 from jaxdist.config.schema import Config, validate
-from jaxdist.errors import RunError
-from jaxdist.metrics.report import SCHEMA
+from jaxdist.errors import RunError, os_errors_as
+from jaxdist.metrics.report import write_json
 from jaxdist.types import JsonObject
 
 C = TypeVar("C", bound=Config)
+REMEDY = "choose another path"
 
 
 def read_settings(settings: Sequence[str], kind: type[C]) -> C:
@@ -58,29 +57,18 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
     Raises:
       RunError: a directory of the output cannot be written.
     """
-    for folder in {plot, json_file.parent if json_file else None} - {None}:
-        assert folder is not None
-        try:
+    for folder in filter(None, (plot, json_file and json_file.parent)):
+        with os_errors_as(RunError, f"cannot write the study to {folder}", REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
             # A file is created, since permission bits do not show a read-only disk, and do not
             # apply to root.
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise _unwritable(folder, error) from error
 
 
-def write_study(path: Path, found: JsonObject) -> None:
-    """Write the results of a study to a JSON file.
+def write_study(path: Path | None, found: JsonObject) -> None:
+    """Write the results of a study to a JSON file, or nothing if `path` is None.
 
     Raises:
       RunError: the file cannot be written.
     """
-    try:
-        text = json.dumps({"schema": SCHEMA, **found}, indent=1, allow_nan=False)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str | os.PathLike[str], error: OSError) -> RunError:
-    return RunError(f"cannot write the study to {path}: {error.strerror}; choose another path")
+    write_json(path, found, what="study", remedy=REMEDY, indent=1)

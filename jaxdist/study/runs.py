@@ -106,8 +106,7 @@ def publish(done: Done, json_file: Path | None, console: Console) -> None:
       RunError: the file cannot be written.
     """
     console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_study(json_file, done.as_json())
+    write_study(json_file, done.as_json())
 
 
 def trained_on(experiment: Experiment, middle: str) -> str:

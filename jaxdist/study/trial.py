@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.types import Json, JsonObject
 
 
@@ -127,17 +129,15 @@ class OutcomeJournal(Generic[TrialT]):
 
     def __init__(self, path: Path, kind: type[TrialT]) -> None:
         self.path, self._kind = path, kind
-        try:
+        with self._errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab"):
-                pass
+            path.open("ab").close()
             content = path.read_bytes()
-        except OSError as error:
-            raise _unwritable(path, error) from error
         lines = content.split(b"\n")
         # The text after the last newline is empty, or is a line that a kill has cut off.
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
-        self._repair(len(content) - len(lines[-1]))
+        # Without an incomplete last line, the next outcome starts on a new line.
+        os.truncate(path, len(content) - len(lines[-1]))
 
     def get(self, key: str) -> TrialOutcome[TrialT] | None:
         """Return the stored outcome with the given key, or None if no outcome has the key."""
@@ -150,20 +150,12 @@ class OutcomeJournal(Generic[TrialT]):
           RunError: the line cannot be written.
         """
         self._found[key] = outcome
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, **outcome.as_json()}, allow_nan=False) + "\n")
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        with self._errors(), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, **outcome.as_json()}, allow_nan=False) + "\n")
 
-    def _repair(self, whole_bytes: int) -> None:
-        """Remove an incomplete last line, so that the next outcome starts on a new line.
-
-        Args:
-          whole_bytes: the size of the file without the incomplete line, in bytes.
-        """
-        with self.path.open("r+b") as file:
-            file.truncate(whole_bytes)
+    def _errors(self) -> AbstractContextManager[None]:
+        failed = f"cannot write the study's runs to {self.path}"
+        return os_errors_as(RunError, failed, "choose another path")
 
     def _parse(self, number: int, line: bytes) -> tuple[str, TrialOutcome[TrialT]]:
         try:
@@ -174,9 +166,3 @@ class OutcomeJournal(Generic[TrialT]):
                 f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, or "
                 "remove the file to repeat all runs"
             ) from error
-
-
-def _unwritable(path: Path, error: OSError) -> RunError:
-    return RunError(
-        f"cannot write the study's runs to {path}: {error.strerror}; choose another path"
-    )

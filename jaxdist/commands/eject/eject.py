@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxdist.commands.eject.assemble import assemble_file
 from jaxdist.commands.eject.facts import contents_of
 from jaxdist.commands.eject.refuse import check_built, check_ejectable
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, os_errors_as
 from jaxdist.experiment import build, load
 
 
@@ -71,15 +71,11 @@ def eject(
 
 
 def _write(text: str, out: Path) -> None:
-    try:
+    with os_errors_as(ConfigError, f"{out} cannot be written", "choose another file with --out"):
+        if out.exists():
+            raise ConfigError(
+                f"{out} exists already; move the file away, or choose another file with --out"
+            )
         # The mode "x" refuses to overwrite a file, which a user may have edited.
         with out.open("x") as file:
             file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(
-            f"{out} exists already; move the file away, or choose another file with --out"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written: {error.strerror}; choose another file with --out"
-        ) from error

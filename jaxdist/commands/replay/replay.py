@@ -54,10 +54,9 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
     found = computed_again(run, experiment, sharded, life, start)
     rows = [shard_differences(*pair) for pair in zip(found, wanted, strict=True)]
     _print(rows, sharded, life, wanted, console)
-    if json_file is not None:
-        clocks = {"first_clock": life.first, "last_clock": life.last}
-        report = {"run": str(run), **clocks, "same": not any(rows), "differences": rows}
-        write_json(json_file, report, what="comparison")
+    clocks = {"first_clock": life.first, "last_clock": life.last}
+    report = {"run": str(run), **clocks, "same": not any(rows), "differences": rows}
+    write_json(json_file, report, what="comparison")
     return not any(rows)
 
 

@@ -184,8 +184,7 @@ def run_review(
     points, rows = tuple(curves(config)), tuple(optimizer_rows(config))
     done = Review(config, points, tuple(patterns(config)), rows)
     console.print(done.text(), soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_study(json_file, done.as_json())
+    write_study(json_file, done.as_json())
     if plot is not None:
         plot_review(done.points, config, plot)
     return done
