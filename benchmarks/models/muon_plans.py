@@ -13,9 +13,9 @@ import numpy as np
 from benchmarks.core.report import Figure
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment
-from jaxdist.parity.draw.run import reloaded
 from jaxdist.parity.run import built, single_device
-from jaxdist.parity.trace import NUDGES, STEPS, FirstSteps, leaves_by_name, nudged
+from jaxdist.parity.states import NUDGES, leaves_by_name, nudged, reloaded
+from jaxdist.parity.trace import STEPS, FirstSteps
 from jaxdist.train.state import TrainState
 from jaxdist.types import JsonObject
 

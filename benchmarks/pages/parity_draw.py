@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.draws.report import draw_verdict, features_of, outcomes_from_json
+from benchmarks.draws.run import DrawOutcome
 from jaxdist.metrics import columns
-from jaxdist.parity.draw.report import draw_verdict, features_of, outcomes_from_json
-from jaxdist.parity.draw.run import DrawOutcome
-from jaxdist.parity.draw.settings import in_half_precision
+from jaxdist.parity.run import in_half_precision
 from jaxdist.types import Json
 
 

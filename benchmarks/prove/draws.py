@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.draws.draw import draw
 from benchmarks.prove.pieces import kept
 from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.parity.draw.draw import draw
 from jaxdist.proofs.types.program import types_of
 from jaxdist.types import Json, JsonObject
 

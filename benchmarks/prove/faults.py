@@ -47,7 +47,7 @@ def _plan(base: dict[str, Any], mesh: dict[str, Any], **parallel: Any) -> dict[s
 
 
 def _tower(**args: Any) -> dict[str, Any]:
-    model = {"type": "import", "path": "jaxdist.parity.tower:Tower", "args": TOWER_ARGS | args}
+    model = {"type": "import", "path": "benchmarks.draws.imported:Tower", "args": TOWER_ARGS | args}
     return {**TOWER, "model": model}
 
 

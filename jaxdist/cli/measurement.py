@@ -57,7 +57,7 @@ def bench(
 
     # Only the bench of a GPU needs the accelerator, so fake devices are for the other benches.
     environment.prepare(fake_devices=None if name == "gpu" else devices)
-    shared.find_benchmarks()
+    shared.find_benchmarks("jaxdist bench", "bench")
     from benchmarks import run
     from benchmarks.core import ranges
 

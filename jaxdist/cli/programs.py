@@ -103,7 +103,8 @@ def parity(
     settings in CONFIG are ignored.
 
     With --draw, random models, meshes, plans, batches and optimizers are compared with a single
-    device, and another plan loads each checkpoint. The config of each failure is printed.
+    device, and another plan loads each checkpoint. The config of each failure is printed. This
+    option needs a checkout of jaxdist's repository.
 
     Args:
       config: YAML file of the experiment; by default a config of a small language model.
@@ -121,9 +122,10 @@ def parity(
         raise ConfigError("--resume continues the file of --json: give --json FILE too")
     environment.prepare(fake_devices=8)
     if draw is not None:
-        from jaxdist.parity.draw.compare import parity_draws
-
         shared.alone("--draw", CONFIG=config, **{"--full": full})
+        shared.find_benchmarks("jaxdist parity --draw", "test")
+        from benchmarks.draws.compare import parity_draws
+
         outcomes = parity_draws(
             draw,
             seed=seed,

@@ -219,8 +219,12 @@ def print_error(error: BaseException) -> int:
     return 1
 
 
-def find_benchmarks() -> None:
+def find_benchmarks(command: str, extra: str) -> None:
     """Add the checkout of jaxdist to `sys.path`, so that its package `benchmarks` is found.
+
+    Args:
+      command: the command that needs the package `benchmarks`.
+      extra: the extra of jaxdist with the packages that the command needs.
 
     Raises:
       ConfigError: jaxdist was installed from a wheel, which has no benchmarks.
@@ -228,11 +232,12 @@ def find_benchmarks() -> None:
     from jaxdist.errors import ConfigError
 
     checkout = Path(__file__).parents[2]
-    if not (checkout / "benchmarks" / "core" / "harness.py").is_file():
+    folder = checkout / "benchmarks"
+    if not (folder / "core" / "harness.py").is_file():
         raise ConfigError(
-            f"the installed package has no benchmarks ({checkout} does not exist): run `jaxdist "
-            "bench` from a checkout of jaxdist's repository that was installed with pip install "
-            "-e '.[bench]'"
+            f"the installed package has no benchmarks ({folder} does not exist): run `{command}` "
+            "from a checkout of jaxdist's repository that was installed with pip install -e "
+            f"'.[{extra}]'"
         )
     # The checkout comes first, since another package may also have a module named benchmarks.
     sys.path.insert(0, str(checkout))

@@ -86,6 +86,15 @@ def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, .
     return "over devices", *(name for name, cut in found.items() if cut)
 
 
+def plan_cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
+    """Return the names of the sums that a config adds in another order than a single device."""
+    return cuts_of(
+        tensor=sections["mesh"].get("tensor", 1) > 1,
+        sequence="residual_seq" in sections["sharding"]["rules"],
+        microbatches=sections["train"]["microbatches"] > 1,
+    )
+
+
 @dataclass(frozen=True)
 class Combination:
     """A combination of the settings of a plan.

@@ -114,6 +114,28 @@ def single_device(sections: Mapping[str, Json]) -> JsonObject:
     }
 
 
+def in_half_precision(config: JsonObject) -> bool:
+    """Return whether a config has another dtype than float32 for any of its values."""
+    parallel = config.get("parallel", {})
+    dtypes = (
+        config["model"].get("compute_dtype"),
+        config["optim"].get("master_weights"),
+        parallel.get("reduce_dtype"),
+        (parallel.get("zero") or {}).get("gather_dtype"),
+    )
+    return any(dtype not in (None, "float32") for dtype in dtypes)
+
+
+def in_full_precision(config: JsonObject) -> JsonObject:
+    """Return a config with all values in float32.
+
+    Only the dtypes of the sections `model` and `optim` change.
+    """
+    model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
+    optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
+    return {**config, "model": model, "optim": optim}
+
+
 def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
     """Train on a single device, and return the subject with which combinations are compared.
 

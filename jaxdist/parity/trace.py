@@ -28,12 +28,11 @@ import numpy as np
 import optax
 
 from jaxdist.experiment import Experiment, TrainStage
-from jaxdist.run.checkpoints import fresh_exchange
+from jaxdist.parity.states import leaves_by_name, place_state, updates_of
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.trees import flatten_with_names
-from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
+from jaxdist.types import Grads, Json, JsonObject, OptState, Params, Updates
 
 STEPS = 3
 """The number of steps of a comparison."""
@@ -203,7 +202,9 @@ class FirstSteps:
 
     def begin(self) -> TrainState:
         """Return the initial state of the experiment, on the host."""
-        return own_initial_state(self.experiment.program)
+        program = self.experiment.program
+        state = jax.jit(program.init, compiler_options=compile_options())()
+        return jax.device_get(program.home.used(state))
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps, and return the results to compare and the last state.
@@ -233,47 +234,6 @@ class FirstSteps:
         program = self.experiment.program
         due = program.outer is not None and program.outer.due(count)
         return program.between(state) if due else state
-
-
-def own_initial_state(program: Program) -> TrainState:
-    """Return the initial state of a program, on the host."""
-    state = jax.jit(program.init, compiler_options=compile_options())()
-    return jax.device_get(program.home.used(state))
-
-
-def place_state(program: Program, initial: TrainState) -> TrainState:
-    """Return a copy of a host state on a program's devices, in the form that the plan stores.
-
-    The exchange state of compression and strategies is not copied, but initialized.
-    """
-    shapes = replace(program.state_shapes, exchange=())
-    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-    # `np.array` copies: the step donates its state, and may overwrite memory shared with the host.
-    stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
-    state = jax.device_put(stored, shardings)
-    return replace(state, exchange=fresh_exchange(program))
-
-
-def moving(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the parameters and the floating-point buffers of a state, by name."""
-    buffers = {
-        f"buffer {name}": leaf
-        for name, leaf in leaves_by_name(state.buffers).items()
-        if np.issubdtype(leaf.dtype, np.floating)
-    }
-    return {**leaves_by_name(state.params), **buffers}
-
-
-def updates_of(before: TrainState, after: TrainState) -> dict[str, np.ndarray]:
-    """Return the changes of parameters and buffers between two states, by name."""
-    first, last = moving(before), moving(after)
-    return {name: last[name] - first[name] for name in last}
-
-
-def leaves_by_name(tree: PyTree) -> dict[str, np.ndarray]:
-    """Return the leaves of a tree as arrays in float64, by name."""
-    # The arrays are in float64, so that the comparison itself adds no rounding.
-    return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
 def trace_distances(
@@ -397,43 +357,6 @@ def norms_at_least(
         moves("gradients", limit.gradient, gradients),
         moves("updates", limit.update, updates),
     )
-
-
-FULL, HALF = 2**-20, 2**-8
-"""The relative sizes of nudges, which imitate the effects of rounding in float32 and bfloat16."""
-NUDGES = range(3)
-"""The seeds of nudges. A single nudge is not enough, since by chance it may change a gradient by
-only a fiftieth of the change that other nudges cause."""
-
-
-def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
-    """Return a host state with each parameter randomly changed by at most the fraction `size`.
-
-    Args:
-      state: the state to change.
-      size: the largest relative change of an element.
-      seed: the seed of the random changes.
-    """
-    return replace(state, params=nudged_tree(state.params, size, seed))
-
-
-def nudged_tree(tree: PyTree, size: float, seed: int) -> PyTree:
-    """Return a host tree with each float randomly changed by at most the fraction `size`.
-
-    Args:
-      tree: the tree to change.
-      size: the largest relative change of an element.
-      seed: the seed of the random changes.
-    """
-    random = np.random.default_rng(seed)
-
-    def nudge(leaf: np.ndarray) -> np.ndarray:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        noise = random.uniform(-size, size, np.shape(leaf))
-        return np.asarray(leaf * (1 + noise), leaf.dtype)
-
-    return jax.tree.map(nudge, tree)
 
 
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:

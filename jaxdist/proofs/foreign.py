@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from jaxdist.errors import RunError, first_line
 from jaxdist.metrics.report import write_json
-from jaxdist.parity.trace import FULL, NUDGES, Trace, leaves_by_name, limit_of, nudged_tree
+from jaxdist.parity.states import FULL, NUDGES, leaves_by_name, nudged_tree
+from jaxdist.parity.trace import Trace, limit_of
 from jaxdist.proofs.certificate import Proof, identity, to_json
 from jaxdist.proofs.numbers import RESUMED, Compared, apart, scenes, worst_of
 from jaxdist.proofs.sent import compare

@@ -14,10 +14,19 @@ import numpy as np
 from jaxdist.errors import JaxdistError
 from jaxdist.models.mean import scalars_in
 from jaxdist.parity import trace
-from jaxdist.parity.draw.foreign import WEIGHTS, with_weights
-from jaxdist.parity.draw.run import plan_cuts, reloaded, replicas_apart
+from jaxdist.parity.cells import plan_cuts
 from jaxdist.parity.run import built, inexact, is_random, single_device
-from jaxdist.parity.trace import NUDGES, Differences, FirstSteps, Trace
+from jaxdist.parity.states import (
+    NUDGES,
+    leaves_by_name,
+    nudged,
+    place_state,
+    reloaded,
+    replicas_apart,
+    updates_of,
+)
+from jaxdist.parity.trace import Differences, FirstSteps, Trace
+from jaxdist.parity.weighted import WEIGHTS, with_weights
 from jaxdist.proofs.draws import Batch, repeated
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -115,7 +124,7 @@ def scenes(rows: int, shards: int, *, weighted: bool, skips: bool, seed: int) ->
 
 
 class Steps(FirstSteps):
-    """The compiled step of an experiment that `jaxdist.parity.draw.run.built` returns."""
+    """The compiled step of an experiment that `jaxdist.parity.run.built` returns."""
 
     @cached_property
     def batches(self) -> list[Mapping[str, np.ndarray]]:
@@ -126,7 +135,7 @@ class Steps(FirstSteps):
     def loss(self, initial: TrainState, host: Mapping[str, np.ndarray]) -> float:
         """Return the loss of a step that begins from a state on the host."""
         program = self.experiment.program
-        _, metrics = self._take(trace.place_state(program, initial), host)
+        _, metrics = self._take(place_state(program, initial), host)
         return float(metrics[program.metrics.index("loss")])
 
     def _take(self, state: TrainState, host: Mapping[str, np.ndarray]) -> tuple[TrainState, Any]:
@@ -143,7 +152,7 @@ class Steps(FirstSteps):
           reload: whether to save and load the state before the step `RESUMED`.
         """
         program, traces = self.experiment.program, []
-        state, before = trace.place_state(program, initial), initial
+        state, before = place_state(program, initial), initial
         steps = enumerate(zip(taken.items(), self.batches, strict=False), start=1)
         for count, ((name, weights), host) in steps:
             if name == RESUMED and reload:
@@ -154,9 +163,9 @@ class Steps(FirstSteps):
             used = jax.device_get(program.home.used(state))
             # Gradients of NaN cannot be compared. The parameters show whether the step was skipped.
             numbers = weights is None or np.isfinite(weights).all()
-            gradients = trace.leaves_by_name(used.opt_state.gradients) if numbers else {}
+            gradients = leaves_by_name(used.opt_state.gradients) if numbers else {}
             values = dict(zip(program.metrics, np.asarray(metrics, np.float64), strict=True))
-            updates = trace.updates_of(before, used)
+            updates = updates_of(before, used)
             traces.append(Trace(values | apart(state), gradients, updates))
             before = used
         means = {f"evaluation {name}": np.asarray(x) for name, x in self.means(state).items()}
@@ -199,7 +208,7 @@ class Reference:
     @cached_property
     def initial(self) -> TrainState:
         """The initial state on the host, which is the same for every plan."""
-        return trace.own_initial_state(self.steps.experiment.program)
+        return self.steps.begin()
 
     def _data(self, sections: JsonObject) -> JsonObject:
         return {**sections, "data": with_weights(sections["data"])} if self.weighted else sections
@@ -228,7 +237,7 @@ class Reference:
         skips = any(sections["optim"].get(name) for name in ("skip_nonfinite", "loss_scale"))
         taken = scenes(rows, shards, weighted=self.weighted, skips=skips, seed=self.seed)
         if (rows, shards) not in self._known:
-            begins = self.initial, *(trace.nudged(self.initial, seed=seed) for seed in NUDGES)
+            begins = self.initial, *(nudged(self.initial, seed=seed) for seed in NUDGES)
             self._known[rows, shards] = [self.steps.take(b, taken, reload=False) for b in begins]
         found = steps.take(self.initial, taken, reload=True)
         names = (*taken, "evaluation")

@@ -16,7 +16,7 @@ from jaxdist.experiment import Experiment
 from jaxdist.mesh import describe_mesh
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.parity.cells import DEVICES
-from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
+from jaxdist.parity.run import in_full_precision, in_half_precision
 from jaxdist.types import Json, JsonObject
 
 STEPS = 8

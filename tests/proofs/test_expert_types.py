@@ -22,7 +22,7 @@ from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.mixture import INTO, OUT, Experts
 from jaxdist.models.feed_forward.products import Loop
 from jaxdist.models.feed_forward.router import corrected, route
-from jaxdist.parity.draw.foreign import with_weights
+from jaxdist.parity.weighted import with_weights
 from jaxdist.proofs.types.check import Typed, check_types
 from jaxdist.proofs.types.program import types_of
 from jaxdist.sharding import ShardingConfig, make_layout

@@ -3,16 +3,18 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 
 import jax
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import benchmarks
 from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure, Report
-from jaxdist.cli import shared
-from jaxdist.errors import JaxdistError, RunError
+from jaxdist.cli import app, shared
+from jaxdist.errors import ConfigError, JaxdistError, RunError
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,17 @@ def test_an_unknown_bench_is_named_with_the_closest():
         benchmarks.run("startp")
 
 
-def test_an_installed_package_says_where_benchmarks_are(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "extra"), [("bench startup", "bench"), ("parity --draw 1", "test")]
+)
+def test_an_installed_package_says_where_benchmarks_are(command, extra, monkeypatch, tmp_path):
     monkeypatch.setattr(shared, "__file__", str(tmp_path / "jaxdist" / "cli" / "shared.py"))
-    with pytest.raises(JaxdistError, match=r"a checkout .*pip install -e '.\[bench\]'"):
-        shared.find_benchmarks()
+    refused = CliRunner().invoke(app, command.split()).exception
+    assert isinstance(refused, ConfigError)
+    called = " ".join(command.split()[:-1])
+    assert re.search(
+        rf"run `jaxdist {called}` from a checkout .*pip install -e '\.\[{extra}\]'", str(refused)
+    )
 
 
 def test_an_option_that_a_bench_does_not_take_is_named():

@@ -71,7 +71,7 @@ def test_what_no_pipeline_can_run_is_refused_with_numbers(mesh, given, message, 
 def test_what_goes_from_stage_to_stage_needs_no_sequence(devices):
     """Rows and features alone, of a model that is not ours."""
     sizes = {"features": 64, "classes": 10, "layers": 3, "embed": 6, "mlp": 4}
-    model = {"type": "import", "path": "jaxdist.parity.tower:Tower", "args": sizes}
+    model = {"type": "import", "path": "benchmarks.draws.imported:Tower", "args": sizes}
     sections = {
         "model": model,
         "data": DIGITS,

@@ -10,13 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxdist.config import plain_yaml
-from jaxdist.errors import ConfigError, RunError, did_you_mean, os_errors_as
-from jaxdist.mesh import AXES
-from jaxdist.metrics.report import write_json
-from jaxdist.parity.children import Ended, answers
-from jaxdist.parity.draw.draw import draw, seeds_of
-from jaxdist.parity.draw.report import (
+from benchmarks.draws.draw import draw, seeds_of
+from benchmarks.draws.report import (
     HEADER,
     draw_line,
     draw_verdict,
@@ -24,7 +19,12 @@ from jaxdist.parity.draw.report import (
     outcomes_from_json,
     outcomes_to_json,
 )
-from jaxdist.parity.draw.run import DrawOutcome, judge_draw
+from benchmarks.draws.run import DrawOutcome, judge_draw
+from jaxdist.config import plain_yaml
+from jaxdist.errors import ConfigError, RunError, did_you_mean, os_errors_as
+from jaxdist.mesh import AXES
+from jaxdist.metrics.report import write_json
+from jaxdist.parity.children import Ended, answers
 from jaxdist.parity.report import REMEDY, read_earlier
 from jaxdist.parity.trace import compiled_at
 

@@ -1,10 +1,13 @@
-"""An imported model as a user would write it, with blocks for a pipeline, biases and BatchNorm."""
+"""The imported models of draws, as users would write them: with nnx, flax linen and equinox."""
 
 from __future__ import annotations
 
-import jax
-from flax import nnx
+from typing import Any
 
+import jax
+from flax import linen, nnx
+
+from jaxdist.models.adapters import from_equinox, from_linen
 from jaxdist.models.layers import Linear, scan_blocks, stack
 
 
@@ -70,3 +73,53 @@ class Tower(nnx.Module):
     def head(self, x: jax.Array) -> jax.Array:
         """Map the output of the last block to logits `[B, classes]`."""
         return self.last(x if self.dropout is None else self.dropout(x))
+
+
+class LinenNet(linen.Module):
+    """A classifier of images with two convolutions, and an optional batch norm between them."""
+
+    channels: int
+    classes: int
+    batch_norm: bool
+
+    @linen.compact
+    def __call__(self, image: jax.Array, train: bool = False) -> jax.Array:
+        """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
+        x = linen.Conv(self.channels, (3, 3), use_bias=not self.batch_norm)(image)
+        if self.batch_norm:
+            # The fast variance is turned off: it is a difference of two means, whose rounding error
+            # would exceed the limits on differences.
+            norm = linen.BatchNorm(use_running_average=not train, use_fast_variance=False)
+            x = norm(x * jax.numpy.tanh(x))
+        x = linen.Conv(self.channels, (3, 3), strides=2)(jax.numpy.tanh(x))
+        return linen.Dense(self.classes)(jax.numpy.tanh(x).reshape(x.shape[0], -1))
+
+
+def linen_net(
+    rngs: nnx.Rngs, *, shape: list[int], channels: int, classes: int, batch_norm: bool
+) -> nnx.Module:
+    """Return a `LinenNet` for images of a shape.
+
+    `model: {type: import}` names this function, with its keyword arguments as `args`.
+    """
+    net = LinenNet(channels, classes, batch_norm)
+    return from_linen(net, jax.numpy.zeros((1, *shape)))(rngs)
+
+
+def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> nnx.Module:
+    """Return an MLP of equinox for images with `features` values.
+
+    `model: {type: import}` names this function, with its keyword arguments as `args`.
+    """
+    import equinox  # Equinox is imported here, since it is an optional dependency.
+
+    class Net(equinox.Module):
+        mlp: Any
+
+        def __init__(self, key: jax.Array):
+            self.mlp = equinox.nn.MLP(features, classes, width, 2, jax.numpy.tanh, key=key)
+
+        def __call__(self, image: jax.Array) -> jax.Array:
+            return self.mlp(image.reshape(-1))
+
+    return from_equinox(Net)(rngs)

@@ -9,24 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import get_args
+from typing import Any, get_args
 
+from benchmarks.draws.imported import Tower, equinox_net, linen_net
 from jaxdist.optim.lamb import LambVariant
 from jaxdist.optim.lars import LarsVariant
 from jaxdist.optim.muon import Scale
-from jaxdist.parity.draw.foreign import equinox_net, linen_net
-from jaxdist.parity.tower import Tower
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
 WHOLE_MODELS = ("linen", "equinox")
 """The keys of `MODELS` for models of other libraries. No mesh axis splits their parameters."""
-PATHS: Mapping[str, str] = {
-    f"{Tower.__module__}:Tower": "tower",
-    f"{linen_net.__module__}:linen_net": "linen",
-    f"{equinox_net.__module__}:equinox_net": "equinox",
+IMPORTED: Mapping[str, Callable[..., Any]] = {
+    "tower": Tower,
+    "linen": linen_net,
+    "equinox": equinox_net,
 }
-"""The key of `MODELS` for each import path in a section `model`."""
+"""The class or function of each imported model, by its key in `MODELS`."""
 NARROWEST = 6
 """The smallest width of a gpt."""
 
@@ -54,7 +53,11 @@ def model_key(model: Mapping[str, Json]) -> str:
     Args:
       model: the section `model`.
     """
-    return PATHS[model["path"]] if model["type"] == "import" else model["type"]
+    if model["type"] != "import":
+        return model["type"]
+    # Recorded reports have older modules in import paths, so only the name after the module counts.
+    name = model["path"].partition(":")[2]
+    return next(key for key, made in IMPORTED.items() if made.__name__ == name)
 
 
 def has_batch_norm(model: Mapping[str, Json]) -> bool:
@@ -216,12 +219,7 @@ def _tower(random: Random, needs: ModelNeeds) -> Sections:
         "mlp": needs.tensor * random.choice((1, 3, 5)),
         "batch_norm": norm,
     }
-    return {
-        "model": {"type": "import", "path": f"{Tower.__module__}:Tower", "args": args},
-        "data": data,
-        "loss": {"type": "classification"},
-        **({"sharding": {"params": {"norm/*": [None]}}} if norm else {}),
-    }
+    return _imported("tower", args, data, {"norm/*": [None]} if norm else {})
 
 
 def _linen(random: Random, needs: ModelNeeds) -> Sections:
@@ -233,7 +231,7 @@ def _linen(random: Random, needs: ModelNeeds) -> Sections:
         "classes": data["classes"],
         "batch_norm": needs.whole and random.random() < 0.6,
     }
-    return _foreign("linen", args, data)
+    return _imported("linen", args, data, {"*": "whole"})
 
 
 def _equinox(random: Random, needs: ModelNeeds) -> Sections:
@@ -245,16 +243,24 @@ def _equinox(random: Random, needs: ModelNeeds) -> Sections:
         "width": random.choice((3, 6, 7)),
         "classes": data["classes"],
     }
-    return _foreign("equinox", args, data)
+    return _imported("equinox", args, data, {"*": "whole"})
 
 
-def _foreign(kind: str, args: Sections, data: Sections) -> Sections:
-    (path,) = (path for path, name in PATHS.items() if name == kind)
+def _imported(kind: str, args: Sections, data: Sections, params: Sections) -> Sections:
+    """Return the sections of an imported model.
+
+    Args:
+      kind: a key of `IMPORTED`.
+      args: the keyword arguments of the model.
+      data: the section `data`.
+      params: the setting `sharding.params`, or {} to leave it out.
+    """
+    made = IMPORTED[kind]
     return {
-        "model": {"type": "import", "path": path, "args": args},
+        "model": {"type": "import", "path": f"{made.__module__}:{made.__name__}", "args": args},
         "data": data,
         "loss": {"type": "classification"},
-        "sharding": {"params": {"*": "whole"}},
+        **({"sharding": {"params": params}} if params else {}),
     }
 
 

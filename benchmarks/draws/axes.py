@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from random import Random
 
+from benchmarks.draws.sizes import stage_count
 from jaxdist.cost.context import splits_of
 from jaxdist.parity.cells import DEVICES
-from jaxdist.parity.draw.sizes import stage_count
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject

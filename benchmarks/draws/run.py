@@ -6,41 +6,30 @@ first plan, and must get the same state.
 
 from __future__ import annotations
 
-import math
-import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.store import CheckpointStore
+from benchmarks.draws.draw import Draw, draw
+from benchmarks.draws.model import Sections
 from jaxdist.errors import JaxdistError, first_line
 from jaxdist.experiment import Experiment
-from jaxdist.parity.cells import cuts_of
-from jaxdist.parity.draw.draw import Draw, draw
-from jaxdist.parity.draw.model import Sections
-from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
-from jaxdist.parity.run import built, single_device
+from jaxdist.parity.cells import plan_cuts
+from jaxdist.parity.run import built, in_full_precision, in_half_precision, single_device
+from jaxdist.parity.states import FULL, HALF, NUDGES, nudged, reloaded, replicas_apart
 from jaxdist.parity.trace import (
-    FULL,
-    HALF,
-    NUDGES,
     Differences,
     FirstSteps,
     half_limit_of,
     limit_of,
     norms_at_least,
-    nudged,
     trace_differences,
 )
-from jaxdist.run.checkpoints import restore
 from jaxdist.train.state import TrainState
-from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Json, JsonObject, Leaf, PyTree
+from jaxdist.types import JsonObject, Leaf
 
 
 @dataclass(frozen=True)
@@ -165,35 +154,6 @@ def _reason(error: JaxdistError) -> str:
     return " ".join(str(error).split())
 
 
-def plan_cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return the names of the sums that a config adds in another order than a single device."""
-    return cuts_of(
-        tensor=sections["mesh"].get("tensor", 1) > 1,
-        sequence="residual_seq" in sections["sharding"]["rules"],
-        microbatches=sections["train"]["microbatches"] > 1,
-    )
-
-
-def replicas_apart(state: PyTree) -> tuple[float, str]:
-    """Return the largest difference between replicas of a tensor, and the tensor's name.
-
-    The difference is relative to the tensor's largest element. If all replicas are equal, the
-    result is 0.0 and an empty name.
-    """
-    worst = (0.0, "")
-    for name, leaf in flatten_with_names(state):
-        first: dict[str, np.ndarray] = {}
-        for shard in leaf.addressable_shards:
-            own = np.asarray(shard.data, np.float64)
-            other = first.setdefault(str(shard.index), own)
-            if not np.array_equal(own, other, equal_nan=True):
-                # NumPy would warn of zeros, infinities and NaNs, which are results here.
-                with np.errstate(all="ignore"):
-                    apart = np.abs(own - other).max() / np.abs(other).max()
-                worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
-    return worst
-
-
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     """Return a sentence with the names of tensors that a second plan did not load as saved.
 
@@ -215,22 +175,6 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     pairs = zip(flatten_with_names(ours), jax.tree.leaves(theirs), strict=True)
     unlike = [name for (name, ours), theirs in pairs if not _same(ours, theirs)]
     return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
-
-
-def reloaded(saved: Program, state: TrainState, target: Program) -> TrainState:
-    """Save a program's state as a checkpoint, and return the state that another program loads.
-
-    Args:
-      saved: the program that saves the state.
-      state: the state to save.
-      target: the program that loads the checkpoint.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoints"
-        with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
-            store.save(1, saved.home.to_files(state), metadata={}, shapes=saved.own_shapes)
-            store.wait()
-            return restore(store, target, say=lambda _: None).state
 
 
 def _same(ours: Leaf, theirs: Leaf) -> bool:

@@ -15,12 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
-from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.model.pipeline import lowered
-from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
-from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.parity.cells import ACTIVATIONS, DEVICES, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
-from jaxdist.parity.draw.model import (
+from benchmarks.draws.model import (
     MODELS,
     WHOLE_MODELS,
     ModelNeeds,
@@ -33,8 +28,13 @@ from jaxdist.parity.draw.model import (
     resnet,
     vit,
 )
-from jaxdist.parity.draw.settings import with_settings
-from jaxdist.parity.draw.sizes import mesh_axis_size
+from benchmarks.draws.settings import with_settings
+from benchmarks.draws.sizes import mesh_axis_size
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.model.pipeline import lowered
+from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
+from jaxdist.parallel.zero import ZeroConfig
+from jaxdist.parity.cells import ACTIVATIONS, DEVICES, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json
 from jaxdist.validity.table import violations

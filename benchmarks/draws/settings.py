@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from benchmarks.draws.axes import context_axis, expert_axis, experts, with_values
+from benchmarks.draws.model import has_batch_norm, model_key
+from benchmarks.draws.sizes import data_size, stage_count
 from jaxdist.config import value_at
-from jaxdist.parity.draw.axes import context_axis, expert_axis, experts, with_values
-from jaxdist.parity.draw.model import has_batch_norm
-from jaxdist.parity.draw.sizes import data_size, stage_count
+from jaxdist.parity.run import in_half_precision
 from jaxdist.parity.trace import STEPS
+from jaxdist.parity.weighted import with_weights
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
@@ -78,28 +80,6 @@ def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Section
 def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
     found = setting.add(Random(stream), config)
     return None if found is None else {**config, **found}
-
-
-def in_half_precision(config: Sections) -> bool:
-    """Return whether a config has another dtype than float32 for any of its values."""
-    parallel = config.get("parallel", {})
-    dtypes = (
-        config["model"].get("compute_dtype"),
-        config["optim"].get("master_weights"),
-        parallel.get("reduce_dtype"),
-        (parallel.get("zero") or {}).get("gather_dtype"),
-    )
-    return any(dtype not in (None, "float32") for dtype in dtypes)
-
-
-def in_full_precision(config: Sections) -> Sections:
-    """Return a config with all values in float32.
-
-    Only the dtypes of the sections `model` and `optim` change.
-    """
-    model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
-    optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
-    return {**config, "model": model, "optim": optim}
 
 
 def _of_zero(config: Sections, **values: Json) -> Sections:
@@ -208,9 +188,7 @@ def _weights(random: Random, config: Sections) -> Sections | None:
 
     The result is never None, since the setting combines with every config.
     """
-    data = {name: value for name, value in config["data"].items() if name != "type"}
-    path = "jaxdist.parity.draw.foreign:weighted_synthetic"
-    return {"data": {"type": "import", "path": path, "args": data}}
+    return {"data": with_weights(config["data"])}
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
@@ -220,7 +198,7 @@ def _dropout(random: Random, config: Sections) -> Sections | None:
     section `parallel` that leaves reductions to XLA.
     """
     model = config["model"]
-    if stage_count(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
+    if stage_count(config) > 1 or model_key(model) != "tower":
         return None
     return {
         **with_values(config, "model", args={**model["args"], "dropout": 0.5}),
@@ -468,7 +446,6 @@ ADAPTED: Mapping[str, tuple[str, ...]] = {
     "import": ("*",),
 }
 """The patterns of kernels to adapt by LoRA, for each type of model."""
-TOWER = "jaxdist.parity.tower:Tower"
 SETTINGS: Mapping[str, Setting] = {
     "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
     "Lookahead": Setting(0.1, True, _lookahead, _strategy),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -12,12 +11,16 @@ from pathlib import Path
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from answering import answer
 from typer.testing import CliRunner
 
+from benchmarks.draws import compare as parity_draws
+from benchmarks.draws import run as parity_draw_run
+from benchmarks.draws.draw import draw, seeds_of
+from benchmarks.draws.model import MODELS, OPTIMIZERS, model_key
+from benchmarks.draws.report import features_of, outcomes_from_json, outcomes_to_json
+from benchmarks.draws.run import DrawOutcome, judge_draw
+from benchmarks.draws.settings import SETTINGS
 from benchmarks.pages.parity_draw import draw_page
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.cli import app
@@ -26,18 +29,10 @@ from jaxdist.config import Document, validate
 from jaxdist.cost.context import Order, Way
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
-from jaxdist.parity import children as parity_children
 from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
 from jaxdist.parity.children import Ended
-from jaxdist.parity.draw import compare as parity_draws
-from jaxdist.parity.draw import run as parity_draw_run
-from jaxdist.parity.draw.draw import draw, seeds_of
-from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, model_key
-from jaxdist.parity.draw.report import features_of, outcomes_from_json, outcomes_to_json
-from jaxdist.parity.draw.run import DrawOutcome, judge_draw
-from jaxdist.parity.draw.settings import SETTINGS
 from jaxdist.parity.run import single_device
-from jaxdist.parity.trace import Differences, Trace, trace_differences
+from jaxdist.parity.trace import Differences
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = seeds_of(500, 0)
@@ -254,48 +249,6 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
     assert "tensors were not loaded as saved: params/layers" in wrong.reason
 
 
-@pytest.mark.parametrize(
-    ("field", "ours", "theirs", "equal"),
-    [
-        ("values", math.nan, math.nan, True),  # of a batch in which nothing has weight
-        ("values", math.nan, 1.0, False),
-        ("values", 1.0, math.nan, False),
-        ("gradients", math.nan, math.nan, False),
-        ("updates", math.nan, math.nan, False),
-    ],
-)
-def test_a_number_that_is_none_is_equal_in_values_of_both_alone(field, ours, theirs, equal):
-    def trace(value: float) -> Trace:
-        given = dict.fromkeys(("values", "gradients", "updates"), 1.0) | {field: value}
-        return Trace(**{name: {"w": np.array(number)} for name, number in given.items()})
-
-    found = trace_differences(trace(ours), trace(theirs))
-    assert found.within(Differences(1e-6, 1e-6, 1e-6)) is equal
-
-
-def test_replicas_that_are_apart_are_found(devices):
-    """Rounding is let pass, as are integers and tensors of which each device has another part."""
-    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2])
-
-    def array(spec, *parts):
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        local = [jax.device_put(jnp.asarray(x), d) for x, d in zip(parts, devices, strict=False)]
-        shape = (2 * len(parts[0]),) if spec else (len(parts[0]),)
-        return jax.make_array_from_single_device_arrays(shape, sharding, local)
-
-    split = array(("data",), [1.0, 2.0], [3.0, 4.0])
-    assert parity_draw_run.replicas_apart({"split": split, "step": array((), [3], [3])}) == (
-        0.0,
-        "",
-    )
-    apart = array((), [1.0, 4.0], [2.0, 4.0])
-    assert parity_draw_run.replicas_apart({"a": apart, "b": split}) == (0.25, "a")
-    lost = array((), [1.0], [math.nan])
-    assert parity_draw_run.replicas_apart({"a": apart, "b": lost}) == (math.inf, "b")
-    both = array((), [math.nan], [math.nan])  # the gradient of a step that is skipped
-    assert parity_draw_run.replicas_apart({"a": apart, "b": both}) == (0.25, "a")
-
-
 @pytest.mark.slow
 def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
     def broken(sections, traced):
@@ -321,29 +274,6 @@ def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
     assert (found.verdict, found.good) == ("failed", False)
     assert found.reason == "ZeroDivisionError: division by zero"
     assert found.sections == draw(0).sections
-
-
-def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
-    found = [*parity_children.answers(answer, [2, 13, 3, 13, 4], jobs=2)]
-    assert found[::2] == [4, 9, 16]
-    for ended in found[1::2]:
-        assert ended.reason.startswith("the process ended (signal SIGABRT): ")
-        assert ended.reason.endswith("x.cc:497] Check failed: 1 == 2")
-
-
-@pytest.mark.full
-def test_a_process_that_does_not_answer_is_ended():
-    found = [*parity_children.answers(answer, [14, 15], jobs=2, limit_seconds=1.0)]
-    assert [ended.reason for ended in found] == [
-        "the process gave no answer and was idle for 1 s",
-        "the process gave no answer in 1 s of CPU time",
-    ]
-
-
-@pytest.mark.full
-def test_a_process_that_a_busy_machine_starves_still_answers():
-    """It takes 2 s, of which it has a CPU for 0.2."""
-    assert [*parity_children.answers(answer, [16], jobs=1, limit_seconds=1.0)] == [256]
 
 
 def test_a_page_counts_what_was_drawn():

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import CHECKOUT
+from benchmarks.draws.model import Sections, has_batch_norm, model_key
+from benchmarks.draws.run import DrawOutcome
+from benchmarks.draws.settings import SETTINGS
+from benchmarks.draws.sizes import axis_sizes, mesh_axis_size
 from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
 from jaxdist.metrics.report import PACKAGES
-from jaxdist.parity.draw.model import Sections, has_batch_norm, model_key
-from jaxdist.parity.draw.run import DrawOutcome
-from jaxdist.parity.draw.settings import SETTINGS
-from jaxdist.parity.draw.sizes import axis_sizes, mesh_axis_size
 from jaxdist.parity.run import COMMON
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
@@ -118,7 +119,11 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
       outcome: the outcome of the draw.
       file: the file to which the draw's config was written.
     """
-    again = [f"jaxdist parity --draw 1 --seed {outcome.seed}", f"jaxdist train {file}"]
+    # The config may name models of this package, which an installed jaxdist finds only by a path.
+    again = [
+        f"jaxdist parity --draw 1 --seed {outcome.seed}",
+        f"PYTHONPATH={CHECKOUT} jaxdist train {file}",
+    ]
     text = [*(f"  {command}" for command in again), "", plain_yaml(outcome.sections)]
     if outcome.checkpoint == "differs":
         text += [
