@@ -247,7 +247,7 @@ def train_process(
         )
         if json_file is not None:
             found.write(Path(json_file))
-    return found.ending.exit_code
+    return found.exit_code
 
 
 def evaluate(

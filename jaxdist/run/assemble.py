@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from jaxdist.checkpoint.snapshots import Snapshots
+from jaxdist.data.loader import Loader
 from jaxdist.experiment import Experiment
 from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.progress import Progress
@@ -17,6 +19,7 @@ from jaxdist.run.hooks.loop import (
     Cadence,
     Evaluate,
     Guard,
+    HeldOut,
     Log,
     LoopHook,
     Save,
@@ -25,8 +28,9 @@ from jaxdist.run.hooks.loop import (
 )
 from jaxdist.run.replicas import CompareReplicas
 from jaxdist.run.termination import Termination
-from jaxdist.run.tiers import Tier, Tiers
-from jaxdist.run.watch.saves import Chooser, Chosen
+from jaxdist.run.tiers import Tiers
+from jaxdist.run.watch.saves import Chosen
+from jaxdist.tables.batch import RowsLoader
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.replicas import replicas_of
 from jaxdist.train.state import TrainState
@@ -38,7 +42,8 @@ class HookParts:
     """The objects that the hooks of a run share.
 
     Attributes:
-      kept: the metadata that is saved with each state.
+      heldout: the results of the run's evaluations.
+      kept: the metadata that is saved with each state, besides the best held-out loss.
     """
 
     experiment: Experiment
@@ -48,7 +53,13 @@ class HookParts:
     termination: Termination
     writer: Records
     progress: Progress
+    heldout: HeldOut
     kept: Mapping[str, Json]
+
+    @property
+    def metadata(self) -> dict[str, Json]:
+        """The metadata of a state that is saved now."""
+        return {"best": self.heldout.best, **self.kept}
 
     def every(self, steps: int | None) -> Cadence:
         """Return the cadence of a task that is due every `steps` steps and after the last step.
@@ -58,15 +69,8 @@ class HookParts:
         return Cadence(steps, self.experiment.total_steps)
 
 
-def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Evaluate | None]:
-    """Return the hooks of a run's loop in order, and the hook that evaluates.
-
-    The hook that evaluates is None if the run has no held-out split.
-
-    Args:
-      parts: the objects that the hooks share.
-      best: the best held-out loss of a resumed run so far, or None without such a loss.
-    """
+def hooks_of(parts: HookParts) -> list[LoopHook]:
+    """Return the hooks of a run's loop, in order."""
     experiment, tiers = parts.experiment, parts.tiers
     config, program, writer = experiment.config, experiment.program, parts.writer
     checked = config.train.check_replicas
@@ -80,68 +84,48 @@ def hooks_of(parts: HookParts, best: float | None) -> tuple[list[LoopHook], Eval
     if program.outer is not None:
         hooks.append(Between(program.outer, program.between))
     if checked is not None:
-        compared = checked, parts.every(checked.every), replicas_of(program), tiers.store
+        compared = parts.every(checked.every), checked, replicas_of(program), tiers.store
         hooks.append(CompareReplicas(*compared, writer, parts.account))
-    measured = _evaluate(parts, best)
-    hooks.extend([measured] if measured is not None else [])
+    if experiment.heldout is not None:
+        run = partial(_means, parts, experiment.heldout)
+        given = run, parts.progress, writer, parts.heldout
+        hooks.append(Evaluate(parts.every(config.eval.every), *given))
     # If an agent records failures and the machine's memory holds snapshots, a run continues from a
     # snapshot after a failure. Its checkpoints then protect only against the loss of the machine,
     # which the journal does not record.
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
-    hooks.append(Save(cadence, _saving(parts), measured))
+    hooks.append(Save(cadence, partial(_save, parts)))
     hooks.extend(parts.files.agent.hooks())
-    hooks.extend(_snapshot(parts, tier, measured) for tier in tiers.snapshots)
-    return hooks, measured
+    for tier in tiers.snapshots:
+        cadence = _cadence(tier.every, Activity.SNAPSHOT, parts, seen=True)
+        hooks.append(Snapshot(cadence, partial(_take, parts, tier.snapshots), tier.lasts))
+    return hooks
 
 
-def _evaluate(parts: HookParts, best: float | None) -> Evaluate | None:
-    config, program = parts.experiment.config.eval, parts.experiment.program
-    heldout = parts.experiment.heldout
-    if heldout is None:
-        return None
-
-    def held_out(state: TrainState) -> dict[str, float]:
-        with (
-            parts.account.within(Activity.EVALUATION),
-            heldout.evaluation_batches(config.batches) as batches,
-        ):
-            return evaluate(program, program.evaluated(state), state.buffers, batches)
-
-    return Evaluate(parts.every(config.every), held_out, parts.progress, parts.writer, best)
+def _means(parts: HookParts, heldout: Loader | RowsLoader, state: TrainState) -> dict[str, float]:
+    program, limit = parts.experiment.program, parts.experiment.config.eval.batches
+    with (
+        parts.account.within(Activity.EVALUATION),
+        heldout.evaluation_batches(limit) as batches,
+    ):
+        return evaluate(program, program.evaluated(state), state.buffers, batches)
 
 
-def _saving(parts: HookParts) -> Callable[[TrainState, float | None, float | None], None]:
-    program, config = parts.experiment.program, parts.experiment.config.checkpoint
-    rows = parts.experiment.rows
-
-    def saved(state: TrainState, best: float | None, metric: float | None) -> None:
-        with parts.account.within(Activity.CHECKPOINT_BLOCKED):
-            if rows is not None and rows.save is not None:
-                # The tables are saved before the state, so that a complete checkpoint always has
-                # its tables.
-                rows.save(int(state.step))
-            given = {"metric": metric, "parts": config.parts}
-            metadata = {"best": best, **parts.kept}
-            save(parts.tiers.store, program, state, metadata=metadata, **given)
-
-    return saved
+def _save(parts: HookParts, state: TrainState, metric: float | None) -> None:
+    program, rows = parts.experiment.program, parts.experiment.rows
+    with parts.account.within(Activity.CHECKPOINT_BLOCKED):
+        if rows is not None and rows.save is not None:
+            # The tables are saved before the state, so that a complete checkpoint always has its
+            # tables.
+            rows.save(int(state.step))
+        given = {"metric": metric, "parts": parts.experiment.config.checkpoint.parts}
+        save(parts.tiers.store, program, state, metadata=parts.metadata, **given)
 
 
-def _snapshot(parts: HookParts, tier: Tier, measured: Evaluate | None) -> Snapshot:
-    cadence = _cadence(tier.every, Activity.SNAPSHOT, parts, seen=True)
-    return Snapshot(cadence, _taking(parts, tier.snapshots, measured), lasts=tier.lasts)
-
-
-def _taking(
-    parts: HookParts, snapshots: Snapshots, measured: Evaluate | None
-) -> Callable[[TrainState], None]:
-    def take(state: TrainState) -> None:
-        best = None if measured is None else measured.best
-        with parts.account.within(Activity.SNAPSHOT):
-            snapshots.take(int(state.step), state, {"best": best, **parts.kept})
-
-    return take
+def _take(parts: HookParts, snapshots: Snapshots, state: TrainState) -> None:
+    with parts.account.within(Activity.SNAPSHOT):
+        snapshots.take(int(state.step), state, parts.metadata)
 
 
 def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) -> Cadence:
@@ -154,7 +138,9 @@ def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) 
     """
     if isinstance(every, int):
         return parts.every(every)
-    chooser = Chooser(
+    return Chosen(
+        None,
+        parts.experiment.total_steps,
         kind,
         "a snapshot" if kind is Activity.SNAPSHOT else "a checkpoint",
         parts.account,
@@ -164,4 +150,3 @@ def _cadence(every: int | str, kind: Activity, parts: HookParts, *, seen: bool) 
         parts.writer,
         parts.progress.step,
     )
-    return Chosen(chooser, parts.progress.step, parts.experiment.total_steps)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.checkpoint.identity import read_identity
 from jaxdist.config import read
 from jaxdist.errors import JaxdistError
 from jaxdist.runtime import environment
@@ -68,6 +69,33 @@ class FitResult:
 
         return read_metrics(self.directory)
 
+    def write(self, file: Path) -> None:
+        """Write a summary of the ended run as JSON; only process 0 writes.
+
+        Raises:
+          RunError: the file cannot be written.
+        """
+        import jax
+
+        from jaxdist.metrics.goodput import joined_lives
+        from jaxdist.metrics.report import plain, write_json
+
+        if jax.process_index() != 0:
+            return
+        identity, spent = read_identity(self.directory), joined_lives(self.records())
+        report = {
+            "run": str(self.directory),
+            "id": None if identity is None else identity.id,
+            "step": self.step,
+            "total_steps": self.experiment.total_steps,
+            "stopped_by": self.stopped_by,
+            "exit_code": self.exit_code,
+            "metrics": plain(self.metrics),
+            "heldout": plain(self.heldout),
+            "goodput": None if spent is None else spent.goodput,
+        }
+        write_json(file, report, what="result")
+
     def _last(self, split: str) -> dict[str, float]:
         from jaxdist.run.hooks.calls import last_of
 
@@ -120,7 +148,7 @@ def fit(
     from jaxdist.runtime.connection import connected
 
     with connected(_processes(), _report):
-        trained = train(
+        return train(
             config,
             overrides,
             hooks=hooks,
@@ -129,13 +157,6 @@ def fit(
             profile=profile,
             console=Console(highlight=False, emoji=False, quiet=quiet),
         )
-    return FitResult(
-        trained.directory.path,
-        trained.experiment,
-        trained.state,
-        trained.ending.stopped_by,
-        trained.ending.exit_code,
-    )
 
 
 def _prepare(config: Any, overrides: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxdist.checkpoint.agree import gather_json
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document
-from jaxdist.errors import STOPPED, RunError
+from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
@@ -26,8 +26,8 @@ from jaxdist.run.assemble import HookParts, hooks_of
 from jaxdist.run.directory import directory_identity
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import CallHooks, HookCalls
-from jaxdist.run.hooks.contract import Run
-from jaxdist.run.hooks.loop import RunHooks
+from jaxdist.run.hooks.contract import Outcome, Run
+from jaxdist.run.hooks.loop import HeldOut, RunHooks
 from jaxdist.run.loading.begin import check_begin
 from jaxdist.run.loading.resume import beginning
 from jaxdist.run.memory import check_step_fits
@@ -50,8 +50,8 @@ class RunLife:
     Attributes:
       account: the account of the time that this attempt takes.
       energy: the tally of energy, or a text that gives the reason why there is no tally.
-      kept: the metadata that is saved with each state.
-      heldout: the means of the last evaluation.
+      kept: the metadata that is saved with each state, besides the best held-out loss.
+      heldout: the results of the run's evaluations.
       timed: the hook that records time and energy in process 0, or None in other processes.
       seconds: the wall time of this attempt without its preparation, in seconds.
     """
@@ -60,30 +60,9 @@ class RunLife:
     account: Account
     energy: Tally | str
     kept: JsonObject = field(default_factory=dict)
-    heldout: Mapping[str, float] = field(default_factory=dict)
+    heldout: HeldOut = field(default_factory=HeldOut)
     timed: GoodputHook | None = None
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The step after which a run ended, and the cause.
-
-    Attributes:
-      step: the last step that was taken.
-      stopped_by: the cause of an end before the last step of the run, or None if all steps were
-        taken.
-      complete: whether a hook ended the run, which is then complete before its last step.
-    """
-
-    step: int
-    stopped_by: str | None = None
-    complete: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a process that only trains this run."""
-        return 0 if self.stopped_by is None or self.complete else STOPPED
 
 
 @dataclass
@@ -137,7 +116,7 @@ class RunJob:
             tiers = open_tiers(self.files, say, stack)
             given = experiment, self.files.directory, tiers, say
             state, metadata = beginning(*given, resume=resume)
-            start = int(state.step)
+            start, life.heldout.best = int(state.step), metadata.get("best")
             # The steps after `start` will be repeated, so the snapshots of later steps must not be
             # loaded.
             tiers.forget(start if resume else -1)
@@ -147,10 +126,9 @@ class RunJob:
             writer, progress = self._open(experiment, start, stack, resume=resume)
             parts = HookParts(
                 experiment, self.files, tiers, account, self.termination, writer, progress,
-                life.kept,
+                life.heldout, life.kept,
             )  # fmt: skip
-            loop_hooks, measured = hooks_of(parts, metadata.get("best"))
-            loop_hooks.extend(self._users(experiment, start, progress))
+            loop_hooks = [*hooks_of(parts), *self._users(experiment, start, progress)]
             hooks = RunHooks([*loop_hooks, *self._watching(life, parts, start, stack, resume)])
             begun = time.perf_counter()
             yield Prepared(
@@ -169,16 +147,15 @@ class RunJob:
             with account.within(Activity.CHECKPOINT_BLOCKED):
                 tiers.store.wait()
             life.seconds = time.perf_counter() - begun
-        life.heldout = measured.heldout if measured is not None else {}
         self.lives.append(life)
 
-    def finish(self, step: int) -> Ending:
+    def finish(self, step: int) -> Outcome:
         """Print that the run ended after `step`, and how the run's time was used.
 
         The method also draws the loss curve of a run that took all steps or was ended by a hook.
 
         Returns:
-          The step and the cause of the end.
+          The step and the cause of the end, without the metrics.
 
         Raises:
           RunError: a later generation has started.
@@ -188,10 +165,8 @@ class RunJob:
         # report an end or draw the curve.
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
-        tell_end(
-            life.experiment, self.files.directory, life.heldout, self.console,
-            step=step, seconds=seconds, stopped_by=ending.stopped_by, complete=ending.complete,
-        )  # fmt: skip
+        heldout = life.heldout.means
+        tell_end(life.experiment, self.files.directory, ending, seconds, heldout, self.console)
         if life.timed is not None:
             values = goodput.account_values(life.account, life.timed.life)
             self.files.append(step, values, split=goodput.SPLIT)
@@ -200,14 +175,14 @@ class RunJob:
                 self.files.say(f"energy is not measured: {life.energy}")
         return ending
 
-    def _ending(self, step: int) -> Ending:
+    def _ending(self, step: int) -> Outcome:
         if step >= self.lives[-1].experiment.total_steps:
-            return Ending(step)
+            return Outcome(step, complete=True)
         # Only the process whose hook asked for the stop has the reason; the other processes only
         # received a SIGTERM.
         reasons = gather_json(self.termination.asked)
         asked = next((reason for reason in reasons if reason is not None), None)
-        return Ending(step, asked or self.termination.signal, complete=asked is not None)
+        return Outcome(step, asked or self.termination.signal, complete=asked is not None)
 
     def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
         """Start the user's hooks, if there are any, and yield the loop hook that calls them."""
@@ -288,38 +263,33 @@ class RunJob:
     def _watching(
         self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, resume: bool
     ) -> Iterator[GoodputHook | Profile]:
-        """Yield the hook that records time in process 0, and the hook that traces steps, if any."""
-        if jax.process_index() == 0:
-            yield self._timed(life, parts, start, stack, resume=resume)
+        """Yield the hook that records time in process 0, and the hook that traces steps, if any.
+
+        The first hook writes a record now, and its last record as `stack` closes.
+        """
+        primary = jax.process_index() == 0
+        if primary:
+            cadence = parts.every(self.config.train.log_every)
+            records = read_metrics(self.files.directory.path) if resume else ()
+            tally = life.energy if isinstance(life.energy, Tally) else None
+            given = cadence, life.account, goodput.next_life(records), parts.writer, start
+            life.timed = timed = GoodputHook(*given, tally)
+            timed.write()
+
+            def last() -> None:
+                # An error of this last record must not replace the error that ends the run.
+                with suppress(RunError):
+                    timed.write()
+
+            stack.callback(last)
+            yield timed
         if self.profiled is not None and not self.lives:
             # This hook is the last, so that a trace begins only after the work of all other hooks.
             traced = self.profiled.after(start, life.experiment.total_steps)
-            folder = self.files.directory.profile if jax.process_index() == 0 else None
+            folder = self.files.directory.profile if primary else None
             profile = Profile(*traced, folder, parts.progress.note)
             stack.callback(profile.close)
             yield profile
-
-    def _timed(
-        self, life: RunLife, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
-    ) -> GoodputHook:
-        """Return a hook that records time and energy.
-
-        The hook writes a record now, and its last record as `stack` closes.
-        """
-        cadence = parts.every(self.config.train.log_every)
-        records = read_metrics(self.files.directory.path) if resume else ()
-        tally = life.energy if isinstance(life.energy, Tally) else None
-        given = cadence, life.account, goodput.next_life(records), parts.writer, start
-        life.timed = timed = GoodputHook(*given, tally)
-        timed.write()
-
-        def last() -> None:
-            # An error of this last record must not replace the error that ends the run.
-            with suppress(RunError):
-                timed.write()
-
-        stack.callback(last)
-        return timed
 
 
 def _enter(life: RunLife, progress: Progress, stage: TrainStage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxdist.checkpoint.agree import any_process, gather_json
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.metrics.account import Account, Activity
 from jaxdist.metrics.writer import REPLICAS, Records
-from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
+from jaxdist.run.hooks.loop import Moment, RegularHook
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.digest import ReplicaDifference, Replicas
 from jaxdist.train.replicas import ReplicaCheckConfig
@@ -21,7 +21,7 @@ _LISTED = 3
 
 
 @dataclass
-class CompareReplicas(LoopHook):
+class CompareReplicas(RegularHook):
     """A hook that raises an error if replicas of a run's state differ.
 
     The hook compares replicas whenever any hook is due, so that each state is compared before later
@@ -33,17 +33,13 @@ class CompareReplicas(LoopHook):
     """
 
     settings: ReplicaCheckConfig
-    cadence: Cadence
     replicas: Replicas
     store: CheckpointStore
-    writer: Records = field(default_factory=Records)
-    account: Account = field(default_factory=Account)
+    writer: Records
+    account: Account
 
     def __post_init__(self) -> None:
         self._digests = self.account.first(Activity.COMPILE, self.replicas.digests)
-
-    def due(self, step: int) -> bool:
-        return self.cadence.due(step)
 
     def at(self, moment: Moment) -> None:
         with self.account.within(Activity.REPLICA_CHECK):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,67 +16,26 @@ from rich.console import Console
 from jaxdist.checkpoint.agree import any_process, broadcast_json
 from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_identity
 from jaxdist.data.cache import cache_directory
-from jaxdist.errors import RunError
-from jaxdist.experiment import Experiment, Source, load
+from jaxdist.errors import STOPPED, RunError
+from jaxdist.experiment import Source, load
 from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.mesh import Device
-from jaxdist.metrics.goodput import joined_lives
-from jaxdist.metrics.report import plain, write_json
-from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.agent_link import departure_reporter, watched
 from jaxdist.run.directory import LockedDirectory, RunDirectory, directory_identity, take_directory
 from jaxdist.run.files import RunFiles
-from jaxdist.run.hooks.calls import HookCalls, check_hooks, last_of
-from jaxdist.run.hooks.contract import Hook, Outcome
+from jaxdist.run.fit import FitResult
+from jaxdist.run.hooks.calls import HookCalls, check_hooks
+from jaxdist.run.hooks.contract import Hook
 from jaxdist.run.hooks.named import named_hooks
-from jaxdist.run.job import Ending, RunJob
+from jaxdist.run.job import RunJob
 from jaxdist.run.strategies import run_strategy
 from jaxdist.run.termination import Termination
 from jaxdist.run.watch.profile import parse_profile
 from jaxdist.runtime import compilation_cache
 from jaxdist.runtime.notices import heard
-from jaxdist.train.state import TrainState
 
 NAMELESS = Path("fit")
 """The name of the run directory of a config that does not come from a file."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run that has ended, as this process sees it.
-
-    Attributes:
-      experiment: the experiment of the last attempt of the run.
-      state: the last state that this process has.
-    """
-
-    directory: RunDirectory
-    experiment: Experiment
-    state: TrainState
-    ending: Ending
-
-    def write(self, file: Path) -> None:
-        """Write a summary of the ended run as JSON; only process 0 writes.
-
-        Raises:
-          RunError: the file cannot be written.
-        """
-        if jax.process_index() != 0:
-            return
-        records = read_metrics(self.directory.path)
-        spent = joined_lives(records)
-        report = {
-            "run": str(self.directory.path),
-            "id": directory_identity(self.directory).id,
-            "step": self.ending.step,
-            "total_steps": self.experiment.total_steps,
-            "stopped_by": self.ending.stopped_by,
-            "exit_code": self.ending.exit_code,
-            "metrics": plain(last_of(records, "train")),
-            "heldout": plain(last_of(records, "heldout")),
-            "goodput": None if spent is None else spent.goodput,
-        }
-        write_json(file, report, what="result")
 
 
 def train(
@@ -90,7 +49,7 @@ def train(
     profile: str | None = None,
     begun: int | None = None,
     console: Console,
-) -> Trained:
+) -> FitResult:
     """Train a config in this process, which must already have joined any other processes.
 
     Args:
@@ -108,7 +67,7 @@ def train(
       console: the console of process 0; other processes print nothing.
 
     Returns:
-      The run that has ended: its directory, its last state, and the cause of its end.
+      The run that has ended, as this process sees it, with the experiment of the last attempt.
 
     Raises:
       JaxdistError: the run failed for a reason that the user can correct.
@@ -149,11 +108,13 @@ def train(
         )
         with calls.ending():
             state = run_strategy(config.strategy, job)
-            ending = job.finish(int(state.step))
-        calls.end(Outcome(ending.step, ending.stopped_by, ending.exit_code == 0))
-        if ending.exit_code == 0:
+            outcome = job.finish(int(state.step))
+        calls.end(outcome)
+        if outcome.complete:
             agent.done()
-        return Trained(directory, job.lives[-1].experiment, state, ending)
+        code = 0 if outcome.complete else STOPPED
+        experiment = job.lives[-1].experiment
+        return FitResult(directory.path, experiment, state, outcome.stopped_by, code)
 
 
 @contextmanager

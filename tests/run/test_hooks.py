@@ -9,7 +9,17 @@ import pytest
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.writer import Records
-from jaxdist.run.hooks.loop import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, StopHook
+from jaxdist.run.hooks.loop import (
+    Between,
+    Cadence,
+    Evaluate,
+    Guard,
+    HeldOut,
+    Log,
+    RunHooks,
+    Save,
+    StopHook,
+)
 from jaxdist.run.termination import Termination
 from jaxdist.train.step import SKIP_METRICS
 
@@ -32,8 +42,8 @@ def hooks(
     guard = Guard(names, store, max_skipped)
     always = Cadence(1, 9)
     log = Log(Cadence(log_every, 9), guard, progress, Records())
-    measured = Evaluate(always, never, progress, Records())
-    return RunHooks([guard, log, StopHook(Termination()), measured, Save(always, never, measured)])
+    measured = Evaluate(always, never, progress, Records(), HeldOut())
+    return RunHooks([guard, log, StopHook(Termination()), measured, Save(always, never)])
 
 
 @pytest.mark.parametrize(
@@ -73,17 +83,18 @@ def test_a_step_that_was_not_skipped_must_still_be_finite():
         hooks(max_skipped=2).metrics(4, jnp.array([float("nan"), 1.0, 0.1, 7, 0]), 0.0)
 
 
-def evaluated(losses: list[float], best: float | None = None) -> tuple[Evaluate, list[Any]]:
+def evaluated(losses: list[float], best: float | None = None) -> tuple[HeldOut, list[Any]]:
     """Evaluations with each of these held-out losses; `best` is what a run that was resumed had
     kept. And what was saved: steps with the best loss kept beside each."""
     left, saved = iter(losses), []
     quiet: Any = SimpleNamespace(evaluation=lambda *_: None)
-    measured = Evaluate(Cadence(1, 99), lambda _: {"loss": next(left)}, quiet, Records(), best)
-    kept = Save(Cadence(99, 99), lambda state, best, _: saved.append((state, best)), measured)
+    heldout = HeldOut(best)
+    measured = Evaluate(Cadence(1, 99), lambda _: {"loss": next(left)}, quiet, Records(), heldout)
+    kept = Save(Cadence(99, 99), lambda state, _: saved.append((state, heldout.best)))
     found = RunHooks([measured, kept])
     for step in range(1, len(losses) + 1):
         found.boundary(step, step)  # pyright: ignore[reportArgumentType]  (a stand-in)
-    return measured, saved
+    return heldout, saved
 
 
 class Second:
@@ -101,8 +112,8 @@ def test_what_happens_between_steps_is_what_is_evaluated_saved_and_gone_on_with(
         seen.append(state)
         return {"loss": float(state)}
 
-    measured = Evaluate(Cadence(1, 9), run, quiet, Records())
-    kept = Save(Cadence(2, 9), lambda state, *_: saved.append(state), measured)
+    measured = Evaluate(Cadence(1, 9), run, quiet, Records(), HeldOut())
+    kept = Save(Cadence(2, 9), lambda state, _: saved.append(state))
     outer: Any = Second()
     found = RunHooks([Between(outer, lambda state: state / 2), measured, kept])
     assert [found.due(step) for step in (1, 2)] == [True, True]

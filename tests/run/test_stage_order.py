@@ -45,14 +45,14 @@ def losses(folder: Path, split: str) -> list[float]:
 
 @pytest.mark.slow
 def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -> None:
-    whole = train(config, ["run.directory=whole"], console=QUIET).directory.path
+    whole = train(config, ["run.directory=whole"], console=QUIET).directory
     seen = losses(whole, "heldout")[-1]
     for plan in ([], NO_STAGES):
         assert evaluate_run(whole, plan, console=QUIET)["loss"] == pytest.approx(seen, rel=1e-5)
     begun = ["run.directory=begun"]
     train(config, [*begun, "train.steps=2"], console=QUIET)
     train(config, [*begun, "train.steps=3"], resume=True, console=QUIET)
-    last = train(config, [*begun, *ONE_CHUNK], resume=True, console=QUIET).directory.path
+    last = train(config, [*begun, *ONE_CHUNK], resume=True, console=QUIET).directory
     assert losses(last, "train") == pytest.approx(losses(whole, "train"), rel=1e-5)
 
 
@@ -60,8 +60,8 @@ def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -
 # with another: test_begin.py and test_begin_with.py.
 @pytest.mark.slow
 def test_a_run_with_several_chunks_begins_with_the_layers_of_one_without(config: Path) -> None:
-    whole = train(config, ["run.directory=whole", *NO_STAGES], console=QUIET).directory.path
+    whole = train(config, ["run.directory=whole", *NO_STAGES], console=QUIET).directory
     seen = evaluate_run(whole, console=QUIET)["loss"]
     begin = ["run.directory=begun", "checkpoint.begin_with={run: whole}", "train.steps=1"]
-    tuned = train(config, [*begin, "optim.learning_rate=1.0e-30"], console=QUIET).directory.path
+    tuned = train(config, [*begin, "optim.learning_rate=1.0e-30"], console=QUIET).directory
     assert evaluate_run(tuned, console=QUIET)["loss"] == pytest.approx(seen, rel=1e-5)

@@ -160,7 +160,7 @@ def test_a_run_and_its_checkpoint_evaluate_the_average(tmp_path, monkeypatch):
         "train": {"steps": 4, "batch_size": 64, "log_every": 1}, "checkpoint": {"every": 4},
     }  # fmt: skip
     Path("config.yaml").write_text(json.dumps(values))
-    folder = train(Path("config.yaml"), ["run.directory=whole"], console=QUIET).directory.path
+    folder = train(Path("config.yaml"), ["run.directory=whole"], console=QUIET).directory
     (during,) = [line["loss"] for line in metrics(folder) if line["split"] == "heldout"]
     made, restored = open_run(folder, [], step=None, console=QUIET)
     state = restored.state

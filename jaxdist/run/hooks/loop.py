@@ -206,66 +206,75 @@ class Between(LoopHook):
 
 
 @dataclass
-class Evaluate(LoopHook):
-    """A hook that measures held-out means and records the best loss.
+class HeldOut:
+    """The results of the evaluations of a run on its held-out split.
 
     Attributes:
-      run: the function from a state to the held-out means by name.
       best: the best held-out loss so far, or None before the first evaluation.
-      heldout: the means of the last evaluation.
+      means: the means of the last evaluation by name, or {} before the first evaluation.
     """
 
-    cadence: Cadence
-    run: Callable[[TrainState], dict[str, float]]
-    progress: Progress
-    writer: Records
     best: float | None = None
-    heldout: dict[str, float] = field(default_factory=dict)
+    means: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class RegularHook(LoopHook):
+    """A hook for whose task the loop waits whenever the cadence is due."""
+
+    cadence: Cadence
 
     def due(self, step: int) -> bool:
         return self.cadence.due(step)
+
+
+@dataclass
+class Evaluate(RegularHook):
+    """A hook that measures held-out means and records the best loss in `heldout`.
+
+    Attributes:
+      run: the function from a state to the held-out means by name.
+    """
+
+    run: Callable[[TrainState], dict[str, float]]
+    progress: Progress
+    writer: Records
+    heldout: HeldOut
 
     def at(self, moment: Moment) -> None:
         if not self.cadence.due(moment.step):
             return
-        self.heldout = moment.heldout = self.run(moment.state)
-        moment.best = _improves(self.heldout["loss"], self.best)
-        self.best = self.heldout["loss"] if moment.best else self.best
-        self.progress.evaluation(moment.step, self.heldout)
-        self.writer.write(moment.step, self.heldout, split="heldout")
+        self.heldout.means = moment.heldout = means = self.run(moment.state)
+        moment.best = _improves(means["loss"], self.heldout.best)
+        if moment.best:
+            self.heldout.best = means["loss"]
+        self.progress.evaluation(moment.step, means)
+        self.writer.write(moment.step, means, split="heldout")
 
 
 @dataclass
-class Save(LoopHook):
+class Save(RegularHook):
     """A hook that saves a checkpoint when due, when the run stops, and at the best loss so far.
 
     Attributes:
-      save: the function that saves a checkpoint. The arguments of the function are the state, the
-        best held-out loss so far, and the held-out loss after this step. A loss that was not
-        computed is None.
-      evaluate: the hook that records the best loss, or None without a held-out split.
+      save: the function that saves a checkpoint. The arguments of the function are the state, and
+        the held-out loss after this step, or None if the loss was not computed.
     """
 
-    cadence: Cadence
-    save: Callable[[TrainState, float | None, float | None], None]
-    evaluate: Evaluate | None = None
-
-    def due(self, step: int) -> bool:
-        return self.cadence.due(step)
+    save: Callable[[TrainState, float | None], None]
 
     def at(self, moment: Moment) -> None:
         if moment.stop or moment.best or self.cadence.due(moment.step):
-            best = None if self.evaluate is None else self.evaluate.best
             metric = None if moment.heldout is None else moment.heldout["loss"]
             begun = time.perf_counter()
-            self.save(moment.state, best, metric)
+            self.save(moment.state, metric)
             moment.saved = moment.lasting = True
             if not moment.stop:
                 self.cadence.saved(moment.step, time.perf_counter() - begun)
 
 
 @dataclass
-class Snapshot(LoopHook):
+class Snapshot(RegularHook):
     """A hook that takes a snapshot when due, unless an earlier hook has saved the state.
 
     Attributes:
@@ -274,12 +283,8 @@ class Snapshot(LoopHook):
         snapshot unnecessary.
     """
 
-    cadence: Cadence
     take: Callable[[TrainState], None]
     lasts: bool = False
-
-    def due(self, step: int) -> bool:
-        return self.cadence.due(step)
 
     def at(self, moment: Moment) -> None:
         if moment.stop or not self.cadence.due(moment.step):

@@ -11,30 +11,26 @@ from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.run.directory import RunDirectory
+from jaxdist.run.hooks.contract import Outcome
 from jaxdist.run.report.results import print_results
 
 
 def tell_end(
     experiment: Experiment,
     directory: RunDirectory,
+    ending: Outcome,
+    seconds: float,
     heldout: Mapping[str, float],
     console: Console,
-    *,
-    step: int,
-    seconds: float,
-    stopped_by: str | None,
-    complete: bool,
 ) -> None:
-    """Print how a run ended after `step`; draw the curve of a run that will not continue.
+    """Print how a run ended; draw the curve of a run that will not continue.
 
     Args:
-      heldout: the means of the last evaluation.
       seconds: the duration of the run, in seconds.
-      stopped_by: the reason why the run stopped before its last step, or None if all steps were
-        taken.
-      complete: whether a hook stopped the run, so that there is nothing to continue.
+      heldout: the means of the last evaluation.
     """
-    if stopped_by is not None and not complete:
+    step, stopped_by = ending.step, ending.stopped_by
+    if not ending.complete:
         console.print(
             f"{stopped_by}: stopped after step {step} of {experiment.total_steps} "
             f"and saved a checkpoint; {going_on(experiment.config, directory)}",

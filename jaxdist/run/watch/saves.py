@@ -42,8 +42,8 @@ _WORK = (Activity.STEP, Activity.INPUT_WAIT)
 
 
 @dataclass
-class Chooser:
-    """The measurements that process 0 makes, and the choice of a save interval from them.
+class Chosen(Cadence):
+    """A cadence whose interval process 0 chooses from measurements, for all processes.
 
     Attributes:
       kind: the activity to which the account adds the time of the saves.
@@ -66,25 +66,43 @@ class Chooser:
     writer: Records
     start: int
     _costs: list[float] = field(default_factory=list)
-    _mark: tuple[int, float] | None = None
     _told: int | None = None
 
-    def saved(self, seconds: float) -> None:
-        """Record that a save took `seconds`."""
-        self._costs = [*self._costs, seconds][-LAST_COSTS:]
+    def __post_init__(self) -> None:
+        self._count, self._mark = 0, (self.start, 0.0)
+        self._next, self._steps = self.start + FIRST_STEPS, FIRST_STEPS
 
-    def mark(self, step: int) -> None:
+    def due(self, step: int) -> bool:
+        """Return whether a save is due after `step`."""
+        if step == self.start + WARM_STEPS:
+            self._begin_to_measure(step)
+        return step == self.last or step >= self._next
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Record that the save of `step` took `seconds`, and choose the next interval."""
+        if step == self.last:
+            return
+        if seconds:
+            self._costs = [*self._costs, seconds][-LAST_COSTS:]
+            self._count += 1
+        if seconds and (self._count & (self._count - 1) == 0 or self._count % OFTEN == 0):
+            with self.account.within(self.kind):
+                # Only process 0 has measurements, and all processes must use the same interval.
+                self._steps = broadcast_int(min(self._choice(step), MOST_STEPS))
+        self._next = step + self._steps
+
+    def _begin_to_measure(self, step: int) -> None:
         """Begin to measure step times after this step, since earlier steps were slower."""
         spent = self.account.spent()
         self._mark = step, 1e-9 * sum(spent[kind] for kind in _WORK)
 
-    def steps(self, step: int) -> int:
+    def _choice(self, step: int) -> int:
         """Return the number of steps between two saves, from the measurements up to `step`."""
         spent = {kind: 1e-9 * nanoseconds for kind, nanoseconds in self.account.spent().items()}
-        first, work = self._mark or (self.start, 0.0)
+        first, work = self._mark
         step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
         if step - first >= LEAST_STEPS:
-            self.mark(step)
+            self._begin_to_measure(step)
         # Until a recovery has been measured, its estimate is the time that this process took to
         # start.
         began = sum(spent[kind] for kind in (Activity.START, Activity.RECOVERY, Activity.COMPILE))
@@ -112,35 +130,3 @@ class Chooser:
         }
         named = {f"{self.kind}_{name}": value for name, value in values.items()}
         self.writer.write(step, named, split=INTERVALS)
-
-
-class Chosen(Cadence):
-    """A cadence whose interval is set by a `Chooser` in process 0, and is equal in all processes.
-
-    Args:
-      start: the step from which this process continues.
-    """
-
-    def __init__(self, chooser: Chooser, start: int, last: int) -> None:
-        super().__init__(None, last)
-        self._chooser, self._count = chooser, 0
-        self._next, self._steps, self._warm = start + FIRST_STEPS, FIRST_STEPS, start + WARM_STEPS
-
-    def due(self, step: int) -> bool:
-        """Return whether a save is due after `step`."""
-        if step == self._warm:
-            self._chooser.mark(step)
-        return step == self.last or step >= self._next
-
-    def saved(self, step: int, seconds: float) -> None:
-        """Record that the save of `step` took `seconds`, and choose the next interval."""
-        if step == self.last:
-            return
-        if seconds:
-            self._chooser.saved(seconds)
-            self._count += 1
-        if seconds and (self._count & (self._count - 1) == 0 or self._count % OFTEN == 0):
-            with self._chooser.account.within(self._chooser.kind):
-                # Only process 0 has measurements, and all processes must use the same interval.
-                self._steps = broadcast_int(min(self._chooser.steps(step), MOST_STEPS))
-        self._next = step + self._steps
