@@ -20,7 +20,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Self
 
-from jaxdist.config.files import read_json
+from jaxdist.config.files import read_json, replace_text
 from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 
@@ -107,9 +107,7 @@ def write_identity(run: Path, identity: Identity) -> None:
         return
     begun = identity.begun or time.strftime("%Y-%m-%d %H:%M:%S %z")
     text = json.dumps({"id": identity.id, "begun": begun, "asked": identity.asked})
-    temporary = run / f".{FILE_NAME}.{os.getpid()}"
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, run / FILE_NAME)
+    replace_text(run / FILE_NAME, text + "\n")
 
 
 def given_identity(run: Path) -> Identity:

@@ -18,7 +18,7 @@ from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.report import plain, write_json
 from jaxdist.run.checkpoints import adapted
-from jaxdist.run.directory import RunDirectory
+from jaxdist.run.directory import existing_run
 from jaxdist.run.loading.begin import holds_parameters_only, load_parameters, load_part
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.report.results import print_results
@@ -53,12 +53,7 @@ def open_run(
       RunError: there is no run in the directory.
       CheckpointError: there is no checkpoint, or no checkpoint fits the experiment.
     """
-    directory = RunDirectory(run)
-    if not directory.occupied:
-        raise RunError(
-            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
-            "directory that `jaxdist train` printed after the word run"
-        )
+    directory = existing_run(run)
     document, config = load(directory.config, overrides)
     for text in foreign_code(document.values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.types import Json
@@ -56,6 +57,22 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     if kind is not None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
     return Path(path).read_bytes()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write or replace a text file atomically, so that a kill leaves no file with a part of it.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        os.replace(staging, path)
+    except BaseException:
+        with suppress(OSError):
+            staging.unlink()
+        raise
 
 
 def parse_json(text: str | bytes) -> Json:

@@ -81,34 +81,33 @@ def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
 def _adapted(
     program: Program, say: Callable[[str], None], saved: Mapping[str, LeafRecord]
 ) -> Wanted:
-    own, given, ignored = describe_arrays(program.own_shapes), {}, frozenset()
-    remake, begins = None, False
-    wanted, found = _part(own, "exchange"), _part(saved, "exchange")
-    kept = _as_saved(program, wanted, found) if wanted != found else None
-    if kept is not None:
-        given["exchange"], remake = kept, _resharded
-    elif wanted != found:
-        _tell(
-            say,
-            "the state of the gradient exchange starts from zero, because the checkpoint was "
-            "saved with a different plan",
-        )
-        given["exchange"], remake, ignored = (), _begun, ignored.union(found)
-    wanted, found = _part(own, "outer"), _part(saved, "outer")
-    if wanted != found:
-        _tell(
-            say,
-            "the state of the strategy starts from zero, because the checkpoint was saved with a "
-            "different strategy",
-        )
-        given["outer"], begins, ignored = (), True, ignored.union(found)
+    own, given, ignored = describe_arrays(program.own_shapes), {}, frozenset[str]()
+    for name, why in _WHY_FRESH.items():
+        wanted, found = _part(own, name), _part(saved, name)
+        if wanted == found:
+            continue
+        given[name] = _as_saved(program, wanted, found) if name == "exchange" else None
+        if given[name] is None:
+            ignored |= found.keys()
+            if jax.process_index() == 0:
+                say(f"the state of {why}")
     skips = _skips(program, saved)
+    placed = {name: () if part is None else part for name, part in given.items()}
     target, shapes = (
-        replace(s, **given, opt_state=skips.as_saved(s.opt_state))
+        replace(s, **placed, opt_state=skips.as_saved(s.opt_state))
         for s in (program.state_shapes, program.own_shapes)
     )
-    finish = partial(_finished, program, remake, begins, skips)
+    finish = partial(_finished, program, given, skips)
     return Wanted(target, shapes, ignored, finish)
+
+
+_WHY_FRESH = {
+    "exchange": "the gradient exchange starts from zero, because the checkpoint was saved with a "
+    "different plan",
+    "outer": "the strategy starts from zero, because the checkpoint was saved with a different "
+    "strategy",
+}
+"""The message about each field of the state that is initialized if no saved state is usable."""
 
 
 class Skips(NamedTuple):
@@ -198,31 +197,23 @@ def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
     return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
 
 
-def _tell(say: Callable[[str], None], text: str) -> None:
-    if jax.process_index() == 0:
-        say(text)
-
-
 def _finished(
-    program: Program,
-    remake: Callable[[Program, PyTree], PyTree] | None,
-    begins: bool,
-    skips: Skips,
-    state: TrainState,
+    program: Program, given: Mapping[str, PyTree | None], skips: Skips, state: TrainState
 ) -> TrainState:
     """Convert a loaded state to the form that devices store between steps (`jaxdist.train.home`).
 
     Args:
-      remake: the function from the program and the loaded state of the gradient exchange to the
-        exchange's new state; None keeps the loaded state.
-      begins: whether the strategy's state is initialized from the parameters instead of loaded.
+      given: the shapes in which each field with other shapes than the program's was loaded, or None
+        for a field that is initialized instead of loaded.
       skips: the conversion that adds or removes the counters of skipped steps in the loaded
         optimizer state, as the program requires.
     """
     state = replace(state, opt_state=skips.as_own(state.opt_state))
-    if remake is not None:
-        state = replace(state, exchange=remake(program, state.exchange))
-    if not begins:
+    if "exchange" in given:
+        fresh = given["exchange"] is None
+        exchange = fresh_exchange(program) if fresh else _resharded(program, state.exchange)
+        state = replace(state, exchange=exchange)
+    if "outer" not in given:
         return program.home.from_files(state)
     # No state of the strategy was loaded: `outer` is the placeholder (), which must not be
     # converted.
@@ -236,10 +227,6 @@ def _resharded(program: Program, saved: PyTree) -> PyTree:
         lambda saved: program.exchange.reshard(saved, shapes), out_shardings=_shardings(shapes)
     )
     return reshard(saved)
-
-
-def _begun(program: Program, saved: PyTree) -> PyTree:
-    return fresh_exchange(program)
 
 
 def fresh_exchange(program: Program) -> PyTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ from jaxdist.checkpoint.identity import (
     write_identity,
 )
 from jaxdist.checkpoint.layout import steps_present
+from jaxdist.config.files import replace_text
 from jaxdist.errors import RunError
-from jaxdist.run.lock import FILE_NAME, HeldError, RunLock
+from jaxdist.run.lock import FILE_NAME, HeldError, RunLock, writing_to
 from jaxdist.runtime import environment
 
 PACKAGES = (
@@ -172,6 +172,21 @@ def take_directory(
     raise AssertionError("unreachable: the names do not end")
 
 
+def existing_run(path: Path) -> RunDirectory:
+    """Return the directory of a run that has begun.
+
+    Raises:
+      RunError: there is no run in the directory.
+    """
+    directory = RunDirectory(path)
+    if not directory.occupied:
+        raise RunError(
+            f"{path} is not a run directory, since it has no {directory.config.name}: give the "
+            "directory that `jaxdist train` printed after the word run"
+        )
+    return directory
+
+
 def directory_identity(directory: RunDirectory) -> Identity:
     """Return the identity of the run that has taken a directory, with the directory's path."""
     assert directory.identity is not None, "only a directory that was taken has an identity"
@@ -183,12 +198,10 @@ def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> 
     directory = RunDirectory(path)
     lock = RunLock(path, say=say)
     try:
-        found = given_identity(path) if run is None else run
-        if directory.occupied or read_identity(path) is not None:
-            check_identity(path, found.id)
-    except OSError as error:
-        lock.release()
-        raise _cannot_write(path, error) from error
+        with writing_to(path):
+            found = given_identity(path) if run is None else run
+            if directory.occupied or read_identity(path) is not None:
+                check_identity(path, found.id)
     except BaseException:
         lock.release()
         raise
@@ -266,26 +279,11 @@ def prepare_directory(directory: RunDirectory, resolved_config: str) -> None:
     Raises:
       RunError: the directory cannot be written, or belongs to another run.
     """
-    try:
+    with writing_to(directory.path):
         directory.path.mkdir(parents=True, exist_ok=True)
         identity = directory.identity or read_identity(directory.path)
         identity = identity or Identity(new_id(), asked=directory.path.name)
         write_identity(directory.path, identity)
         versions = environment.versions(PACKAGES)
-        _write(directory.versions, json.dumps(versions, indent=2) + "\n")
-        _write(directory.config, resolved_config)
-    except OSError as error:
-        raise _cannot_write(directory.path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> RunError:
-    return RunError(
-        f"run directory {path} cannot be written: {error.strerror or error}; "
-        "choose another directory with run.directory=PATH"
-    )
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+        replace_text(directory.versions, json.dumps(versions, indent=2) + "\n")
+        replace_text(directory.config, resolved_config)

@@ -19,11 +19,11 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from jaxdist.errors import RunError
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.heartbeat.run_folder import run_folder_of
 
 FILE_NAME = "run.lock"
@@ -50,6 +50,12 @@ class HeldError(RunError):
     def __init__(self, who: str, remedy: str) -> None:
         super().__init__(f"{who}: {remedy}")
         self.who = who
+
+
+def writing_to(directory: Path) -> AbstractContextManager[None]:
+    """Return a context that raises each OSError as an error about the run directory."""
+    failed = f"run directory {directory} cannot be written"
+    return os_errors_as(RunError, failed, "choose another directory with run.directory=PATH")
 
 
 def this_process() -> dict[str, Any]:
@@ -84,15 +90,13 @@ class RunLock:
         self.path = directory / FILE_NAME
         self._say = say
         self._made: list[Path] = []
-        try:
-            self._made = [path for path in (directory, *directory.parents) if not path.exists()]
-            self._descriptor = self._acquire()
-        except OSError as error:
-            self._remove_empty()
-            raise RunError(
-                f"run directory {directory} cannot be written: {error.strerror or error}; "
-                "choose another directory with run.directory=PATH"
-            ) from error
+        with writing_to(directory):
+            try:
+                self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+                self._descriptor = self._acquire()
+            except OSError:
+                self._remove_empty()
+                raise
         self._released = threading.Event()
         self._beat = threading.Thread(target=self._show_life, name="run-lock", daemon=True)
         self._beat.start()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config.files import read_json
+from jaxdist.config.files import read_json, replace_text
 from jaxdist.config.importing import describe_exception
 from jaxdist.metrics.trackers.contract import Status, Tracked, Tracker
 from jaxdist.run.hooks.contract import Hook, Outcome, Run
@@ -49,7 +48,8 @@ class Track(Hook):
         found = self._tried(run, lambda: self.tracker.start(tracked))
         self._started = found is not None
         if found is not None and kept.get(self.key) != found:
-            _write(directory / KEPT, {**kept, self.key: found})
+            values = {**kept, self.key: found}
+            replace_text(directory / KEPT, json.dumps(values, indent=2) + "\n")
 
     def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
         """Pass a step's record to the tracker, unless the tracker has failed too often."""
@@ -105,10 +105,3 @@ def _read(path: Path) -> JsonObject:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _write(path: Path, values: JsonObject) -> None:
-    staging = path.with_suffix(f".{os.getpid()}")
-    # The file is replaced atomically, since a kill must not leave a file with only some of the ids.
-    staging.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    staging.replace(path)

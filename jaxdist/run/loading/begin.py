@@ -13,7 +13,7 @@ import optax
 from jaxdist.checkpoint.layout import step_directory
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.parts import BeginWith, check_part, taken
-from jaxdist.checkpoint.restore import Adapt, Restored, Wanted, restore_as, valid_manifests
+from jaxdist.checkpoint.restore import Restored, Wanted, restore_as, valid_manifests
 from jaxdist.errors import CheckpointError
 from jaxdist.models.tuning.lora import PREFIX
 from jaxdist.run.directory import RunDirectory
@@ -119,10 +119,8 @@ def load_part(
       CheckpointError: there is no such checkpoint, the checkpoint lacks an array, or an array does
         not fit.
     """
-    adapt = part_choice(program, names, where=str(directory.checkpoints))
-    restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
-    check_order(directory, restored.step)
-    return restored
+    finish = partial(_begun, program, frozenset(names))
+    return _restored(directory, program, names, finish, step=step, say=say)
 
 
 def load_parameters(
@@ -151,37 +149,29 @@ def load_parameters(
         kept = replace(loaded, opt_state=optax.EmptyState(), outer=())
         return replace(loaded, params=home.from_files(kept).params)
 
+    return _restored(directory, program, names, finish, step=step, say=say)
+
+
+def _restored(
+    directory: RunDirectory,
+    program: Program,
+    names: Sequence[str],
+    finish: Callable[[PyTree], TrainState],
+    *,
+    step: int | None,
+    say: Callable[[str], None],
+) -> Restored:
+    """Load only the named arrays of a run's checkpoint, and convert them by `finish`."""
+    chosen = frozenset(names)
+
     def adapt(saved: Mapping[str, LeafRecord]) -> Wanted:
-        wanted = _wanted(program, frozenset(names), str(directory.checkpoints), saved)
-        return wanted._replace(finish=finish)
+        target, shapes = (only(s, chosen) for s in (program.state_shapes, program.own_shapes))
+        check_part(saved, shapes, where=str(directory.checkpoints))
+        return Wanted(target, shapes, frozenset(saved) - chosen, finish)
 
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)
     return restored
-
-
-def part_choice(program: Program, names: Sequence[str], *, where: str) -> Adapt:
-    """Return the function with which a restore loads only the named arrays, into an initial state.
-
-    Args:
-      where: the name of the checkpoint in messages.
-    """
-    return partial(_part, program, frozenset(names), where)
-
-
-def _part(
-    program: Program, names: frozenset[str], where: str, saved: Mapping[str, LeafRecord]
-) -> Wanted:
-    finish = partial(_begun, program, names)
-    return _wanted(program, names, where, saved)._replace(finish=finish)
-
-
-def _wanted(
-    program: Program, names: frozenset[str], where: str, saved: Mapping[str, LeafRecord]
-) -> Wanted:
-    shapes = only(program.own_shapes, names)
-    check_part(saved, shapes, where=where)
-    return Wanted(only(program.state_shapes, names), shapes, frozenset(saved) - names)
 
 
 def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:

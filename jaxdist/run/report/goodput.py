@@ -16,7 +16,7 @@ from jaxdist.metrics.energy import tally
 from jaxdist.metrics.goodput import Goodput, goodput_table, joined_lives, predicted
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
-from jaxdist.run.directory import RunDirectory
+from jaxdist.run.directory import existing_run
 from jaxdist.run.report.proof import proof_lines, read_proof
 from jaxdist.types import JsonObject
 
@@ -34,12 +34,7 @@ def report_goodput(run: Path, json_file: Path | None = None, *, console: Console
     Raises:
       RunError: there is no run in the directory, or the run has no records of time.
     """
-    directory = RunDirectory(run)
-    if not directory.occupied:
-        raise RunError(
-            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
-            "directory that `jaxdist train` printed after the word run"
-        )
+    directory = existing_run(run)
     records = read_metrics(run)
     found = joined_lives(records)
     if found is None:
@@ -49,22 +44,17 @@ def report_goodput(run: Path, json_file: Path | None = None, *, console: Console
             "these records"
         )
     _print(found, records, console)
-    proof = read_proof(directory)
-    for line in proof_lines(proof) if proof else ():
-        console.print(line, soft_wrap=True, markup=False)
-    events = read_journal(run)
-    for line in (*slow_lines(events), *uncopied_lines(events)):
+    proof, events = read_proof(directory), read_journal(run)
+    for line in (*proof_lines(proof), *slow_lines(events), *uncopied_lines(events)):
         console.print(line, soft_wrap=True, markup=False)
     if json_file is not None:
-        slow = [event for event in events if event["event"] == "slow"]
         energy = tally.joined_energy(records)
-        drawn = None if energy is None else energy.as_json()
         more = {
             "kept": found.kept,
             "predicted": predicted(records),
-            "slow": slow,
+            "slow": [event for event in events if event["event"] == "slow"],
             "uncopied": [event for event in events if event["event"] == "uncopied"],
-            "energy": drawn,
+            "energy": None if energy is None else energy.as_json(),
             "proof": proof,
         }
         write_json(json_file, {"run": str(run), **found.as_json(), **more}, what="report")

@@ -28,14 +28,16 @@ def read_proof(directory: RunDirectory) -> JsonObject | None:
     return found
 
 
-def proof_lines(found: JsonObject) -> Iterator[str]:
-    """Yield lines that summarize a certificate for the user.
+def proof_lines(found: JsonObject | None) -> Iterator[str]:
+    """Yield lines that summarize a certificate for the user, or no line without a certificate.
 
     >>> empty = {"verdict": "proved", "digest": "a" * 64, "types": None, "bytes": None}
     >>> numbers = {"seed": 3, "plans": [], "neighbours": []}
     >>> list(proof_lines({**empty, "numbers": numbers}))
     ['proof  proved, config aaaaaaaaaaaa, seed 3']
     """
+    if found is None:
+        return
     numbers, types, sent = found["numbers"], found["types"], found["bytes"]
     yield f"proof  {found['verdict']}, config {found['digest'][:12]}, seed {numbers['seed']}"
     if types is not None:

@@ -11,7 +11,7 @@ from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import read
 from jaxdist.config.document import flat
 from jaxdist.config.files import parse_json
-from jaxdist.errors import JaxdistError, RunError
+from jaxdist.errors import JaxdistError
 from jaxdist.experiment import load
 from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.energy import tally
@@ -19,7 +19,7 @@ from jaxdist.metrics.goodput import joined_lives, predicted
 from jaxdist.metrics.writer import FILE_NAME, iterate_metrics
 from jaxdist.pipeline_schedules.draw.text import summary
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
-from jaxdist.run.directory import RunDirectory
+from jaxdist.run.directory import RunDirectory, existing_run
 from jaxdist.run.report.goodput import slow_lines, uncopied_lines
 from jaxdist.run.report.page.curves import RunRecords, collect
 from jaxdist.run.report.proof import proof_lines, read_proof
@@ -51,16 +51,10 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
     Raises:
       RunError: there is no run in the directory, or a line of its metrics is not a record.
     """
-    directory = RunDirectory(run)
-    if not directory.occupied:
-        raise RunError(
-            f"{run} is not a run directory, since it has no {directory.config.name}: give the "
-            "directory that `jaxdist train` printed after the word run"
-        )
+    directory = existing_run(run)
     records = RunRecords()
     if (run / FILE_NAME).exists():
         records = collect(iterate_metrics(run))
-    proof = read_proof(directory)
     time, energy = joined_lives(records.others), tally.joined_energy(records.others)
     events = read_journal(run)
     found = {
@@ -73,7 +67,7 @@ def run_data(run: Path, *, compiled: JsonObject) -> tuple[JsonObject, RunRecords
         "notes": [*slow_lines(events), *uncopied_lines(events)],
         "energy": None if energy is None else energy.as_json(),
         "checkpoints": steps_present(directory.checkpoints),
-        "proof": [*proof_lines(proof)] if proof else [],
+        "proof": [*proof_lines(read_proof(directory))],
         "versions": _versions(directory),
         **_configured(directory),
         **compiled,

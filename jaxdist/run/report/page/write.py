@@ -6,11 +6,11 @@ import html
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
-from jaxdist.errors import RunError
+from jaxdist.config.files import replace_text
+from jaxdist.errors import RunError, os_errors_as
 from jaxdist.run.lock import BEAT_SECONDS, FILE_NAME, PATIENCE_SECONDS
 from jaxdist.run.report.page.data import (
     Compile,
@@ -85,7 +85,8 @@ def write_page(
             {**known, "curves": run_curves(records, each), "loads": records.loads.as_json(2 * each)}
             for known, records in found
         ]
-        page = render(data, reload_seconds=reload_seconds, now=time.time()).encode()
+        # The page has only ASCII characters, so its length is its size in bytes.
+        page = render(data, reload_seconds=reload_seconds, now=time.time())
         if len(page) <= MOST_BYTES:
             break
         points //= 2
@@ -94,17 +95,9 @@ def write_page(
                 f"a page of {len(runs)} runs has {len(page):,} bytes, more than the limit of "
                 f"{MOST_BYTES:,}: give fewer runs"
             )
-    temporary = file.with_name(file.name + ".tmp")
-    try:
+    with os_errors_as(RunError, f"cannot write the page to {file}", "choose another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(page)
-        temporary.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write the page to {file}: {error.strerror}; choose another file"
-        ) from error
+        replace_text(file, page)
     return len(page)
 
 
