@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -18,8 +19,9 @@ from jaxdist.run.hooks.loop import LoopHook
 from jaxdist.run.watch.reports import Tell
 
 
-class NoAgent:
-    """The link of a process that no agent has started, which reports nothing.
+@dataclass(frozen=True)
+class AgentLink:
+    """The link of a process to the agent that started it; by default, there is no agent.
 
     Attributes:
       fence: the check that no later generation of a run on several hosts has started, or None for a
@@ -28,13 +30,20 @@ class NoAgent:
         snapshots there.
       phase: the function that is called with each kind of work that the process begins, or None to
         call none.
-      sees_failures: whether an agent records each failure of a process and then restarts the run.
+      hooks: the hooks that report steps to the agent.
+      finished: the file that tells the agent that the run has finished, or None without an agent.
     """
 
     fence: RunFence | None = None
     memory: Path | None = None
     phase: Callable[[Activity], None] | None = None
-    sees_failures = False
+    hooks: Sequence[LoopHook] = ()
+    finished: Path | None = None
+
+    @property
+    def sees_failures(self) -> bool:
+        """Whether an agent records each failure of a process and then restarts the run."""
+        return self.finished is not None
 
     def admit(self) -> None:
         """Check that this process may write to the run.
@@ -50,41 +59,21 @@ class NoAgent:
         """Whether this machine's memory holds a complete snapshot that the run can load."""
         return self.memory is not None and bool(whole_steps(self.memory))
 
-    def hooks(self) -> Sequence[LoopHook]:
-        """Return the hooks that report steps to the agent, or () if there is no agent."""
-        return ()
-
     def done(self) -> None:
-        """Report to the agent that the run has finished and must not be restarted."""
-
-
-class AgentLink(NoAgent):
-    """The link of a process to the agent that started it."""
-
-    sees_failures = True
-
-    def __init__(self, run_folder: RunFolder, publisher: Publisher, fence: RunFence | None) -> None:
-        self._run_folder, self._publisher = run_folder, publisher
-        self.fence, self.memory, self.phase = fence, run_folder.snapshots, publisher.phase
-
-    def hooks(self) -> Sequence[LoopHook]:
-        """Return the hooks that report steps to the agent."""
-        return (Tell(self._publisher.step, self._publisher.wait),)
-
-    def done(self) -> None:
-        """Report to the agent that the run has finished and must not be restarted."""
-        self._run_folder.done.touch()
+        """Report to the agent, if any, that the run has finished and must not be restarted."""
+        if self.finished is not None:
+            self.finished.touch()
 
 
 @contextmanager
-def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
-    """Yield the link of this process to its agent, or a `NoAgent` if `run_folder` is None.
+def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[AgentLink]:
+    """Yield the link of this process to its agent; there is no agent if `run_folder` is None.
 
     The agent receives the run's identity from process 0, and the progress of every process until
     the context ends.
     """
     if run_folder is None:
-        yield NoAgent()
+        yield AgentLink()
         return
     index = jax.process_index()
     if index == 0:
@@ -96,7 +85,8 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
         # earlier generation may still write.
         fence.raise_()
     with Publisher(run_folder.status(index), index) as publisher:
-        yield AgentLink(run_folder, publisher, fence)
+        reports = (Tell(publisher.step, publisher.wait),)
+        yield AgentLink(fence, run_folder.snapshots, publisher.phase, reports, run_folder.done)
 
 
 def departure_reporter(run_folder: RunFolder | None) -> Callable[[str], None]:

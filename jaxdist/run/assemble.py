@@ -96,7 +96,7 @@ def hooks_of(parts: HookParts) -> list[LoopHook]:
     seen = parts.files.agent.sees_failures and config.checkpoint.memory_every is None
     cadence = _cadence(config.checkpoint.every, Activity.CHECKPOINT_BLOCKED, parts, seen=seen)
     hooks.append(Save(cadence, partial(_save, parts)))
-    hooks.extend(parts.files.agent.hooks())
+    hooks.extend(parts.files.agent.hooks)
     for tier in tiers.snapshots:
         cadence = _cadence(tier.every, Activity.SNAPSHOT, parts, seen=True)
         hooks.append(Snapshot(cadence, partial(_take, parts, tier.snapshots), tier.lasts))

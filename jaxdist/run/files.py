@@ -12,7 +12,7 @@ from jaxdist.config import read, resolved_yaml
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.metrics.writer import MetricsWriter, Tell, append
-from jaxdist.run.agent_link import NoAgent
+from jaxdist.run.agent_link import AgentLink
 from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.run.report.changes import changes
 
@@ -31,7 +31,7 @@ class RunFiles:
 
     directory: RunDirectory
     config: ExperimentConfig
-    agent: NoAgent
+    agent: AgentLink
     say: Say
 
     def begin(self) -> None:

@@ -113,8 +113,6 @@ def served(strategy: ParameterServer, job: RunJob) -> TrainState:
         given = address_here(strategy.processes.host), strategy.processes.port, strategy.servers
         check_ports(*given, aggregators=len(strategy.racks))
     with job.prepared() as prepared:
-        assert prepared.optim is not None
-        assert prepared.directory is not None
         program = prepared.stages[0].program
         whole = with_statistics(program.model.params, program.model.buffers)
         placement = strategy.placed(whole, prepared.optim)
@@ -139,7 +137,6 @@ def hybrid(strategy: Hybrid, job: RunJob) -> TrainState:
         given = address_here(strategy.processes.host), strategy.processes.port
         check_ports(*given, strategy.servers)
     with job.prepared() as prepared:
-        assert prepared.directory is not None
         checkpoints = RunDirectory(prepared.directory).checkpoints
         given = {"module": processes.__name__, "checkpoints": checkpoints}
         with with_tables(strategy, prepared, **given) as served:

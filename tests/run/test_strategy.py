@@ -18,7 +18,7 @@ from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig
-from jaxdist.run.agent_link import NoAgent
+from jaxdist.run.agent_link import AgentLink
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.calls import HookCalls
@@ -95,7 +95,7 @@ def done(run: Callable[[RunJob], Any], folder: Path) -> tuple[Any, str]:
     console = Console(file=out, width=200)
     folder.mkdir()
     with Termination() as termination:
-        files = RunFiles(RunDirectory(folder), config, NoAgent(), console.print)
+        files = RunFiles(RunDirectory(folder), config, AgentLink(), console.print)
         document = Document(config.model_dump(mode="json"))
         calls = HookCalls((), termination.ask, console.print)
         job = RunJob(document, config, files, termination, calls, console, resume=False)

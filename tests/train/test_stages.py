@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,7 +62,9 @@ class Hooks:
 def go(found: Experiment, state: TrainState, stop: int | None = None):
     hooks, entered = Hooks(stop), []
     given: Any = hooks
-    state = through_stages(Prepared(state, found.stages, given, entered.append))
+    state = through_stages(
+        Prepared(state, found.stages, given, entered.append, found.config.optim, Path())
+    )
     return state, hooks.losses, entered
 
 

@@ -58,7 +58,6 @@ class Supervisor:
     def __init__(
         self, sharded: Sharded, prepared: Prepared, token: Path, *, module: str, config: Path
     ) -> None:
-        assert prepared.directory is not None
         self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
         self.directory, self.token = prepared.directory, token
         self.module, self.config = module, config
@@ -383,7 +382,6 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
         for too long.
     """
     processes = sharded.cluster.processes
-    assert prepared.directory is not None
     (prepared.directory / "order").mkdir(exist_ok=True)
     if processes.tls is not None:
         read_tls(processes.tls)

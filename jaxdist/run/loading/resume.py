@@ -84,18 +84,20 @@ def _check_snapshots(experiment: Experiment, directory: RunDirectory, tiers: Tie
     Raises:
       CheckpointError: there are snapshots, and the run began with another model.
     """
-    steps = [step for tier in tiers.snapshots for step in whole_steps(tier.snapshots.folder)]
-    told = ""
-    if steps and jax.process_index() == 0:
+
+    def problem() -> str | None:
+        steps = [step for tier in tiers.snapshots for step in whole_steps(tier.snapshots.folder)]
+        if not steps:
+            return None
         lines = changes(read(directory.config).values, resolved_yaml(experiment.config))
         told = ", ".join(line for line in lines if line.startswith("model."))
-    told = broadcast_json(told)
-    if told:
-        raise CheckpointError(
+        return told and (
             f"the run in {directory.path} has snapshots up to step {max(steps)}, which do not fit "
             f"the changed model: {told}; resume with the run's first model, or start a run in "
             "a new directory"
         )
+
+    _check_in_process_0(problem)
 
 
 def _check_tables(experiment: Experiment, directory: RunDirectory, step: int) -> None:
@@ -107,13 +109,15 @@ def _check_tables(experiment: Experiment, directory: RunDirectory, step: int) ->
     strategy = experiment.config.strategy
     if experiment.rows is None or not isinstance(strategy, Hybrid):
         return
-    problem = None
-    if jax.process_index() == 0:
-        about = about_tables(experiment.rows, strategy.optimizer)
-        problem = tables_problem(directory.path, step, about)
-    problem = broadcast_json(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
+    about = about_tables(experiment.rows, strategy.optimizer)
+    _check_in_process_0(lambda: tables_problem(directory.path, step, about))
+
+
+def _check_in_process_0(problem: Callable[[], str | None]) -> None:
+    """Raise the problem that process 0 finds, if any, in all processes."""
+    told = broadcast_json(problem() if jax.process_index() == 0 else None)
+    if told:
+        raise CheckpointError(told)
 
 
 def _first(experiment: Experiment, say: Callable[[str], None]) -> Beginning:

@@ -9,8 +9,10 @@ import numpy as np
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.contract import Arrival
 from jaxdist.param_server.protocol import client, rack
-from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Publish, Push, Reply
+from jaxdist.param_server.protocol.client import ClientState
+from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Reply
 from jaxdist.param_server.protocol.rack import Ask, Forward, RackState, RackStep
+from jaxdist.simulation.engine.client import RetryingClient
 from jaxdist.simulation.engine.network import Node
 from jaxdist.simulation.engine.shard import Shard
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.simulation.engine.run import Simulation
 
 
-class RackNode:
+class RackNode(RetryingClient):
     """The aggregator of a rack.
 
     Attributes:
@@ -30,8 +32,9 @@ class RackNode:
     """
 
     def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:
-        self.place, self.workers, self.run = place, workers, run
-        self.client, self.states = -1, list[RackState]()
+        super().__init__(run)
+        self.place, self.workers = place, workers
+        self.states = list[RackState]()
 
     @property
     def node(self) -> Node:
@@ -46,7 +49,7 @@ class RackNode:
             self.copies: list[Shard | None] = [None for _ in servers]
             self._payloads: dict[tuple[int, int, int], Shard] = {}
             self.encoder = self.run.encoder(self.client)
-            self._sent: dict[tuple[int, int], Shard] = {}
+            self.sent = {}
         for server, state in enumerate(self.states):
             self._do(server, rack.join_rack(self.run.model, state, worker))
 
@@ -89,9 +92,10 @@ class RackNode:
         if step.takes:
             self.copies[server] = payload
         self._do(server, step)
-        known = self.states[server].outer.under_way if self.states else {}
-        for key in [key for key in self._sent if key[0] == server and key[1] not in known]:
-            del self._sent[key]
+        link = self.link(server)
+        known = {} if link is None else link.under_way
+        for key in [key for key in self.sent if key[0] == server and key[1] not in known]:
+            del self.sent[key]
 
     def _do(self, server: int, step: RackStep) -> None:
         self.states[server] = step.state
@@ -100,7 +104,7 @@ class RackNode:
                 case Forward():
                     self._forward(server, effect)
                 case Ask():
-                    self.run.ask_server(self.node, server, effect.message, None, self.again)
+                    self.ask(server, effect.message, None)
                 case Drop():
                     self._payloads.pop((server, effect.client, effect.sequence), None)
                 case _:
@@ -135,23 +139,13 @@ class RackNode:
             ranges = self.run.shards[server].ranges
             coded, finite = self.encoder(server, ranges, total, sequence)
             total = coded if finite else tuple(np.zeros_like(array) for array in like)
-        self._sent[server, effect.message.stamp.sequence] = total
-        self.run.ask_server(self.node, server, effect.message, total, self.again)
+        self.sent[server, effect.message.stamp.sequence] = total
+        self.ask(server, effect.message, total)
 
-    def again(self, server: int, message: Message) -> None:
-        """Send a message again, unless its answer has arrived in the meantime."""
-        if message.stamp.client != self.client or not self.states:
-            return
-        sequence = message.stamp.sequence
-        if sequence in self.states[server].outer.under_way:
-            payload = self._sent[server, sequence] if isinstance(message, Push) else None
-            self.run.ask_server(self.node, server, message, payload, self.again)
+    def link(self, server: int) -> ClientState | None:
+        """Return the rack's state as a client of a server, or None while it has no workers."""
+        return self.states[server].outer if self.states else None
 
-    def lost_reply(self, server: int, reply: Reply) -> None:
-        """Plan to send a message again, after the retry time, because its reply was lost."""
-        if isinstance(reply, Publish) or reply.client != self.client or not self.states:
-            return
-        message = self.states[server].outer.under_way.get(reply.sequence)
-        if message is not None:
-            wait = self.run.config.link.retry_seconds
-            self.run.after(wait, lambda: self.again(server, message))
+    def ask(self, server: int, message: Message, payload: Shard | None) -> None:
+        """Send a message to a server."""
+        self.run.ask_server(self.node, server, message, payload, self.again)

@@ -10,7 +10,8 @@ import numpy as np
 from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
-from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
+from jaxdist.param_server.protocol.messages import Message, Push, Reply
+from jaxdist.simulation.engine.client import RetryingClient
 from jaxdist.simulation.engine.curve import joined_parameters
 from jaxdist.simulation.engine.network import Node
 from jaxdist.simulation.engine.problem import Computed
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from jaxdist.simulation.engine.run import Simulation
 
 
-class WorkerNode:
+class WorkerNode(RetryingClient):
     """A worker in virtual time.
 
     Attributes:
@@ -32,12 +33,12 @@ class WorkerNode:
     """
 
     def __init__(self, number: int, step_seconds: float, run: Simulation) -> None:
-        self.number, self.step_seconds, self.run = number, step_seconds, run
+        super().__init__(run)
+        self.number, self.step_seconds = number, step_seconds
         self.busy_seconds = self.idle_seconds = 0.0
         self.gradients = self.crashes = 0
         # Each worker has a separate generator, so that other events do not change its draws.
         self._random = random.Random(f"worker {number} {run.config.seed}")
-        self.client = -1
         self.begin(number)
 
     def begin(self, number: int) -> None:
@@ -46,7 +47,7 @@ class WorkerNode:
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]
         self.copies: list[Shard | None] = [None for _ in servers]
-        self.sent: dict[tuple[int, int], Shard] = {}
+        self.sent = {}
         workers = self.run.cluster.workers
         self.trainer = LocalTrainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
@@ -99,7 +100,7 @@ class WorkerNode:
         for server in found:
             if not self.links[server].pulling and self.links[server].room:
                 self.links[server], message = client.pull(self.links[server])
-                self.run.ask(self, server, message, None)
+                self.ask(server, message, None)
         return len(found)
 
     def _compute(self) -> None:
@@ -153,7 +154,7 @@ class WorkerNode:
             )
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
-            self.run.ask(self, server, message, payload)
+            self.ask(server, message, payload)
 
     def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
         """Receive a server's reply.
@@ -172,22 +173,14 @@ class WorkerNode:
             del self.sent[server, heard.settled]
         self.go_on()
 
-    def again(self, server: int, message: Message) -> None:
-        """Send a message again, unless its answer has arrived in the meantime."""
-        sequence = message.stamp.sequence
-        if self.alive and message.stamp.client == self.client:
-            under_way = self.links[server].under_way
-            if sequence in under_way:
-                self.run.ask(self, server, message, self.sent.get((server, sequence)))
+    def link(self, server: int) -> ClientState:
+        """Return the worker's state as a client of a server."""
+        return self.links[server]
 
-    def lost_reply(self, server: int, reply: Reply) -> None:
-        """Plan to send a message again, after the retry time, because its reply was lost."""
-        if isinstance(reply, Publish) or reply.client != self.client:
-            return
-        message = self.links[server].under_way.get(reply.sequence)
-        if message is not None:
-            wait = self.run.config.link.retry_seconds
-            self.run.after(wait, lambda: self.again(server, message))
+    def ask(self, server: int, message: Message, payload: Shard | None) -> None:
+        """Send a message to a server or to the rack's aggregator, unless the worker has crashed."""
+        if self.alive:
+            self.run.ask(self, server, message, payload)
 
     def under_way(self, server: int) -> Shard:
         """Return the sum of this worker's gradients that a server has not settled."""

@@ -60,7 +60,6 @@ def with_tables(
     strategy = strategy.model_copy(update={"processes": settings})
     rows, directory = prepared.rows, prepared.directory
     assert rows is not None
-    assert directory is not None
     batch = prepared.stages[0].program.batch
     most = prod(batch["ids"].shape)
     with ExitStack() as stack:
@@ -238,7 +237,6 @@ def _save(
       team: the team of table servers, or None in processes other than process 0.
     """
     directory = prepared.directory
-    assert directory is not None
     program.client.drain()
     gather_json(step)
     if team is not None:

@@ -62,10 +62,9 @@ class Prepared:
       stages: all stages of the run; `state.step` is the number of steps already taken.
       hooks: the callbacks between steps.
       enter: a function to call with a stage before its first step.
-      optim: the config of the program's optimizer, or None for a run that was not built from a
-        config.
-      directory: the directory of the run, or None for a run without a directory. A process that
-        reads the config there builds the same program.
+      optim: the config of the program's optimizer.
+      directory: the directory of the run. A process that reads the config there builds the same
+        program.
       note: a function that prints a line for the user.
       record: a function that records the counts of servers and workers at a step.
       account: the account of this process's time, to which the hooks add the time that they take.
@@ -76,9 +75,9 @@ class Prepared:
     state: TrainState
     stages: Sequence[TrainStage]
     hooks: StepHooks
-    enter: Callable[[TrainStage], None] = lambda stage: None
-    optim: OptimizerConfig | None = None
-    directory: Path | None = None
+    enter: Callable[[TrainStage], None]
+    optim: OptimizerConfig
+    directory: Path
     note: Callable[[str], None] = print
     record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
     account: Account = field(default_factory=Account)
