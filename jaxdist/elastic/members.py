@@ -13,11 +13,11 @@ from signal import Signals
 
 from jaxdist.heartbeat.run_folder import held
 from jaxdist.runtime.children import LAST_LINES, last_lines, send
-from jaxdist.runtime.forks import ForkServer
+from jaxdist.runtime.forks import Forked, ForkServer
 from jaxdist.types import Json
 
 
-class Member:
+class Member(Forked):
     """A running process of a generation, as its agent sees it.
 
     Args:
@@ -37,35 +37,19 @@ class Member:
         args: Mapping[str, Json],
         environ: Mapping[str, str],
     ) -> None:
-        self.log, self.index, self._server = log, index, server
-        self._code: int | None = None
+        self.log, self.index = log, index
         reader, writer = os.pipe()
         # The pipe stays open while this agent lives. The end of the pipe tells the process to stop.
         self._orders = os.fdopen(writer, "wb")
         try:
             with log.open("ab") as errors, held(log.parent) as descriptor:
-                self.pid = server.fork([reader, errors.fileno(), descriptor])
+                pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
             # The child has its own copy of `reader`. If this process kept its copy open, a write to
             # a dead child would never fail.
             os.close(reader)
+        super().__init__(server, pid)
         send(self._orders, {"args": {**args}, "environ": {**environ}})
-
-    def poll(self) -> int | None:
-        """Return the exit code of the process, or None while the process lives."""
-        if self._code is None:
-            self._code = self._server.ended(self.pid)
-        return self._code
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process.
-
-        Args:
-          number: the number of the signal.
-        """
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process and all processes that it started; return when the process is gone."""
@@ -74,8 +58,7 @@ class Member:
         for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, Signals.SIGKILL)
-        if self._code is None:
-            self._code = self._server.ended(self.pid, wait=True)
+        self.wait()
         # `close` writes buffered input to the process, which fails if the process is dead.
         with suppress(BrokenPipeError):
             self._orders.close()

@@ -225,7 +225,7 @@ class Team:
         if not self._passed and (self._left or pauses):
             self._passed = True
             for member in self.members:
-                member.signal(signal.SIGTERM)
+                member.send_signal(signal.SIGTERM)
 
     def _leave(self) -> None:
         """Announce to the other hosts, once, that this machine was asked to stop."""
@@ -256,7 +256,7 @@ class Team:
         """Make all processes print stacks, record what each process did, and return the failure."""
         for member in self.members:
             # faulthandler prints the stacks even if Python is blocked in a collective.
-            member.signal(signal.SIGUSR2)
+            member.send_signal(signal.SIGUSR2)
         # The processes write the stacks to their logs, and do not report when they have done so.
         time.sleep(STACK_SECONDS)
         stacks = {str(member.index): member.last_words(STACK_LINES) for member in self.members}

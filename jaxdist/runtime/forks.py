@@ -113,24 +113,15 @@ class ForkServer:
         with self.lock:
             return Forked(self, self.fork([stdin, stderr]))
 
-    def ended(self, pid: int, *, wait: bool = False) -> int | None:
-        """Return the exit code of a process that has ended.
+    def ended(self, pid: int) -> int | None:
+        """Return the exit code of a process that has ended, or None while the process is alive.
 
-        After a call has returned the exit code, do not call this method for the process again.
-
-        Args:
-          pid: the id of the process.
-          wait: whether to wait until the process has ended.
-
-        Returns:
-          None while the process is alive. If the server is gone, the exit code is unknown, and the
-          result is the exit code of SIGKILL: the caller has to kill the process.
+        If the server is gone, the exit code is unknown, and the result is the exit code of SIGKILL:
+        the caller has to kill the process. After a call has returned the exit code, do not call
+        this method for the process again.
         """
-        while pid not in self._codes:
-            if not self._hear(wait=wait):
-                return -signal.SIGKILL
-            if not wait:
-                break
+        if pid not in self._codes and not self._hear(wait=False):
+            return -signal.SIGKILL
         return self._codes.pop(pid, None)
 
     def close(self) -> None:

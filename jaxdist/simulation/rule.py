@@ -14,6 +14,7 @@ import optax
 from jaxdist.optim.build import ImportedOptimizerConfig
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.param_server.contract import RuleState
+from jaxdist.param_server.live.shard import updated
 from jaxdist.param_server.placement.ranges import updates_elementwise
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.train.strategy.statistics import is_statistic
@@ -111,13 +112,8 @@ class ServerRule:
             array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
         ) -> tuple[jax.Array, RuleState]:
             params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
-            # A server knows neither the norm of all gradients nor the loss. `check_separable`
-            # refuses optimizers that read these values.
-            nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
-            updates, state = transform.update(grads, state, params, **nothing)
-            if rate:
-                updates = jax.tree.map(lambda update: update * rate[0], updates)
-            (new,) = jax.tree.leaves(optax.apply_updates(params, updates))
+            found, state = updated(transform, grads, state, params, *rate)
+            (new,) = jax.tree.leaves(found)
             return new, state
 
         return _Compiled(transform, wrapped, jax.jit(step))

@@ -14,7 +14,6 @@ from jaxdist.param_server.live.layout import ShardLayout, ShardPiece
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.scenario import Crash, SimulationConfig
-from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
 from jaxdist.simulation.engine.network import HEADER_BYTES
 from jaxdist.simulation.engine.problem import Sgd
 from jaxdist.simulation.engine.run import Simulation, simulate_training
@@ -91,10 +90,10 @@ def test_parameters_move_by_all_that_is_not_kept(model, codec):
     found = run.run()
     kept = np.zeros((6, 64))
     for worker in run.workers:
-        assert worker.encoder is not None
-        for (server, at), state in worker.encoder._states.items():
-            one = run.shards[server].ranges[at]
-            kept[one.start : one.stop] += state.memory["residual"]
+        for encoder in worker.encoders:
+            for at, state in encoder._states.items():
+                one = encoder.codes.layout.pieces[at].range
+                kept[one.start : one.stop] += state.memory["residual"]
     moved = problem.start["w"] - found.params["w"]
     np.testing.assert_allclose(moved, RATE / 4 * (problem.total - kept), rtol=1e-4, atol=1e-4)
     assert np.abs(kept).max() > 0.1
@@ -117,14 +116,14 @@ def test_a_nan_at_one_server_loses_nothing_at_the_other_server():
     assert found.dropped == {"the push contains a NaN or an infinity": 1}
     seen = 0
     for server, shard in enumerate(run.shards):
-        if any(one.name == "b" for one in shard.ranges):
+        ranges = [piece.range for piece in shard.layout.pieces]
+        if any(one.name == "b" for one in ranges):
             continue
-        for at, one in enumerate(shard.ranges):
+        for at, one in enumerate(ranges):
             rows = slice(one.start, one.stop)
             kept = np.zeros((one.stop - one.start, 64))
             for worker in run.workers:
-                assert worker.encoder is not None
-                kept += worker.encoder._states[server, at].memory["residual"]
+                kept += worker.encoders[server]._states[at].memory["residual"]
             moved = problem.start["w"][rows] - found.params["w"][rows]
             wanted = RATE / 4 * (problem.total[rows] - kept)
             np.testing.assert_allclose(moved, wanted, rtol=1e-4, atol=1e-4)
@@ -154,79 +153,79 @@ def test_one_seed_gives_one_run_with_a_worker_that_dies():
     assert_same(runs[0].params, runs[1].params)
 
 
-RANGES = (Range("w", 0, 4, 1024), Range("b", 0, 1, 4))
+def encoder_of(codec, *shapes, feedback=None, whole=BIAS, client=0):
+    """The encoder of float32 ranges a, b, ... of these shapes, and the slice of each range."""
+    pieces, offset = [], 0
+    for name, shape in zip("ab", shapes, strict=False):
+        rows = Range(name, 0, shape[0], 4 * int(np.prod(shape)))
+        pieces.append(ShardPiece(rows, shape, offset, np.dtype(np.float32)))
+        offset += pieces[-1].length
+    layout = ShardLayout(0, np.dtype(np.float32), tuple(pieces))
+    codes = Codes(layout, codec, feedback or ErrorFeedback(), whole, 0)
+    return PushEncoder(codes, client), [piece.slice for piece in pieces]
 
 
 @pytest.mark.parametrize("codec", [Sign(), TopK(fraction=0.05), Quantize(bits=4, block=32)])
 def test_messages_and_what_is_kept_are_all_that_was_to_be_sent(codec):
     """Drawn at random, with pushes that are not finite: those leave nothing behind."""
-    encoder = ClientEncoder(Encoding(codec, ErrorFeedback(), BIAS), client=7)
+    encoder, (rows, bias) = encoder_of(codec, (4, 64), (1,), client=7)
     rng = np.random.default_rng(1)
-    wanted, sent = np.zeros((4, 64)), np.zeros((4, 64))
+    wanted, sent = np.zeros(256), np.zeros(256)
     for sequence in range(12):
-        change = rng.normal(size=(4, 64)).astype("f4"), rng.normal(size=1).astype("f4")
+        change = rng.normal(size=257).astype("f4")
         broken = sequence in (3, 7)
         if broken:
-            change[0][2, 5] = np.inf
-        (coded, bias), finite = encoder(1, RANGES, change, sequence)
+            change[2 * 64 + 5] = np.inf
+        coded, finite = encoder.decoded(change, sequence)
         assert finite != broken
-        assert bias is change[1]
+        assert coded[bias] == change[bias]
         if not broken:
-            wanted += change[0]
-            sent += coded
-    kept = encoder._states[1, 0].memory["residual"]
+            wanted += change[rows]
+            sent += coded[rows]
+    kept = np.asarray(encoder._states[0].memory["residual"]).reshape(-1)
     np.testing.assert_allclose(sent + kept, wanted, rtol=1e-4, atol=1e-4)
-    assert int(encoder._states[1, 0].skipped) == 2
+    assert int(encoder._states[0].skipped) == 2
 
 
-def live_encoder(codec, whole):
-    pieces = (
-        ShardPiece(Range("a", 0, 1, 32), (1, 8), 0, np.dtype(np.float32)),
-        ShardPiece(Range("b", 0, 1, 32), (1, 8), 8, np.dtype(np.float32)),
-    )
-    layout = ShardLayout(0, np.dtype(np.float32), pieces)
-    encoder = PushEncoder(Codes(layout, codec, ErrorFeedback(), whole, 0), 0)
-
-    def push(a, b, sequence):
-        return encoder(np.concatenate([a, b]), sequence)[1]
-
-    return push, lambda: encoder._states[0]
+@pytest.mark.parametrize("codec", [Sign(), Quantize(bits=4, rounding="stochastic", block=32)])
+def test_the_simulator_decodes_a_push_as_a_server_does(codec):
+    feedback = ErrorFeedback() if isinstance(codec, Sign) else NoFeedback()
+    (ours, _), (theirs, _) = (encoder_of(codec, (4, 64), (1,), feedback=feedback) for _ in "12")
+    rng = np.random.default_rng(1)
+    for sequence in range(3):
+        change = rng.normal(size=257).astype("f4")
+        raw, _ = theirs(change, sequence)
+        expected = theirs.codes.decode(raw, 0, sequence)
+        np.testing.assert_array_equal(ours.decoded(change, sequence)[0], expected)
 
 
-def simulated_encoder(codec, whole):
-    encoder = ClientEncoder(Encoding(codec, ErrorFeedback(), whole), client=0)
-    ranges = Range("a", 0, 1, 32), Range("b", 0, 1, 32)
-
-    def push(a, b, sequence):
-        return encoder(0, ranges, (a.reshape(1, 8), b.reshape(1, 8)), sequence)[1]
-
-    return push, lambda: encoder._states[0, 0]
-
-
-@pytest.mark.parametrize("encoder_of", [live_encoder, simulated_encoder])
 @pytest.mark.parametrize("whole", [frozenset(), BIAS])
-def test_a_dropped_push_leaves_the_residual_of_its_finite_ranges(encoder_of, whole):
-    push, state = encoder_of(TopK(fraction=0.25), whole)
+def test_a_dropped_push_leaves_the_residual_of_its_finite_ranges(whole):
+    encoder, _ = encoder_of(TopK(fraction=0.25), (1, 8), (1, 8), whole=whole)
     rising = np.arange(1, 9, dtype="f4")
-    assert push(rising, rising, 0)
+
+    def push(b, sequence):
+        return encoder(np.concatenate([rising, b]), sequence)[1]
+
+    def residual():
+        return np.asarray(encoder._states[0].memory["residual"]).reshape(-1).tolist()
+
+    assert push(rising, 0)
     kept = [1, 2, 3, 4, 5, 6, 0, 0]
-    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == kept
-    assert not push(rising, np.where(rising == 3, np.nan, rising), 1)
-    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == kept
-    assert int(state().skipped) == 1
-    assert push(rising, rising, 2)
-    assert np.asarray(state().memory["residual"]).reshape(-1).tolist() == [2, 4, 6, 8, 0, 0, 7, 8]
+    assert residual() == kept
+    assert not push(np.where(rising == 3, np.nan, rising), 1)
+    assert residual() == kept
+    assert int(encoder._states[0].skipped) == 1
+    assert push(rising, 2)
+    assert residual() == [2, 4, 6, 8, 0, 0, 7, 8]
 
 
-def test_servers_and_clients_keep_apart():
-    encoding = Encoding(Sign(), ErrorFeedback())
-    change = (np.arange(8, dtype="f4").reshape(2, 4),)
-    one = (Range("w", 0, 2, 32),)
-    first, second = ClientEncoder(encoding, 0), ClientEncoder(encoding, 1)
-    alone = first(0, one, change, 0)[0][0]
-    np.testing.assert_array_equal(first(1, one, change, 0)[0][0], alone)
-    np.testing.assert_array_equal(second(0, one, change, 0)[0][0], alone)
-    assert np.any(first(0, one, change, 1)[0][0] != alone)
-    bare = ClientEncoder(Encoding(Sign(), NoFeedback()), 0)
+def test_without_feedback_equal_changes_are_equal_pushes():
+    change = np.arange(8, dtype="f4")
+    (first, _), (bare, _) = (
+        encoder_of(Sign(), (2, 4), feedback=one) for one in (ErrorFeedback(), NoFeedback())
+    )
+    alone = first.decoded(change, 0)[0]
+    assert np.any(first.decoded(change, 1)[0] != alone)
     for sequence in range(2):
-        np.testing.assert_array_equal(bare(0, one, change, sequence)[0][0], alone)
+        np.testing.assert_array_equal(bare.decoded(change, sequence)[0], alone)

@@ -370,16 +370,15 @@ def test_a_value_bound_sees_a_nan_of_any_range_and_of_any_server(values, monkeyp
     model = Asynchronous(reads="ahead", value_bound=1e9)
     cluster = Cluster(workers=2, servers=2, consistency=model, placement=Balanced(range_bytes=16))
     run = Simulation(cluster, Quadratic(), Sgd(RATE), (1.0, 1.0), 5, 10, None, frozenset())
-    ranges = tuple(np.array([value]) for value in values)
-    assert np.isnan(run.values.of(ranges))
+    assert np.isnan(run.values.of(np.array(values)))
     worker = run.workers[0]
     assert not worker._held_back()
-    monkeypatch.setattr(worker, "under_way", lambda server: (ranges[server],))
+    monkeypatch.setattr(worker, "under_way", lambda server: np.array([values[server]]))
     assert worker._held_back()
     # A server drops what holds a NaN, so that the report has the largest of the other changes.
-    run.values.look([(np.array([0.1]),)])
+    run.values.look([np.array([0.1])])
     known = run.values.largest
-    run.values.look([ranges])
+    run.values.look([np.array(values)])
     assert run.values.largest == known > 0
 
 

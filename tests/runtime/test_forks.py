@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.errors import RunError
+from jaxdist.runtime import forks
 from jaxdist.runtime.forks import PASSED_ON, ForkServer
 
 SCRIPT = """
@@ -38,7 +39,11 @@ class Forked:
 
     def end(self, code: int) -> int | None:
         os.write(self.writer, f"{code}\n".encode())
-        return self.server.ended(self.pid, wait=True)
+        return ended(self.server, self.pid)
+
+
+def ended(server: ForkServer, pid: int) -> int | None:
+    return forks.Forked(server, pid).wait(60)
 
 
 @pytest.fixture
@@ -69,10 +74,10 @@ def test_one_that_was_killed_is_told_by_its_signal(start, tmp_path: Path):
     server = start(SCRIPT)
     one, other = (Forked(server, tmp_path / "log") for _ in range(2))
     os.kill(one.pid, signal.SIGKILL)
-    assert server.ended(one.pid, wait=True) == -signal.SIGKILL
+    assert ended(server, one.pid) == -signal.SIGKILL
     assert server.ended(other.pid) is None
     os.close(other.writer)  # as if this process had ended
-    assert server.ended(other.pid, wait=True) == 9
+    assert ended(server, other.pid) == 9
 
 
 def test_what_ends_a_job_ends_those_that_were_forked_and_not_the_server(start, tmp_path: Path):
@@ -83,14 +88,14 @@ def test_what_ends_a_job_ends_those_that_were_forked_and_not_the_server(start, t
     one = Forked(server, tmp_path / "log")
     assert server.ended(one.pid) is None  # what the server was sent is not the other's
     os.kill(one.pid, signal.SIGTERM)
-    assert server.ended(one.pid, wait=True) == -signal.SIGTERM
+    assert ended(server, one.pid) == -signal.SIGTERM
 
 
 def test_a_server_that_was_killed_is_started_anew(start, tmp_path: Path):
     server = start(SCRIPT)
     before = Forked(server, tmp_path / "log")
     os.kill(server._process.pid, signal.SIGKILL)
-    assert server.ended(before.pid, wait=True) == -signal.SIGKILL  # nobody can know
+    assert ended(server, before.pid) == -signal.SIGKILL  # nobody can know
     assert Forked(server, tmp_path / "log").end(5) == 5
     with suppress(ProcessLookupError):
         os.kill(before.pid, signal.SIGKILL)

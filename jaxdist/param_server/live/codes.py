@@ -96,24 +96,42 @@ class PushEncoder:
           change: the change as a flat array, in the order of the shard.
           sequence: the sequence of the push's message.
         """
+        found, finite = self._parts(change, sequence)
+        leaves = jax.tree.leaves([x if sent is None else sent.message for x, sent in found])
+        raw = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves]
+        return np.concatenate(raw), finite
+
+    def decoded(self, change: np.ndarray, sequence: int) -> tuple[np.ndarray, bool]:
+        """Return the push as the server decodes it, and whether all values are finite.
+
+        The arguments and the effect on the residuals are the same as for a call.
+        """
+        found, finite = self._parts(change, sequence)
+        flat = np.empty_like(change)
+        for piece, (x, sent) in zip(self.codes.layout.pieces, found, strict=True):
+            flat[piece.slice] = np.asarray(x if sent is None else sent.decoded).reshape(-1)
+        return flat, finite
+
+    def _parts(
+        self, change: np.ndarray, sequence: int
+    ) -> tuple[list[tuple[np.ndarray, EncodedGradient | None]], bool]:
+        """Return each range with its encoding, or None if it is not encoded, and the finiteness."""
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)
-        parts: list[np.ndarray] = []
+        found: list[tuple[np.ndarray, EncodedGradient | None]] = []
         finite, sent = True, dict[int, EncodedGradient]()
         for at, piece in enumerate(codes.layout.pieces):
             x = change[piece.slice].reshape(piece.shape)
             if piece.range.name in codes.whole:
-                parts.append(np.ascontiguousarray(x))
                 finite &= bool(np.isfinite(x).all())
-                continue
-            if at not in self._states:
-                self._states[at] = codes.sender.init(like(piece))
-            sent[at] = codes.encode(x.astype(np.float32), self._states[at], round.part(at))
-            finite &= bool(sent[at].finite)
-            parts += [np.asarray(leaf) for leaf in jax.tree.leaves(sent[at].message)]
+            else:
+                if at not in self._states:
+                    self._states[at] = codes.sender.init(like(piece))
+                sent[at] = codes.encode(x.astype(np.float32), self._states[at], round.part(at))
+                finite &= bool(sent[at].finite)
+            found.append((x, sent.get(at)))
         self._states |= states_after_push(self._states, sent, finite=finite)
-        raw = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
-        return np.concatenate(raw), finite
+        return found, finite
 
 
 def like(piece: ShardPiece) -> jax.ShapeDtypeStruct:

@@ -77,6 +77,14 @@ class ShardLayout:
         return flat
 
 
+def split_pieces(layout: ShardLayout, flat: np.ndarray) -> list[tuple[ShardPiece, np.ndarray]]:
+    """Return each range of a flat array, in the range's shape and dtype."""
+    return [
+        (piece, flat[piece.slice].reshape(piece.shape).astype(piece.dtype, copy=False))
+        for piece in layout.pieces
+    ]
+
+
 def layouts(placement: Placement, params: Params) -> tuple[ShardLayout, ...]:
     """Return the layout of each server's shard.
 
@@ -121,8 +129,7 @@ def joined_shards(
     """
     parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in shapes}
     for layout, flat in zip(shards, flats, strict=True):
-        for piece in layout.pieces:
-            rows = flat[piece.slice].reshape(piece.shape).astype(piece.dtype, copy=False)
+        for piece, rows in split_pieces(layout, flat):
             parts[piece.range.name].append((piece.range.start, rows))
     found: dict[str, np.ndarray] = {}
     for name, shape in shapes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,16 +39,34 @@ def shapes(layout: ShardLayout) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-class ServerShard:
-    """The arrays of one server.
+def updated(
+    transform: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: OptState,
+    params: PyTree,
+    *rate: jax.Array,
+) -> tuple[PyTree, OptState]:
+    """Return updated parameters and the optimizer's next state.
+
+    Args:
+      rate: the factor by which the whole update is multiplied, including its weight decay.
+    """
+    # A server knows neither the norm of all gradients nor the loss, so zeros replace them. An
+    # optimizer that reads either value was refused at the start.
+    nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
+    updates, state = transform.update(grads, state, params, **nothing)
+    if rate:
+        updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
+    return optax.apply_updates(params, updates), state
+
+
+class ShardArrays(ABC):
+    """The parameters of one server, and the application of changes to them.
 
     Parameters are never modified in place, since readers keep references to older versions.
 
     Args:
-      transform: the optimizer for a tree of `shapes(layout)`. The update of a tensor must depend on
-        this tensor alone.
       flat: the initial parameters.
-      state: the state of the optimizer, or None for a fresh state.
 
     Attributes:
       params: the newest version of the parameters, `[layout.length]`, on the host.
@@ -58,50 +77,14 @@ class ServerShard:
         function that returns the payload of an arrival.
     """
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        model: Consistency,
-        transform: optax.GradientTransformationExtraArgs,
-        flat: np.ndarray,
-        state: OptState = None,
-    ) -> None:
-        self.layout, self.model = layout, model
-        self._transform = transform
-        self._flat = jnp.asarray(flat)
-        self.params = np.asarray(self._flat)
-        self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
-        # The parameters are not donated: `params` is a view of them, and readers may still use this
-        # view.
-        self._update = jax.jit(self._updated, donate_argnums=1)
+    def __init__(self, layout: ShardLayout, model: Consistency, flat: np.ndarray) -> None:
+        self.layout, self.model, self.params = layout, model, flat
         self._read: dict[tuple[int, int], np.ndarray] = {}
         self._squares: np.ndarray | None = None
         self.staleness: Counter[int] = Counter()
         self.merged: Merged = combined
         self.square = 0.0
         self.moved: np.ndarray | None = None
-
-    def _begun(self) -> OptState:
-        def begun(flat: jax.Array) -> OptState:
-            return self._transform.init(split_ranges(self.layout, flat))
-
-        return jax.jit(begun)(self._flat)
-
-    def _updated(
-        self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
-    ) -> tuple[jax.Array, OptState]:
-        params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
-        # A server knows neither the norm of all gradients nor the loss, so zeros replace them. An
-        # optimizer that reads either value was refused at the start.
-        nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
-        updates, state = self._transform.update(grads, state, params, **nothing)
-        if rate:  # The factor applies to the whole update, including its weight decay.
-            updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
-        moved: PyTree = optax.apply_updates(params, updates)
-        # Without the barrier, XLA fuses the concatenation below with the update, and then tests for
-        # each element to which range it belongs. This takes ten times as long.
-        moved = jax.lax.optimization_barrier(moved)
-        return jnp.concatenate([jnp.ravel(moved[key]).astype(flat.dtype) for key in params]), state
 
     @property
     def compensation(self) -> DelayCompensation | None:
@@ -141,13 +124,18 @@ class ServerShard:
         wide = change.astype(np.float32, copy=False)
         self.square = float(np.dot(wide, wide))
         if self.model.payload == "elastic":
-            self._flat = jnp.asarray(self.params + change)
+            self._replace(self.params + change)
         else:
-            gradient = -change if self.model.payload == "outer" else change
-            # A factor of 1 is left out, since with it the update rounds differently than on a mesh.
-            given = () if rate == 1 else (jnp.float32(rate),)
-            self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *given)
-        self.params = np.asarray(self._flat)
+            # An outer change points downhill and the optimizer subtracts a gradient, so the change
+            # is negated.
+            self._replace(self._stepped(-change if self.model.payload == "outer" else change, rate))
+
+    def _replace(self, params: np.ndarray | jax.Array) -> None:
+        self.params = np.asarray(params)
+
+    @abstractmethod
+    def _stepped(self, gradient: np.ndarray, rate: float) -> np.ndarray | jax.Array:
+        """Return the parameters after an update of the optimizer, whose state also changes."""
 
     def _compensated(self, change_of: Callable[[Arrival], np.ndarray], one: Arrival) -> np.ndarray:
         config, gradient = self.compensation, change_of(one)
@@ -160,6 +148,59 @@ class ServerShard:
         for key in [k for k in self._read if k[0] == one.client and k[1] < one.version]:
             del self._read[key]
         return found
+
+
+class ServerShard(ShardArrays):
+    """The arrays of one server of a run, whose optimizer is compiled.
+
+    Args:
+      transform: the optimizer for a tree of `shapes(layout)`. The update of a tensor must depend on
+        this tensor alone.
+      flat: the initial parameters.
+      state: the state of the optimizer, or None for a fresh state.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        model: Consistency,
+        transform: optax.GradientTransformationExtraArgs,
+        flat: np.ndarray,
+        state: OptState = None,
+    ) -> None:
+        super().__init__(layout, model, flat)
+        self._transform = transform
+        self._replace(flat)
+        self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
+        # The parameters are not donated: `params` is a view of them, and readers may still use this
+        # view.
+        self._update = jax.jit(self._updated, donate_argnums=1)
+
+    def _replace(self, params: np.ndarray | jax.Array) -> None:
+        self._flat = jnp.asarray(params)
+        self.params = np.asarray(self._flat)
+
+    def _stepped(self, gradient: np.ndarray, rate: float) -> jax.Array:
+        # A factor of 1 is left out, since with it the update rounds differently than on a mesh.
+        given = () if rate == 1 else (jnp.float32(rate),)
+        flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *given)
+        return flat
+
+    def _begun(self) -> OptState:
+        def begun(flat: jax.Array) -> OptState:
+            return self._transform.init(split_ranges(self.layout, flat))
+
+        return jax.jit(begun)(self._flat)
+
+    def _updated(
+        self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
+    ) -> tuple[jax.Array, OptState]:
+        params, grads = split_ranges(self.layout, flat), split_ranges(self.layout, change)
+        moved, state = updated(self._transform, grads, state, params, *rate)
+        # Without the barrier, XLA fuses the concatenation below with the update, and then tests for
+        # each element to which range it belongs. This takes ten times as long.
+        moved = jax.lax.optimization_barrier(moved)
+        return jnp.concatenate([jnp.ravel(moved[key]).astype(flat.dtype) for key in params]), state
 
     @property
     def arrays(self) -> PyTree:
@@ -176,8 +217,8 @@ class ServerShard:
             for one, leaf in zip(raw, jax.tree.leaves(self.arrays), strict=True)
         ]
         params, optimizer = jax.tree.unflatten(jax.tree.structure(self.arrays), leaves)
-        self._flat, self.optimizer = jnp.asarray(params), jax.device_put(optimizer)
-        self.params = np.asarray(self._flat)
+        self._replace(params)
+        self.optimizer = jax.device_put(optimizer)
 
     def kept(self) -> OptState:
         """Return a copy of the optimizer's state, on the host."""

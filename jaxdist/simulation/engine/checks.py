@@ -9,7 +9,7 @@ import numpy as np
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.simulation.engine.setup import bound_of
-from jaxdist.simulation.engine.shard import Shard, ShardNode
+from jaxdist.simulation.engine.shard import ShardNode
 
 
 class Reads:
@@ -27,7 +27,7 @@ class Reads:
 
     def check(self, server: int, clock: int, version: int) -> None:
         """Assert that a client will read a version as new as the consistency model requires."""
-        lead = clock - self._shards[server].book.floors[version]
+        lead = clock - self._shards[server].floors[version]
         self.count += 1
         self.largest_lead = max(self.largest_lead, lead)
         assert self.bound is None or lead <= self.bound, (
@@ -53,22 +53,21 @@ class Values:
         """Whether the consistency model has a `value_bound` on a worker's unapplied changes."""
         return isinstance(self.model, OnArrival) and self.model.value_bound is not None
 
-    def of(self, change: Shard) -> float:
+    def of(self, change: np.ndarray) -> float:
         """Return the largest change of a parameter that plain SGD would make with these gradients.
 
         The result is NaN if any gradient contains a NaN.
         """
         assert isinstance(self.model, OnArrival)
         unit = self._learning_rate * self.model.rate(0, self._workers)
-        return unit * float(np.max([np.abs(array).max(initial=0.0) for array in change]))
+        return unit * float(np.abs(change).max(initial=0.0))
 
-    def look(self, under_way: Sequence[Shard]) -> None:
+    def look(self, under_way: Sequence[np.ndarray]) -> None:
         """Update `largest` from each worker's changes that are sent to a server but not applied.
 
         A sum with a NaN or an infinity is not counted, because the server will drop the change with
         this value.
         """
-        total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
-        found = self.of(total)
+        found = self.of(np.sum(under_way, axis=0))
         if np.isfinite(found):
             self.largest = max(self.largest, found)

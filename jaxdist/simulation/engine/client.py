@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Reply
-from jaxdist.simulation.engine.shard import Shard
 
 if TYPE_CHECKING:
     from jaxdist.simulation.engine.run import Simulation
@@ -23,14 +24,14 @@ class RetryingClient(ABC):
 
     def __init__(self, run: Simulation) -> None:
         self.run, self.client = run, -1
-        self.sent: dict[tuple[int, int], Shard] = {}
+        self.sent: dict[tuple[int, int], np.ndarray] = {}
 
     @abstractmethod
     def link(self, server: int) -> ClientState | None:
         """Return the protocol's state for a server, or None while the client is away."""
 
     @abstractmethod
-    def ask(self, server: int, message: Message, payload: Shard | None) -> None:
+    def ask(self, server: int, message: Message, payload: np.ndarray | None) -> None:
         """Send a message for a server, with its payload if it is a push."""
 
     def again(self, server: int, message: Message) -> None:

@@ -7,25 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.live.layout import joined_shards
 from jaxdist.simulation.engine.problem import TrainingProblem
 from jaxdist.simulation.engine.report import Point
-from jaxdist.simulation.engine.shard import Shard, ShardNode
+from jaxdist.simulation.engine.shard import ShardNode
 
 
 def joined_parameters(
-    problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
+    problem: TrainingProblem, nodes: Sequence[ShardNode], shards: Sequence[np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Join the ranges of all servers to whole parameters, by name."""
-    found: dict[str, np.ndarray] = {}
-    rows: dict[str, list[tuple[int, np.ndarray]]] = {}
-    for node, arrays in zip(nodes, shards, strict=True):
-        for one, array in zip(node.ranges, arrays, strict=True):
-            rows.setdefault(one.name, []).append((one.start, array))
-    for name, like in problem.start.items():
-        parts = [array for _, array in sorted(rows[name], key=lambda part: part[0])]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        found[name] = whole.reshape(np.shape(like))
-    return found
+    shapes = {name: np.shape(array) for name, array in problem.start.items()}
+    return joined_shards([node.layout for node in nodes], shards, shapes)
 
 
 class LossCurve:
@@ -58,7 +51,9 @@ class LossCurve:
 
     def measure(self, now: float) -> None:
         """Add a point at this time if the number of updates or the loss has changed."""
-        params = joined_parameters(self.problem, self.nodes, [node.arrays for node in self.nodes])
+        params = joined_parameters(
+            self.problem, self.nodes, [node.arrays.params for node in self.nodes]
+        )
         gradients = self._gradients()
         steps = gradients / self.cluster.workers
         updates = self.nodes[0].state.clocks.version

@@ -14,7 +14,6 @@ from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Reply
 from jaxdist.param_server.protocol.rack import Ask, Forward, RackState, RackStep
 from jaxdist.simulation.engine.client import RetryingClient
 from jaxdist.simulation.engine.network import Node
-from jaxdist.simulation.engine.shard import Shard
 
 if TYPE_CHECKING:
     from jaxdist.simulation.engine.run import Simulation
@@ -46,9 +45,9 @@ class RackNode(RetryingClient):
             self.client = self.run.begin_rack(self)
             servers = range(len(self.run.shards))
             self.states = [rack.begin_rack(self.client, len(self.workers)) for _ in servers]
-            self.copies: list[Shard | None] = [None for _ in servers]
-            self._payloads: dict[tuple[int, int, int], Shard] = {}
-            self.encoder = self.run.encoder(self.client)
+            self.copies: list[np.ndarray | None] = [None for _ in servers]
+            self._payloads: dict[tuple[int, int, int], np.ndarray] = {}
+            self.encoders = self.run.encoders(self.client)
             self.sent = {}
         for server, state in enumerate(self.states):
             self._do(server, rack.join_rack(self.run.model, state, worker))
@@ -64,7 +63,7 @@ class RackNode(RetryingClient):
             self.states = []
             self.run.end_rack(self)
 
-    def from_worker(self, server: int, message: Message, payload: Shard | None) -> None:
+    def from_worker(self, server: int, message: Message, payload: np.ndarray | None) -> None:
         """Receive a worker's message for a server.
 
         Args:
@@ -80,7 +79,7 @@ class RackNode(RetryingClient):
             self._payloads[server, stamp.client, stamp.sequence] = payload
         self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
 
-    def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
+    def hear(self, server: int, reply: Reply, payload: np.ndarray | None) -> None:
         """Receive a server's reply.
 
         Args:
@@ -121,24 +120,17 @@ class RackNode(RetryingClient):
         self.run.tell_worker(self.node, server, reply, payload)
 
     def _forward(self, server: int, effect: Forward) -> None:
-        def payload_of(one: Arrival) -> Shard:
+        def payload_of(one: Arrival) -> np.ndarray:
             return self._payloads[server, one.client, one.sequence]
 
-        like = self.run.shards[server].arrays
-        if effect.merge.parts:
-            total = tuple(
-                combined(effect.merge, lambda one, at=at: payload_of(one)[at])
-                for at in range(len(like))
-            )
-        else:
-            total = tuple(np.zeros_like(array) for array in like)
+        zeros = np.zeros_like(self.run.shards[server].arrays.params)
+        total = combined(effect.merge, payload_of) if effect.merge.parts else zeros
+        if effect.merge.parts and self.encoders:
+            sequence = effect.message.stamp.sequence
+            coded, finite = self.encoders[server].decoded(total, sequence)
+            total = coded if finite else zeros
         for one in effect.merge.arrivals:
             del self._payloads[server, one.client, one.sequence]
-        if self.encoder is not None and effect.merge.parts:
-            sequence = effect.message.stamp.sequence
-            ranges = self.run.shards[server].ranges
-            coded, finite = self.encoder(server, ranges, total, sequence)
-            total = coded if finite else tuple(np.zeros_like(array) for array in like)
         self.sent[server, effect.message.stamp.sequence] = total
         self.ask(server, effect.message, total)
 
@@ -146,6 +138,6 @@ class RackNode(RetryingClient):
         """Return the rack's state as a client of a server, or None while it has no workers."""
         return self.states[server].outer if self.states else None
 
-    def ask(self, server: int, message: Message, payload: Shard | None) -> None:
+    def ask(self, server: int, message: Message, payload: np.ndarray | None) -> None:
         """Send a message to a server."""
         self.run.ask_server(self.node, server, message, payload, self.again)

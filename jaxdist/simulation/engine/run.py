@@ -6,20 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from jaxdist.errors import ConfigError
 from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.live.codes import Codes, PushEncoder
+from jaxdist.param_server.live.layout import layouts
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.simulation.engine.checks import Reads, Values
 from jaxdist.simulation.engine.curve import LossCurve, joined_parameters
-from jaxdist.simulation.engine.encoder import ClientEncoder, Encoding
 from jaxdist.simulation.engine.network import Action, EventQueue, Network, Node
 from jaxdist.simulation.engine.problem import TrainingProblem, UpdateRule
 from jaxdist.simulation.engine.rack import RackNode
 from jaxdist.simulation.engine.report import Report, WorkerReport
 from jaxdist.simulation.engine.setup import place_arrays, server_rule
-from jaxdist.simulation.engine.shard import Shard, ShardNode
+from jaxdist.simulation.engine.shard import ShardNode, SimulatedShard
 from jaxdist.simulation.engine.worker import WorkerNode
 
 
@@ -85,17 +88,22 @@ class Simulation:
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = EventQueue()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
-        self.placement = place_arrays(problem.start, cluster, divisible=rule.divisible)
+        placement = place_arrays(problem.start, cluster, divisible=rule.divisible)
         outer = server_rule(self.model, rule)
-        given = (problem.start, self.model, outer, cluster.clients, self.say)
         self.shards = [
-            ShardNode(at, self.placement.held(at), *given) for at in self.placement.servers
+            ShardNode(
+                SimulatedShard(layout, self.model, outer, layout.flatten(problem.start)),
+                cluster.clients,
+                self.say,
+            )
+            for layout in layouts(placement, problem.start)
         ]
-        self.encoding: Encoding | None = None
+        held = [shard.layout for shard in self.shards]
+        self.codes: list[Codes] = []
         if cluster.codec is not None:
-            seed = cluster.simulation.seed
-            self.encoding = Encoding(cluster.codec, cluster.feedback, whole, seed)
-        self._push_bytes = [self._bytes_of_a_push(shard) for shard in self.shards]
+            given = cluster.codec, cluster.feedback, whole, cluster.simulation.seed
+            self.codes = [Codes(layout, *given) for layout in held]
+        self._push_bytes = [one.spec.size_bytes for one in self.codes or held]
         self.workers = [WorkerNode(at, seconds, self) for at, seconds in enumerate(speeds)]
         self._clients = {worker.client: worker for worker in self.workers}
         places = enumerate(cluster.aggregation.racks(range(cluster.workers)))
@@ -182,7 +190,9 @@ class Simulation:
         self._join(worker)
         worker.go_on()
 
-    def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
+    def ask(
+        self, worker: WorkerNode, server: int, message: Message, payload: np.ndarray | None
+    ) -> None:
         """Send a worker's message to a server, or to the aggregator of the worker's rack.
 
         Args:
@@ -206,7 +216,7 @@ class Simulation:
         source: Node,
         server: int,
         message: Message,
-        payload: Shard | None,
+        payload: np.ndarray | None,
         again: Callable[[int, Message], None],
     ) -> None:
         """Send a client's message to a server.
@@ -229,20 +239,15 @@ class Simulation:
         size = 0 if payload is None else self._push_bytes[server]
         self.network.send(source, ("server", server), size, deliver, lost)
 
-    def _bytes_of_a_push(self, shard: ShardNode) -> int:
-        if self.encoding is None:
-            return shard.size_bytes
-        return self.encoding.size_bytes(shard.ranges, shard.arrays)
-
-    def encoder(self, client: int) -> ClientEncoder | None:
-        """Return the encoder of a new client, or None if pushes are not encoded."""
-        return None if self.encoding is None else ClientEncoder(self.encoding, client)
+    def encoders(self, client: int) -> list[PushEncoder]:
+        """Return the encoder of a new client for each server, or [] if pushes are not encoded."""
+        return [PushEncoder(codes, client) for codes in self.codes]
 
     def _retry(self, again: Action) -> Action:
         """Return an action that plans `again` after the retry time."""
         return lambda: self.after(self.config.link.retry_seconds, again)
 
-    def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
+    def say(self, server: int, reply: Reply, payload: np.ndarray | None) -> None:
         """Send a server's reply to its client: a worker, or the aggregator of a rack.
 
         Args:
@@ -255,12 +260,14 @@ class Simulation:
         self.network.send(
             ("server", server),
             rack.node,
-            _bytes(payload),
+            0 if payload is None else payload.nbytes,
             lambda: rack.hear(server, reply, payload),
             lambda: rack.lost_reply(server, reply),
         )
 
-    def tell_worker(self, source: Node, server: int, reply: Reply, payload: Shard | None) -> None:
+    def tell_worker(
+        self, source: Node, server: int, reply: Reply, payload: np.ndarray | None
+    ) -> None:
         """Send a reply about a server's parameters to a worker.
 
         Args:
@@ -270,12 +277,12 @@ class Simulation:
         self.network.send(
             source,
             worker.node,
-            _bytes(payload),
+            0 if payload is None else payload.nbytes,
             lambda: worker.hear(server, reply, payload),
             lambda: worker.lost_reply(server, reply),
         )
 
-    def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
+    def _receive(self, server: int, message: Message, payload: np.ndarray | None) -> None:
         shard = self.shards[server]
         # Messages of a client that has been removed may still arrive, and are ignored.
         if message.stamp.client in shard.state.clocks.clocks:
@@ -314,11 +321,10 @@ class Simulation:
 
     def _report(self) -> Report:
         end = self.now
-        books = [shard.book for shard in self.shards]
         received, sent = self.network.received_bytes, self.network.sent_bytes
         return Report(
             params=joined_parameters(
-                self.problem, self.shards, [shard.arrays for shard in self.shards]
+                self.problem, self.shards, [shard.arrays.params for shard in self.shards]
             ),
             seconds=end,
             curve=tuple(self.curve.points),
@@ -326,9 +332,9 @@ class Simulation:
                 WorkerReport(one.gradients, one.busy_seconds, one.idle_seconds, one.crashes)
                 for one in self.workers
             ),
-            staleness=sum((book.staleness for book in books), Counter()),
+            staleness=sum((shard.arrays.staleness for shard in self.shards), Counter()),
             updates_per_step=self.cluster.updates_per_step,
-            dropped=sum((book.dropped for book in books), Counter()),
+            dropped=sum((shard.dropped for shard in self.shards), Counter()),
             received_bytes=tuple(received["server", at] for at in range(len(self.shards))),
             sent_bytes=tuple(sent["server", at] for at in range(len(self.shards))),
             rack_received_bytes=tuple(received[rack.node] for rack in self.racks),
@@ -338,7 +344,3 @@ class Simulation:
             bound=self.reads.bound,
             largest_value=self.values.largest,
         )
-
-
-def _bytes(payload: Shard | None) -> int:
-    return 0 if payload is None else sum(array.nbytes for array in payload)

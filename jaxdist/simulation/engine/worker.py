@@ -15,7 +15,6 @@ from jaxdist.simulation.engine.client import RetryingClient
 from jaxdist.simulation.engine.curve import joined_parameters
 from jaxdist.simulation.engine.network import Node
 from jaxdist.simulation.engine.problem import Computed
-from jaxdist.simulation.engine.shard import Shard, slices
 from jaxdist.simulation.engine.trainer import LocalTrainer
 
 if TYPE_CHECKING:
@@ -46,14 +45,14 @@ class WorkerNode(RetryingClient):
         self.client, self.alive, self.busy, self.left = number, True, False, False
         servers = range(len(self.run.shards))
         self.links = [ClientState(number) for _ in servers]
-        self.copies: list[Shard | None] = [None for _ in servers]
+        self.copies: list[np.ndarray | None] = [None for _ in servers]
         self.sent = {}
         workers = self.run.cluster.workers
         self.trainer = LocalTrainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
         self._read: list[int | None] = []
-        self.encoder = self.run.encoder(number)
+        self.encoders = self.run.encoders(number)
         self.waits_since = self.run.now
 
     @property
@@ -139,16 +138,16 @@ class WorkerNode(RetryingClient):
     def _push(self, change: Computed) -> None:
         counts = change.tokens != 0
         for server, shard in enumerate(self.run.shards):
-            payload = slices(shard.ranges, change.gradient)
+            payload = shard.layout.flatten(change.gradient)
             # The gradient of a batch without tokens may be 0/0, and would make the encoder's
             # residual NaN.
             if not counts:
-                payload, fine = tuple(np.zeros_like(array) for array in payload), True
-            elif self.encoder is not None:
+                payload, fine = np.zeros_like(payload), True
+            elif self.encoders:
                 sequence = self.links[server].sequence
-                payload, fine = self.encoder(server, shard.ranges, payload, sequence)
+                payload, fine = self.encoders[server].decoded(payload, sequence)
             else:
-                fine = all(bool(np.isfinite(array).all()) for array in payload)
+                fine = bool(np.isfinite(payload).all())
             link, message = client.push(
                 self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
             )
@@ -156,7 +155,7 @@ class WorkerNode(RetryingClient):
             self.sent[server, message.stamp.sequence] = payload
             self.ask(server, message, payload)
 
-    def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
+    def hear(self, server: int, reply: Reply, payload: np.ndarray | None) -> None:
         """Receive a server's reply.
 
         Args:
@@ -177,18 +176,17 @@ class WorkerNode(RetryingClient):
         """Return the worker's state as a client of a server."""
         return self.links[server]
 
-    def ask(self, server: int, message: Message, payload: Shard | None) -> None:
+    def ask(self, server: int, message: Message, payload: np.ndarray | None) -> None:
         """Send a message to a server or to the rack's aggregator, unless the worker has crashed."""
         if self.alive:
             self.run.ask(self, server, message, payload)
 
-    def under_way(self, server: int) -> Shard:
+    def under_way(self, server: int) -> np.ndarray:
         """Return the sum of this worker's gradients that a server has not settled."""
-        shard = self.run.shards[server]
-        total = tuple(np.zeros_like(array) for array in shard.arrays)
+        total = np.zeros_like(self.run.shards[server].arrays.params)
         for (where, sequence), payload in self.sent.items():
             if where == server and isinstance(self.links[server].under_way.get(sequence), Push):
-                total = tuple(a + b for a, b in zip(total, payload, strict=True))
+                total = total + payload
         return total
 
     def _held_back(self) -> bool:
