@@ -30,10 +30,12 @@ class DriverError(Exception):
     """The error for an error code that a GPU driver returns."""
 
 
-def _asked(library: Any, name: str, *arguments: Any) -> None:
+def _asked(library: Any, name: str, *arguments: Any) -> bool:
+    """Call a function of the driver; return False if it answers that there is no device."""
     code = getattr(library, name)(*arguments)
-    if code:
+    if code not in (0, NO_DEVICE):
         raise DriverError(f"{name} answers with error {code}")
+    return code == 0
 
 
 def cuda(library: Any) -> list[str]:
@@ -42,11 +44,8 @@ def cuda(library: Any) -> list[str]:
     Raises:
       DriverError: the driver answers with an error other than "no device".
     """
-    code = library.cuInit(0)
-    if code == NO_DEVICE:
+    if not _asked(library, "cuInit", 0):
         return []
-    if code:
-        raise DriverError(f"cuInit answers with error {code}")
     count, device, found = ctypes.c_int(), ctypes.c_int(), []
     _asked(library, "cuDeviceGetCount", ctypes.byref(count))
     # Version 2 identifies an instance of a GPU that MIG splits; version 1 identifies only the GPU.
@@ -66,11 +65,8 @@ def rocm(library: Any) -> list[str]:
       DriverError: the driver answers with an error other than "no device".
     """
     count, found = ctypes.c_int(), []
-    code = library.hipGetDeviceCount(ctypes.byref(count))
-    if code == NO_DEVICE:
+    if not _asked(library, "hipGetDeviceCount", ctypes.byref(count)):
         return []
-    if code:
-        raise DriverError(f"hipGetDeviceCount answers with error {code}")
     machine = _BOOT.read_text().strip()[:8] if _BOOT.exists() else ""
     for index in range(count.value):
         address, uuid = ctypes.create_string_buffer(32), (ctypes.c_ubyte * 16)()

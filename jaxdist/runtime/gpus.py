@@ -15,10 +15,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from jaxdist.errors import RunError
 from jaxdist.runtime import gpu_query
@@ -62,7 +64,7 @@ class Seen:
 
     def told(self) -> JsonObject:
         """Convert the message to plain data for JSON, with lists instead of tuples."""
-        return json.loads(json.dumps(asdict(self)))
+        return TypeAdapter(Seen).dump_python(self, mode="json")
 
     @classmethod
     def read(cls, told: Json) -> Seen:
@@ -72,17 +74,10 @@ class Seen:
           RunError: the data are not such a result.
         """
         try:
-            assert isinstance(told, dict)
             values: Any = told
-            chosen = values["chosen"]
-            return cls(
-                str(values["machine"]),
-                tuple(map(str, values["gpus"])),
-                None if values["given"] is None else int(values["given"]),
-                None if chosen is None else tuple(map(int, chosen)),
-                str(values["problem"]),
-            )
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            whole = {field.name: values[field.name] for field in fields(cls)}
+            return TypeAdapter(cls).validate_python(whole)
+        except (KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"a process described its GPUs as {told!r:.200}, which cannot be read: install "
                 "the same version of jaxdist on all nodes"

@@ -301,15 +301,13 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
 
 
 def _line(peer: socket.socket) -> bytes:
-    """Read a line; if the line is too long, too slow or cut short, return only a part of it."""
-    found = b""
-    with suppress(OSError):
-        while not found.endswith(b"\n") and len(found) < _LINE_BYTES:
-            piece = peer.recv(1)
-            if not piece:
-                break
-            found += piece
-    return found
+    """Read a line; if the line is too long, too slow or cut short, return only a part or nothing.
+
+    Not more than the line is read.
+    """
+    with suppress(OSError), peer.makefile("rb", buffering=0) as stream:
+        return stream.readline(_LINE_BYTES)
+    return b""
 
 
 def _send(peer: socket.socket, line: str) -> None:
