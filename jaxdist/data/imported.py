@@ -74,8 +74,6 @@ class ImportConfig(Config):
         return Dataset(
             train=train,
             heldout=heldout,
-            vocab_size=None,
-            classes=None,
             description=f"import: {self.path}: {examples[0]:,} + {examples[1]:,} examples",
             facts={"train_examples": examples[0], "heldout_examples": examples[1]},
         )

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from queue import SimpleQueue
+from itertools import islice
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxdist.data.permutation import mix, permuted_examples
+from jaxdist.data.permutation import key_of, mix, permuted_examples
 from jaxdist.data.placement import BatchPlacement, Shardings
 from jaxdist.data.source import RandomSource, Source, length, narrowed, take
 from jaxdist.data.values import Allowed
@@ -130,6 +131,13 @@ class Loader:
         found._lay_out(size)
         return found
 
+    def resized(self, batch_size: int, *, start_example: int) -> Loader:
+        """Return a loader of the same examples in batches of another size, from an example on."""
+        found = copy(self)
+        found._batch_size, found._start_example = batch_size, start_example
+        found._lay_out(batch_size)
+        return found
+
     def at_once(self) -> Loader:
         """Return a loader with a single evaluation batch, for losses that return a scalar."""
         found = copy(self)
@@ -141,10 +149,8 @@ class Loader:
         return self._load(self._training_rows(step))
 
     def _training_rows(self, step: int) -> BatchRows:
-        # The seed is hashed first, so that seeds such as 0 and 1 give unrelated keys.
-        seed = np.random.SeedSequence(self._seed).generate_state(1, np.uint64)[0]
         # The keys are mixed twice, so that they are unrelated to the keys that order the examples.
-        keys = mix(mix(self._positions(step).astype(np.uint64)) ^ seed)
+        keys = mix(mix(self._positions(step).astype(np.uint64)) ^ key_of(self._seed))
         return BatchRows(self.indices(step), keys=keys)
 
     def _positions(self, step: int) -> np.ndarray:
@@ -178,9 +184,7 @@ class Loader:
         if self._at_once:
             total = len(self._source)
             rows = total if limit is None else min(total, limit * self._batch_size)
-            whole = copy(self)
-            whole._batch_size = rows
-            whole._lay_out(rows)
+            whole = self.resized(rows, start_example=0)
             return whole._stream(whole._evaluation_rows, 0, 1)
         count = -(-len(self._source) // self._batch_size)
         return self._stream(self._evaluation_rows, 0, count if limit is None else min(limit, count))
@@ -241,11 +245,7 @@ def _example(source: Source) -> dict[str, np.ndarray]:
 
 
 class Batches(Iterator[DeviceBatch]):
-    """An iterator over batches that threads of `grain` load ahead; call `close` after use.
-
-    A request to the library grain costs the calling thread 50 to 100 us, even if the batch is
-    ready. Therefore a separate thread makes the requests, and `next` only waits for a batch.
-    """
+    """An iterator over batches that threads load ahead; call `close` after use."""
 
     def __init__(
         self,
@@ -264,58 +264,31 @@ class Batches(Iterator[DeviceBatch]):
           prefetch: the number of batches that are loaded ahead.
           threads: the number of threads that load batches.
         """
-        import grain  # The import takes 1.6 s, so only runs that load batches pay for it.
+        self._load, self._steps = load, iter(range(start, stop))
+        self._threads = ThreadPoolExecutor(max(1, min(threads, prefetch)))
+        self._loading: deque[Future[DeviceBatch]] = deque()
+        for _ in range(prefetch):
+            self._begin_one()
 
-        # One batch waits in the fetcher, and all others wait in grain, so that at most `prefetch`
-        # batches exist at a time.
-        fetched = min(prefetch, 1)
-        waiting = prefetch - fetched
-        readers = min(threads, waiting)
-        options = grain.ReadOptions(num_threads=readers, prefetch_buffer_size=waiting)
-        steps = grain.MapDataset.range(start, stop).map(load)
-        self._iterator = iter(steps.to_iter_dataset(options))
-        self._wanted: SimpleQueue[bool] = SimpleQueue()
-        self._ready: SimpleQueue[DeviceBatch | Exception] = SimpleQueue()
-        for _ in range(fetched):
-            self._wanted.put(True)
-        self._fetcher = threading.Thread(
-            target=_fetch, args=(self._iterator, self._wanted, self._ready), daemon=True
-        )
-        self._fetcher.start()
+    def _begin_one(self) -> None:
+        for step in islice(self._steps, 1):
+            self._loading.append(self._threads.submit(self._load, step))
 
     def __next__(self) -> DeviceBatch:
-        self._wanted.put(True)
-        batch = self._ready.get()
-        if isinstance(batch, Exception):
-            self._ready.put(batch)  # Every later call must raise the same error.
-            raise batch
+        self._begin_one()
+        if not self._loading:
+            raise StopIteration
+        batch = self._loading[0].result()
+        # A batch that failed stays first, so that every later call raises the same error.
+        self._loading.popleft()
         return batch
 
     def close(self) -> None:
         """Stop the threads, after they have loaded their current batches."""
-        # The fetcher stops first, so that it does not ask the closed iterator for a batch.
-        self._wanted.put(False)
-        self._iterator.close()
-        self._fetcher.join()
+        self._threads.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Batches:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _fetch(
-    batches: Iterator[DeviceBatch],
-    wanted: SimpleQueue[bool],
-    ready: SimpleQueue[DeviceBatch | Exception],
-) -> None:
-    """Put a batch into `ready` for each True in `wanted`, until `wanted` has a False.
-
-    If the batches raise an error or end, the error is put into `ready` as the last item.
-    """
-    try:
-        while wanted.get():
-            ready.put(next(batches))
-    except Exception as error:
-        ready.put(error)

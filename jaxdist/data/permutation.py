@@ -29,7 +29,7 @@ def permuted_examples(positions: np.ndarray, *, length: int, seed: int) -> np.nd
     [2, 1, 0, 0, 1, 2]
     """
     epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))
-    keys = mix(epochs ^ np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+    keys = mix(epochs ^ key_of(seed))
     # The root is computed with integers alone: the square of `side` must not be below `length`, and
     # for large lengths the square root of a float is not exact.
     side = np.uint64(math.isqrt(length - 1) + 1)
@@ -47,6 +47,11 @@ def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarra
         noise = mix(right ^ mix(keys + np.uint64(number))) % side
         left, right = right, (left + noise) % side
     return left * side + right
+
+
+def key_of(*seeds: int) -> np.uint64:
+    """Return a key that depends on all seeds; similar seeds give unrelated keys."""
+    return np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
 
 
 def mix(values: np.ndarray) -> np.ndarray:

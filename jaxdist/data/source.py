@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -37,6 +37,9 @@ class BatchSource(Source, Protocol):
     def take(self, indices: np.ndarray) -> Example:
         """Return the examples `indices` (int64 [N]) with a leading dim N."""
         ...
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
 
 
 @runtime_checkable
@@ -76,15 +79,20 @@ class Dataset:
     """
 
     train: Source
-    heldout: Source | None
-    vocab_size: int | None
-    classes: int | None
-    description: str
-    facts: Mapping[str, float | int | str]
+    heldout: Source | None = None
+    vocab_size: int | None = None
+    classes: int | None = None
+    description: str = ""
+    facts: Mapping[str, float | int | str] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     fields: Mapping[str, int] | None = None
     baselines: Callable[[], Mapping[str, float]] = field(default=dict)
     unchecked: frozenset[str] = frozenset()
+
+    def with_sources(self, change: Callable[[Source], Source], **more: Any) -> Dataset:
+        """Return the data set with both splits changed, and with the fields `more` replaced."""
+        heldout = None if self.heldout is None else change(self.heldout)
+        return replace(self, train=change(self.train), heldout=heldout, **more)
 
     @property
     def allowed(self) -> Allowed:
@@ -95,7 +103,7 @@ class Dataset:
         return Allowed(declared, self.unchecked, self.fields or {})
 
 
-class ArraySource:
+class ArraySource(BatchSource):
     """A source of examples that are rows of arrays in memory, or in a memory map."""
 
     def __init__(self, **arrays: np.ndarray):
@@ -105,9 +113,6 @@ class ArraySource:
 
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
-
-    def __getitem__(self, index: int) -> Example:
-        return {name: array[index] for name, array in self._arrays.items()}
 
     def take(self, indices: np.ndarray) -> Example:
         return {name: array[indices] for name, array in self._arrays.items()}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import LARGEST, Config
-from jaxdist.data.permutation import mix
-from jaxdist.data.source import Dataset, Example, take_one
+from jaxdist.data.permutation import key_of, mix
+from jaxdist.data.source import BatchSource, Dataset, Example
 from jaxdist.data.text.masking import MaskedWindows, MaskingConfig
 from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
@@ -100,33 +100,19 @@ class SyntheticConfig(Config):
             vocab_size=self.vocab_size if tokens else None,
             classes=None if self.kind == "tokens" else self.classes,
             description=f"synthetic: {self.examples:,} {shape}",
-            facts={
-                "train_examples": self.examples,
-                "heldout_examples": self.heldout_examples,
-            },
+            facts={"train_examples": self.examples, "heldout_examples": self.heldout_examples},
         )
         if self.masking is not None:
-            return _masked(dataset, self.masking, self.vocab_size)
+            # The vocabulary receives an additional token, the mask, which replaces hidden tokens.
+            size = self.vocab_size
+            hidden = partial(
+                MaskedWindows, config=self.masking, mask=size, vocab_size=size, special=(size,)
+            )
+            return dataset.with_sources(hidden, vocab_size=size + 1)
         return transformed(dataset, self.transform)
 
 
-def _masked(dataset: Dataset, masking: MaskingConfig, size: int) -> Dataset:
-    """Return the data set with hidden tokens in both splits.
-
-    The vocabulary receives an additional token, the mask, which replaces hidden tokens.
-
-    Args:
-      size: the number of tokens of the vocabulary.
-    """
-    train, heldout = (
-        None if split is None else MaskedWindows(split, masking, size, size, (size,))
-        for split in (dataset.train, dataset.heldout)
-    )
-    assert train is not None
-    return replace(dataset, train=train, heldout=heldout, vocab_size=size + 1)
-
-
-class _TokenSource:
+class _TokenSource(BatchSource):
     """A source of `tokens` int32 [L + 1], and of `segments` int32 [L], which are zeros.
 
     Each token of the vocabulary has four possible successors.
@@ -134,7 +120,7 @@ class _TokenSource:
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._window, self._vocab_size = config.window, config.vocab_size
-        self._stream, self._length = _stream_key(config.seed, stream), length
+        self._stream, self._length = key_of(config.seed, stream), length
         world = np.random.default_rng([config.seed, _WORLD])
         self._successors = world.integers(
             config.vocab_size, size=(config.vocab_size, _SUCCESSORS), dtype=np.int32
@@ -142,9 +128,6 @@ class _TokenSource:
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         draws = _draws(self._stream, indices, self._window + 1)
@@ -182,11 +165,11 @@ def _check_pictures(config: SyntheticConfig) -> None:
         )
 
 
-class _ImageSource:
+class _ImageSource(BatchSource):
     """A source of `image` uint8 [H, W, C], the picture of a class plus noise, and `label` int32."""
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
-        self._stream, self._length = _stream_key(config.seed, stream), length
+        self._stream, self._length = key_of(config.seed, stream), length
         shape = (config.height, config.width, config.channels)
         world = np.random.default_rng([config.seed, _WORLD])
         # The picture and the noise are both below 128, so that their sum fits in uint8.
@@ -196,17 +179,10 @@ class _ImageSource:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
-
     def take(self, indices: np.ndarray) -> Example:
         labels, noises = _draws(self._stream, indices, 2).T
         labels = (labels % len(self._pictures)).astype(np.int32)
         return {"image": self._pictures[labels] + self._noises[noises % _NOISES], "label": labels}
-
-
-def _stream_key(seed: int, stream: int) -> np.uint64:
-    return np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
 
 
 def _draws(key: np.uint64, indices: np.ndarray, count: int) -> np.ndarray:

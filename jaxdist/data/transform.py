@@ -14,7 +14,7 @@ from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
 from jaxdist.data.augment import AugmentConfig
 from jaxdist.data.scale import Scaled
-from jaxdist.data.source import Dataset, Example, HostBatch, Source, take, take_one
+from jaxdist.data.source import BatchSource, Dataset, Example, HostBatch, Source, take
 from jaxdist.errors import DataError
 from jaxdist.types import Kwargs
 
@@ -75,17 +75,15 @@ def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
     """
     if config is None:
         return dataset
-    if isinstance(config, AugmentConfig):
-        train, transform = _Augmented(dataset.train, config), config.evaluated
-    else:
+    if not isinstance(config, AugmentConfig):
         transform = config.build()
-        train = _Transformed(dataset.train, transform)
-    heldout = None if dataset.heldout is None else _Transformed(dataset.heldout, transform)
-    return replace(dataset, train=train, heldout=heldout)
+        return dataset.with_sources(lambda source: _Transformed(source, transform))
+    found = dataset.with_sources(lambda source: _Transformed(source, config.evaluated))
+    return replace(found, train=_Augmented(dataset.train, config.evaluated, config))
 
 
 @dataclass(frozen=True)
-class _Transformed:
+class _Transformed(BatchSource):
     """A source whose batches a function transforms."""
 
     source: Source
@@ -93,9 +91,6 @@ class _Transformed:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         found = self.transform(take(self.source, indices))
@@ -110,20 +105,10 @@ class _Transformed:
 
 
 @dataclass(frozen=True)
-class _Augmented:
+class _Augmented(_Transformed):
     """A source whose examples are changed at random when they are drawn for training."""
 
-    source: Source
     config: AugmentConfig
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
-
-    def take(self, indices: np.ndarray) -> Example:
-        return self.config.evaluated(take(self.source, indices))
 
     def draw(self, indices: np.ndarray, keys: np.ndarray) -> Example:
         return self.config.changed(self.source, indices, keys)

@@ -16,7 +16,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.context import context_notices, with_context
 from jaxdist.experiment.facts import config_facts
-from jaxdist.experiment.program import make_program
+from jaxdist.experiment.program import ProgramInputs, make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.models.build import default_loss
 from jaxdist.models.mean import scalars_in
@@ -27,6 +27,7 @@ from jaxdist.tables.batch import RowsLoader, TableRows
 from jaxdist.train import replicas as replica_check
 from jaxdist.train.parts import check_parts
 from jaxdist.train.plan import (
+    TrainConfig,
     TrainPlan,
     check_batch,
     check_stages,
@@ -154,8 +155,8 @@ def build(
     with at():
         layout, shared = with_context(config, layout, loader.batch_shapes)
     shapes = loader.batch_shapes if rows is None else rows.with_rows(loader.batch_shapes)
-    given = config, layout, dataset, shapes, plan, rate, at
-    program, derived, notices = make_program(*given, traced=traced)
+    given = ProgramInputs(config, dataset, shapes, layout, at)
+    program, derived, notices = make_program(given, plan, rate, traced=traced)
     if rows is not None:
         rows.seed = int(seed_of(nnx.Rngs(program.init_key).params()))
         heldout = heldout and RowsLoader(heldout, rows)
@@ -166,7 +167,7 @@ def build(
     with at("checkpoint"):
         notices = (*notices, *check_parts(config.checkpoint, config.strategy.type, program))
     with at("train"):
-        stages = _stages(config, layout, dataset, plan, program, loader)
+        stages = _stages(config.train, plan, program, loader)
     replicas = config.train.check_replicas, program
     return Experiment(
         config=config,
@@ -226,25 +227,19 @@ def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[s
 
 
 def _stages(
-    config: ExperimentConfig,
-    layout: Layout,
-    dataset: Dataset,
-    plan: TrainPlan,
-    program: Program,
-    loader: Loader,
+    train: TrainConfig, plan: TrainPlan, program: Program, loader: Loader
 ) -> tuple[TrainStage, ...]:
     """Return the train stages of a plan, each with a program and a loader.
 
     Train stages of equal batch size share a program.
     """
-    train = config.train
     programs = {train.batch_size: program}
     stages = []
     for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
         size, batches = stage.batch_size, loader
         compute = program.compute.resized(train.microbatches_of(size))
         if seen or size != train.batch_size:
-            batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
+            batches = loader.resized(size, start_example=seen)
         if size not in programs:
             programs[size] = replace(program, batch=batches.batch_shapes, compute=compute)
         last = stage.first_step + stage.steps
@@ -253,13 +248,7 @@ def _stages(
 
 
 def _loader(
-    config: ExperimentConfig,
-    layout: Layout,
-    dataset: Dataset,
-    *,
-    heldout: bool = False,
-    batch_size: int | None = None,
-    start_example: int = 0,
+    config: ExperimentConfig, layout: Layout, dataset: Dataset, *, heldout: bool = False
 ) -> Loader:
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
@@ -268,10 +257,9 @@ def _loader(
     assert source is not None
     return Loader(
         source,
-        batch_size=batch_size or config.train.batch_size,
+        batch_size=config.train.batch_size,
         seed=config.seed,
         shuffle=not heldout,
-        start_example=start_example,
         sharding=sharding,
         prefetch=config.train.prefetch,
         allowed=dataset.allowed,

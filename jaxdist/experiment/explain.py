@@ -11,7 +11,7 @@ from jaxdist.config import Document
 from jaxdist.data import DataConfig, Dataset
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment.config import At, ExperimentConfig, at_setting
-from jaxdist.experiment.program import build_model, chunks_of, loss_of
+from jaxdist.experiment.program import ProgramInputs
 from jaxdist.train.plan import explain_plan, needs_examples, plan_learning_rate, plan_stages
 
 
@@ -57,12 +57,13 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
         name: jax.ShapeDtypeStruct((rows, *jnp.shape(value)), jnp.result_type(value))
         for name, value in data.train[0].items()
     }
+    given = ProgramInputs(config, data, batch, None, at)
     with at("model"):
-        model = build_model(config, data, batch)
+        model = given.model()
     with at("loss"):
-        loss = loss_of(config, batch)
+        loss = given.loss()
     with at("parallel", "pipeline"):
-        chunks = chunks_of(config, model, loss, batch, stages)
+        chunks = given.chunks(model, loss, stages)
     return () if chunks is None else chunks.explained
 
 

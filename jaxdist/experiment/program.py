@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,14 @@ from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, MaskedTokensConfig, NextTokenConfig, weighted
 from jaxdist.models.mean import scalars_in
-from jaxdist.optim.build import Optimizer, Rate, build_optimizer
+from jaxdist.optim.build import Rate, build_optimizer
 from jaxdist.optim.common import NamedParams
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective, measures
 from jaxdist.parallel.pipeline.model.parted import plan_parted
-from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
+from jaxdist.parallel.pipeline.model.pipeline import plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import plan_exchange
 from jaxdist.parallel.strict.check import check_update
@@ -47,38 +46,96 @@ from jaxdist.validity.features import Facts
 from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
 
-Own = Callable[..., AbstractContextManager[bool]]
-"""The type of `own_code` with the sections of a config: its arguments are the names of sections,
-and its context yields whether one of these sections has user code."""
+
+@dataclass(frozen=True)
+class ProgramInputs:
+    """The config and data from which the parts of a program are built.
+
+    Attributes:
+      batch: the shape, dtype and sharding of each field of a global batch.
+      layout: the layout of the model's activations, or None without constraints.
+      at: a function from a setting to a context manager; errors in the context are reported at that
+        setting.
+    """
+
+    config: ExperimentConfig
+    dataset: Dataset
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    layout: Layout | None
+    at: At
+
+    def own(self, *names: str) -> AbstractContextManager[bool]:
+        """Return `own_code` of the sections `names` of the config."""
+        config = self.config
+        return own_code(*names, model=config.model, loss=config.loss, optim=config.optim)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each field of an example, by name."""
+        return {name: struct.shape[1:] for name, struct in self.batch.items()}
+
+    def model(self) -> Functional:
+        """Build the model for batches of the given shapes.
+
+        Raises:
+          ConfigError: the model does not fit the data or the devices.
+        """
+        layout = self.layout
+        make = make_model(
+            self.config.model,
+            shapes=self.shapes,
+            vocab_size=self.dataset.vocab_size,
+            classes=self.dataset.classes,
+            hint=no_hint if layout is None else layout,
+            # The device is one of the mesh, since a program may be compiled for devices that are
+            # not present.
+            device=None if layout is None else layout.mesh.local_devices[0],
+            fields=self.dataset.fields,
+            served=isinstance(self.config.strategy, Hybrid),
+        )
+        return functional(make)
+
+    def loss(self) -> Loss:
+        """Return the loss to minimize: the loss of the config, or else the model's default loss.
+
+        Raises:
+          ConfigError: the loss does not fit the model or the data.
+        """
+        found = choose_loss(self.config.model, self.config.loss, self.shapes)
+        if isinstance(found, NextTokenConfig | MaskedTokensConfig) and self.layout is not None:
+            return found.build(self.layout)
+        return found.build()
+
+    def chunks(self, model: Functional, loss: Loss, stages: int) -> ChunkPlan | None:
+        """Plan the chunks of a pipeline of `stages` stages, or return None for a single stage.
+
+        Raises:
+          ConfigError: the model or the schedule does not fit the stages.
+        """
+        config, microbatches = self.config.parallel.pipeline, self.config.train.microbatches
+        given = config, model, loss, self.batch
+        return plan_chunks(*given, stages=stages, microbatches=microbatches)
 
 
 def make_program(
-    config: ExperimentConfig,
-    layout: Layout,
-    dataset: Dataset,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    plan: TrainPlan,
-    rate: Rate,
-    at: At,
-    traced: bool = True,
+    given: ProgramInputs, plan: TrainPlan, rate: Rate, *, traced: bool = True
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """Return the program, lines that explain its choices, and notices of settings without effect.
 
     Args:
-      batch: the shape, dtype and sharding of each field of a global batch.
+      given: the config and data; the layout must be given.
       plan: the train stages of the run.
       rate: the learning rate of the run.
-      at: a function from a setting to a context manager; errors in the context are reported at that
-        setting.
       traced: whether to trace the step, so that its errors are raised here.
 
     Raises:
       ConfigError: a part cannot be built, or parts do not fit together.
     """
-    own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
-    model, dims, loss = _what_is_trained(config, layout, dataset, batch, at, own)
+    config, batch, layout, at, own = given.config, given.batch, given.layout, given.at, given.own
+    assert layout is not None
+    model, dims, loss = _what_is_trained(given, layout)
     with at("parallel", "pipeline"), own("loss", "model"):
-        chunks = chunks_of(config, model, loss, batch, stages_of(layout.mesh))
+        chunks = given.chunks(model, loss, stages_of(layout.mesh))
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
@@ -87,10 +144,11 @@ def make_program(
     with at():
         check(facts)
     with at("parallel"):
-        given = config.parallel, layout, model.params, dims, whole, model.stacked
-        more = {"seed": config.seed, "whole_matrices": config.optim.whole_matrices}
-        more |= {"offloads": facts.offloads, "frozen": model.frozen}
-        exchange, notices = plan_exchange(*given, **more)
+        exchange, notices = plan_exchange(
+            config.parallel, layout, model.params, dims, whole, model.stacked,
+            seed=config.seed, whole_matrices=config.optim.whole_matrices,
+            offloads=facts.offloads, frozen=model.frozen,
+        )  # fmt: skip
         check_host_memory(exchange.zero)
     with at("parallel"), own("loss", "model") as imported:
         # Built-in models keep rows independent, so only a user's model needs a trace.
@@ -104,7 +162,7 @@ def make_program(
         with at("loss"), own("loss", "model"):
             sums, masks = measures(Objective(model, loss), batch)
         with at():
-            check(_loss_facts(facts, config, dataset, scalars_in(sums), layout, batch))
+            check(_loss_facts(facts, given, scalars_in(sums), layout))
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     optim = with_compression(config.optim, config.parallel.compression)
@@ -119,9 +177,16 @@ def make_program(
     with at():
         averages = optimizer.eval_params is not None
         check(replace(facts, optim=replace(facts.optim, averages=averages)))
-        of_strategy = _checked(config, layout, model, dims, plan, optimizer)
+        run = RunSettings(
+            total_steps=plan.total_steps, train=config.train, optim=config.optim, layout=layout,
+            optimizer=optimizer, params=model.trained, dims=dims,
+        )  # fmt: skip
+        of_strategy = check_strategy(config.strategy, run)
     with at("parallel", "pipeline"), own("loss", "model"):
-        pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
+        pipeline = None
+        if chunks is not None:
+            parts = (config.parallel.pipeline, chunks, model, loss, stored, dims)
+            pipeline = plan_parted(*parts, batch) if chunks.parted else plan_pipeline(*parts)
     # Parameter servers skip no step, because a push without weight has no effect on them.
     skips = (masks or WEIGHT in batch) and not isinstance(config.strategy, ParameterServer)
     with at("loss"):
@@ -137,8 +202,8 @@ def make_program(
     # The trace comes first, because it explains errors of the user's code, which the functions of
     # the notices below call too.
     if traced:
-        _trace(config, program, at)
-    of_model = model_notices(config.model, _shapes(batch))
+        _trace(given, program)
+    of_model = model_notices(config.model, given.shapes)
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     of_chunks = () if chunks is None else chunks.notices(stored, model, dims)
     explained = (*of_rule, *_explained(config, exchange))
@@ -147,12 +212,7 @@ def make_program(
 
 
 def _loss_facts(
-    facts: Facts,
-    config: ExperimentConfig,
-    dataset: Dataset,
-    scalars: tuple[str, ...],
-    layout: Layout,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
+    facts: Facts, given: ProgramInputs, scalars: tuple[str, ...], layout: Layout
 ) -> Facts:
     """Return a copy of `facts` with added facts about the loss.
 
@@ -162,56 +222,30 @@ def _loss_facts(
     Args:
       scalars: the names of the values that the loss returns as scalars.
     """
-    evaluation = None
-    if scalars and dataset.heldout is not None:
-        size = config.train.batch_size
-        given = len(dataset.heldout), config.eval.batches, size, layout.data_size
-        evaluation = why_in_parts(*given)
-    return replace(facts, scalars=scalars, weighted=WEIGHT in batch, evaluation=evaluation)
-
-
-def _checked(
-    config: ExperimentConfig,
-    layout: Layout,
-    model: Functional,
-    dims: Mapping[str, Dims],
-    plan: TrainPlan,
-    optimizer: Optimizer,
-) -> tuple[str, ...]:
-    """Check the strategy against the rest of the config, and return notices."""
-    given = RunSettings(
-        total_steps=plan.total_steps,
-        train=config.train,
-        optim=config.optim,
-        layout=layout,
-        optimizer=optimizer,
-        params=model.trained,
-        dims=dims,
-    )
-    return check_strategy(config.strategy, given)
+    evaluation, held = None, given.dataset.heldout
+    if scalars and held is not None:
+        size, batches = given.config.train.batch_size, given.config.eval.batches
+        evaluation = why_in_parts(len(held), batches, size, layout.data_size)
+    return replace(facts, scalars=scalars, weighted=WEIGHT in given.batch, evaluation=evaluation)
 
 
 def _what_is_trained(
-    config: ExperimentConfig,
-    layout: Layout,
-    dataset: Dataset,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    at: At,
-    own: Own,
+    given: ProgramInputs, layout: Layout
 ) -> tuple[Functional, Mapping[str, Dims], Loss]:
     """Return the model, the logical dims of its parameters by name, and the loss.
 
     The stacks of layers in the model are detected, and its trained parameters are selected.
     """
+    config, at = given.config, given.at
     with at("model"):
-        model = build_model(config, dataset, batch, layout)
+        model = given.model()
     with at("loss"):
-        loss = loss_of(config, batch, layout)
-    with at("loss"), own("loss", "model") as imported:
+        loss = given.loss()
+    with at("loss"), given.own("loss", "model") as imported:
         # Built-in models mark their stacks of layers, and a trace finds the stacks of user models.
         # A model of dissimilar parts is traced part by part later.
         if imported and not model.in_parts:
-            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.batch.items()}
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     with at("sharding"):
@@ -221,99 +255,14 @@ def _what_is_trained(
         return model, {**dims, **{n: d for n, d in model.dims.items() if d is not None}}, loss
 
 
-def build_model(
-    config: ExperimentConfig,
-    dataset: Dataset,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    layout: Layout | None = None,
-) -> Functional:
-    """Build the model for batches of the given shapes.
-
-    Args:
-      batch: the shape and dtype of each field of a batch.
-      layout: the layout of the model's activations, or None without constraints.
-
-    Raises:
-      ConfigError: the model does not fit the data or the devices.
-    """
-    make = make_model(
-        config.model,
-        shapes=_shapes(batch),
-        vocab_size=dataset.vocab_size,
-        classes=dataset.classes,
-        hint=no_hint if layout is None else layout,
-        # The device is one of the mesh, since a program may be compiled for devices that are not
-        # present.
-        device=None if layout is None else layout.mesh.local_devices[0],
-        fields=dataset.fields,
-        served=isinstance(config.strategy, Hybrid),
-    )
-    return functional(make)
-
-
-def loss_of(
-    config: ExperimentConfig,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    layout: Layout | None = None,
-) -> Loss:
-    """Return the loss to minimize: the loss of the config, or else the model's default loss.
-
-    Args:
-      layout: the layout of the model's activations, or None without constraints.
-
-    Raises:
-      ConfigError: the loss does not fit the model or the data.
-    """
-    found = choose_loss(config.model, config.loss, _shapes(batch))
-    if isinstance(found, NextTokenConfig | MaskedTokensConfig) and layout is not None:
-        return found.build(layout)
-    return found.build()
-
-
-def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each field of an example, by name."""
-    return {name: struct.shape[1:] for name, struct in batch.items()}
-
-
-def chunks_of(
-    config: ExperimentConfig,
-    model: Functional,
-    loss: Loss,
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-    stages: int,
-) -> ChunkPlan | None:
-    """Plan the chunks of a pipeline of `stages` stages, or return None for a single stage.
-
-    Raises:
-      ConfigError: the model or the schedule does not fit the stages.
-    """
-    microbatches = config.train.microbatches
-    return plan_chunks(
-        config.parallel.pipeline, model, loss, batch, stages=stages, microbatches=microbatches
-    )
-
-
-def _pipeline(
-    config: ExperimentConfig,
-    chunks: ChunkPlan,
-    model: Functional,
-    loss: Loss,
-    layout: Layout,
-    dims: Mapping[str, Dims],
-    batch: Mapping[str, jax.ShapeDtypeStruct],
-) -> Pipeline:
-    given = (config.parallel.pipeline, chunks, model, loss, layout, dims)
-    return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
-
-
 def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
     found = tuple(explain_messages(config.parallel.compression, exchange))
     return (*found, exchange.explain()) if isinstance(exchange, Strict) else found
 
 
-def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
+def _trace(given: ProgramInputs, program: Program) -> None:
     """Trace the parts of a program that may raise errors, to find the errors before compilation."""
-    own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
+    at, own = given.at, given.own
     if program.exchange.explicit:
         with at("parallel", "reduce"):
             program.train.trace(program.state_shapes, program.batch)
@@ -322,8 +271,8 @@ def _trace(config: ExperimentConfig, program: Program, at: At) -> None:
         if imported:
             own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)
             trained = program.model.divided(own_state.params)[0]
-            given = (trained, own_state.opt_state, trained)
-            jax.eval_shape(program.optimizer.update, *given, grad_norm=number, value=number)
+            parts = (trained, own_state.opt_state, trained)
+            jax.eval_shape(program.optimizer.update, *parts, grad_norm=number, value=number)
             _ = program.state_shapes
             jax.eval_shape(program.evaluated, program.state_shapes)
     with at("train"), own("optim", "loss", "model") as imported:

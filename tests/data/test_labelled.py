@@ -89,7 +89,7 @@ def test_a_file_without_a_class_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"source": "files"}, r"source is 'files', but files is \[\]: name the files in data"),
+        ({"source": "files"}, r"source 'files' needs data\.files: a glob such as"),
         ({}, r"python-stdlib needs data.classes, such as \{tests: \[test/\*\]"),
     ],
 )

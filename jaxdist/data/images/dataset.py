@@ -14,7 +14,7 @@ from pydantic import model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.data.images.arrays import CIFAR, Labelled, cifar, labelled, npz
 from jaxdist.data.images.fashion_mnist import fashion_mnist
-from jaxdist.data.images.files import image_files
+from jaxdist.data.images.files import check_folder, image_files
 from jaxdist.data.images.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.data.transform import TransformConfig, transformed
@@ -108,7 +108,6 @@ class ImagesConfig(Config):
         return Dataset(
             train=train,
             heldout=heldout,
-            vocab_size=None,
             classes=len(classes),
             description=_description(what, examples, shape, len(classes)) + note,
             facts=_facts(examples, shape),
@@ -154,7 +153,6 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
     return Dataset(
         train=ArraySource(**train._asdict()),
         heldout=None if heldout is None else ArraySource(**heldout._asdict()),
-        vocab_size=None,
         classes=classes,
         description=_description(name, examples, train.image.shape[1:], classes),
         facts={
@@ -209,8 +207,7 @@ def _fashion_mnist() -> tuple[Labelled, Labelled]:
 
 
 def _idx_folder(folder: Path) -> tuple[Labelled, Labelled | None]:
-    if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
+    check_folder(folder)
     train = _idx_split(folder, ["train"])
     if train is None:
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8])

@@ -13,25 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.data.source import Example, take_one
+from jaxdist.data.source import BatchSource, Example
 from jaxdist.errors import DataError, some_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 TRAIN = ("train", "training")
 HELDOUT = ("val", "valid", "validation", "test", "heldout")
 _SHOWN = 5
-
-
-class Encoded(Protocol):
-    """The bytes of an encoded image; `str` of the object is the image's name in error messages."""
-
-    def read(self) -> bytes:
-        """Return the bytes of the encoded image."""
-        ...
 
 
 class ImagePlace(NamedTuple):
@@ -55,7 +47,7 @@ class ImagePlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EncodedImages:
+class EncodedImages(BatchSource):
     """A source of images that are decoded when they are read.
 
     Attributes:
@@ -71,9 +63,6 @@ class EncodedImages:
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         first = self._first
@@ -95,7 +84,8 @@ class EncodedImages:
         return self._decoded(0).shape
 
     def _decoded(self, index: int) -> np.ndarray:
-        return decode_image(self.places[index], self.size)
+        place = self.places[index]
+        return decode_image(place.read, place, self.size)
 
 
 @cache
@@ -107,11 +97,12 @@ def decoders() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="decode")
 
 
-def decode_image(place: Encoded, size: int | None) -> np.ndarray:
+def decode_image(read: Callable[[], bytes], name: object, size: int | None) -> np.ndarray:
     """Decode a JPEG or PNG to uint8 [H, W, 3].
 
     Args:
-      place: the location of the image's bytes.
+      read: a function that returns the image's bytes.
+      name: the image's name or location, for error messages.
       size: the side of a square, in pixels. The shorter side is scaled to this size, and the longer
         side is cropped at both ends. None keeps the image's size.
 
@@ -122,7 +113,7 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(place.read())) as image:
+        with Image.open(io.BytesIO(read())) as image:
             if size is not None:
                 # A draft decodes a JPEG in less time, at an eighth, a quarter or half of its size.
                 image.draft("RGB", (size, size))
@@ -135,7 +126,7 @@ def decode_image(place: Encoded, size: int | None) -> np.ndarray:
         unknown = isinstance(error, UnidentifiedImageError)
         why = "neither JPEG nor PNG" if unknown else error
         raise DataError(
-            f"data: {place} is not an image that can be read ({why}): remove the file, or set "
+            f"data: {name} is not an image that can be read ({why}): remove the file, or set "
             "data.skip_broken: true"
         ) from error
 
@@ -147,7 +138,10 @@ class Listing(NamedTuple):
     names: Sequence[str]
 
 
-Split = Callable[[Path], Listing]
+def check_folder(folder: Path) -> None:
+    """Raise a DataError if the setting data.directory is not a folder."""
+    if not folder.is_dir():
+        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
 
 
 def image_files(
@@ -170,8 +164,7 @@ def image_files(
       DataError: the folder has no images or a single class, held-out images have classes that
         training lacks, or a tar or all images are broken.
     """
-    if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
+    check_folder(folder)
     listed = _tars(folder) if tars else _folders(folder)
     train = listed["train"]
     heldout = listed.get("heldout")
@@ -219,7 +212,7 @@ def _whole(listing: Listing) -> tuple[Listing, list[str]]:
     for place, name in zip(listing.places, listing.names, strict=True):
         try:
             # At size 1 a JPEG is decoded in the least time.
-            decode_image(place, 1)
+            decode_image(place.read, place, 1)
         except DataError:
             broken.append(str(place))
         else:

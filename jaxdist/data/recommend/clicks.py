@@ -8,8 +8,8 @@ import numpy as np
 from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config, Count
-from jaxdist.data.permutation import mix
-from jaxdist.data.source import Dataset, Example, take_one
+from jaxdist.data.permutation import key_of, mix
+from jaxdist.data.source import BatchSource, Dataset, Example
 
 _TRAIN, _HELDOUT, _WORLD = range(3)
 
@@ -45,34 +45,23 @@ class ClicksConfig(Config):
         return Dataset(
             train=_Clicks(self, _TRAIN, self.examples),
             heldout=heldout,
-            vocab_size=None,
-            classes=None,
             fields={f"field_{at}": self.ids for at in range(self.fields)},
             description=(
                 f"clicks: {self.examples:,} generated, {self.fields} fields of {self.ids:,} ids"
             ),
-            facts={
-                "train_examples": self.examples,
-                "heldout_examples": self.heldout_examples,
-            },
+            facts={"train_examples": self.examples, "heldout_examples": self.heldout_examples},
         )
 
 
-class _Clicks:
+class _Clicks(BatchSource):
     """A source of `ids` int32 [F], `target` float32, and `dense` float32 [C] if C is not 0."""
 
     def __init__(self, config: ClicksConfig, stream: int, length: int):
         self._config, self._length = config, length
-        self._key, self._world = (
-            np.random.SeedSequence([config.seed, one]).generate_state(1, np.uint64)[0]
-            for one in (stream, _WORLD)
-        )
+        self._key, self._world = key_of(config.seed, stream), key_of(config.seed, _WORLD)
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         config = self._config

@@ -113,8 +113,6 @@ class MovieLensConfig(Config):
         return Dataset(
             train=train,
             heldout=heldout,
-            vocab_size=None,
-            classes=None,
             fields=sizes,
             description=(
                 f"MovieLens-100K: {len(train):,} + {len(heldout):,} ratings, "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -15,7 +15,7 @@ from jaxdist.config.importing import describe_exception
 from jaxdist.config.schema import Config, Count
 from jaxdist.data.images.files import HELDOUT, TRAIN, decode_image, decoders
 from jaxdist.data.records.readers import Reader, array_record, hugging_face
-from jaxdist.data.source import Dataset, Example, Source, narrow, take_one
+from jaxdist.data.source import BatchSource, Dataset, Example, Source, narrow
 from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
 
@@ -114,21 +114,8 @@ class BrokenImageError(DataError):
     """The error of a record whose image cannot be decoded."""
 
 
-class _Held(NamedTuple):
-    """The bytes of an encoded image, and the image's name in error messages."""
-
-    content: bytes
-    name: str
-
-    def read(self) -> bytes:
-        return self.content
-
-    def __str__(self) -> str:
-        return self.name
-
-
 @dataclass(frozen=True)
-class Records:
+class Records(BatchSource):
     """A source of records.
 
     Attributes:
@@ -145,9 +132,6 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.kept)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         read = self.kept[indices]
@@ -201,7 +185,7 @@ class Records:
         )
         if isinstance(value, bytes):
             try:
-                return decode_image(_Held(value, f"{column!r} of {name}"), self.size)
+                return decode_image(lambda: value, f"{column!r} of {name}", self.size)
             except DataError as error:
                 raise BrokenImageError(
                     f"{error}; if this column has no images, list the columns to "

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxdist.config.importing import describe_exception
-from jaxdist.data.images.files import HELDOUT, TRAIN
+from jaxdist.data.images.files import HELDOUT, TRAIN, check_folder
 from jaxdist.data.records.example import parse_example
 from jaxdist.errors import DataError
 
@@ -75,8 +75,7 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
         raise DataError(
             "data: format huggingface needs the package datasets: pip install 'jaxdist[datasets]'"
         ) from error
-    if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
+    check_folder(folder)
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         found = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
@@ -130,8 +129,7 @@ def array_record(folder: Path) -> Mapping[str, Reader]:
     Raises:
       DataError: the folder has no such files or lacks some of them, or a file is damaged.
     """
-    if not folder.is_dir():
-        raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
+    check_folder(folder)
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         name = _FILE.fullmatch(path.name.lower())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +12,13 @@ from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.source import ArraySource, Dataset
-from jaxdist.data.text.documents import matching, read_text_file
+from jaxdist.data.text.documents import (
+    hashed_share,
+    json_rows,
+    keys_found,
+    matching,
+    read_text_file,
+)
 from jaxdist.data.text.template import ANSWERS, ChatTemplate, Message
 from jaxdist.data.text.tokenizer import BpeTokenizer, BpeTokenizerConfig
 from jaxdist.errors import DataError
@@ -29,7 +34,63 @@ class Conversation(NamedTuple):
     answer: np.ndarray
 
 
-class ChatConfig(Config):
+class AnswersConfig(Config):
+    """The settings of data in which the tokens of answers enter the loss."""
+
+    files: tuple[str, ...] = Field(min_length=1)
+    """The glob patterns of .jsonl files, relative to the current directory. A file has an example
+    in each line."""
+    tokenizer: BpeTokenizerConfig
+    """The model's tokenizer, whose folder must have the chat template."""
+    window: int = Field(default=512, ge=2, le=LARGEST)
+    """The number of tokens in a window. A longer conversation is cut, and no conversation is
+    spread over two windows."""
+    heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """The fraction of lines that are held out for evaluation, chosen by their content. 0 holds
+    nothing out."""
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """Yield the location FILE:LINE and the value of each line of the files.
+
+        Raises:
+          DataError: a file cannot be read, or a line is not JSON.
+        """
+        for file in matching(self.files):
+            yield from json_rows(file.path, read_text_file(file.path))
+
+    def template(self) -> ChatTemplate:
+        """Return the chat template in the folder of the tokenizer.
+
+        Raises:
+          DataError: there is no chat template.
+        """
+        return ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
+
+    def holds_out(self, messages: Sequence[Message]) -> bool:
+        """Return whether messages are held out, which depends only on their content."""
+        content = json.dumps(messages, sort_keys=True).encode()
+        return hashed_share(content) < self.heldout_fraction
+
+    def check_splits(self, splits: Sequence[Sized | None], count: int, what: str) -> None:
+        """Raise a DataError if one of the splits is empty, although it should have examples.
+
+        Args:
+          splits: the training split and the held-out split.
+          count: the number of lines in the files.
+          what: the plural of the kind of lines.
+        """
+        for kind, wanted, split in zip(
+            ("train on", "hold out"), (True, self.heldout_fraction > 0), splits, strict=True
+        ):
+            if wanted and not split:
+                raise DataError(
+                    f"data: of {count} {what}, none can be used to {kind}. Add {what}, change "
+                    f"data.heldout_fraction ({self.heldout_fraction}), or raise data.window "
+                    f"({self.window}): each answer must begin within the window"
+                )
+
+
+class ChatConfig(AnswersConfig):
     """Conversations (.jsonl) as windows of tokens; only the tokens of answers enter the loss.
 
     A row has `messages`, a list of `{role, content}`, or the texts `prompt` and `completion`. The
@@ -38,17 +99,6 @@ class ChatConfig(Config):
 
     type: Literal["chat"]
     """The name that selects conversations in a config."""
-    files: tuple[str, ...] = Field(min_length=1)
-    """The glob patterns of .jsonl files, relative to the current directory. A file has a
-    conversation in each line."""
-    tokenizer: BpeTokenizerConfig
-    """The model's tokenizer, whose folder must have the chat template."""
-    window: int = Field(default=512, ge=2, le=LARGEST)
-    """The number of tokens in an example. A longer conversation is cut, and no conversation is
-    spread over two examples."""
-    heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """The fraction of conversations that are held out for evaluation, chosen by their content. 0
-    holds nothing out."""
 
     def build(self) -> Dataset:
         """Read the conversations, apply the chat template, encode and pack them.
@@ -58,25 +108,18 @@ class ChatConfig(Config):
             tokenizer has no chat template.
         """
         tokenizer = self.tokenizer.build()
-        template = ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
+        template = self.template()
         splits: tuple[list[Conversation], list[Conversation]] = ([], [])
         cut = 0
-        for place, messages in read_rows(self.files):
+        for place, row in self.rows():
+            messages = _messages(row, f"data: {place}")
             found = encoded(template, tokenizer, messages, place)
             cut += len(found.tokens) > self.window + 1
-            splits[is_heldout(messages, self.heldout_fraction)].append(found)
+            splits[self.holds_out(messages)].append(found)
         examples = [
             pack(split, window=self.window, filler=tokenizer.end_of_document) for split in splits
         ]
-        for kind, fraction, source in zip(
-            ("train on", "hold out"), (1.0, self.heldout_fraction), examples, strict=True
-        ):
-            if fraction and source is None:
-                raise DataError(
-                    f"data: of {sum(map(len, splits))} conversations, none can be used to {kind}. "
-                    f"Add conversations, change data.heldout_fraction ({self.heldout_fraction}), "
-                    f"or raise data.window ({self.window}): an answer must begin within the window"
-                )
+        self.check_splits(examples, sum(map(len, splits)), "conversations")
         train, heldout = examples
         assert train is not None
         sizes = [len(split) for split in splits]
@@ -86,7 +129,6 @@ class ChatConfig(Config):
             train=train,
             heldout=heldout,
             vocab_size=tokenizer.vocab_size,
-            classes=None,
             description=(
                 f"chat: {', '.join(self.files)}: {sizes[0]:,} conversations in {len(train):,} "
                 f"windows to train on, {sizes[1]:,} held out, {cut:,} cut"
@@ -96,27 +138,7 @@ class ChatConfig(Config):
         )
 
 
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Yield each conversation: its location FILE:LINE, for error messages, and its messages.
-
-    Args:
-      files: the glob patterns of files.
-
-    Raises:
-      DataError: a file cannot be read, or a line is not JSON, not a conversation, or without an
-        answer.
-    """
-    for file in matching(files):
-        for number, line in enumerate(read_text_file(file.path).splitlines(), 1):
-            if line.strip():
-                yield f"{file.path}:{number}", _messages(line, f"data: {file.path}:{number}")
-
-
-def _messages(line: bytes, where: str) -> list[Message]:
-    try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+def _messages(row: Any, where: str) -> list[Message]:
     if isinstance(row, dict) and "messages" not in row and all(key in row for key in PAIR):
         roles = ("user", ANSWERS)
         named = zip(roles, (row[key] for key in PAIR), strict=True)
@@ -125,9 +147,8 @@ def _messages(line: bytes, where: str) -> list[Message]:
     if not isinstance(messages, list) or not all(
         isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
     ):
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{where} is not a conversation (found: {keys}): give messages, a list of "
+            f"{where} is not a conversation (found: {keys_found(row)}): give messages, a list of "
             f"{{role, content}}, or the texts {' and '.join(PAIR)}"
         )
     answers = [one.get("content") for one in messages if one["role"] == ANSWERS]
@@ -157,13 +178,6 @@ def encoded(
     tokens = [tokenizer.encode_marked(piece.text) for piece in pieces]
     answer = [np.full(len(t), p.answer) for t, p in zip(tokens, pieces, strict=True)]
     return Conversation(np.concatenate(tokens), np.concatenate(answer))
-
-
-def is_heldout(messages: Sequence[Message], fraction: float) -> bool:
-    """Return whether a conversation is held out, which depends only on its content."""
-    content = json.dumps(messages, sort_keys=True).encode()
-    digest = hashlib.blake2b(content, digest_size=6).digest()
-    return int.from_bytes(digest) / 2**48 < fraction
 
 
 def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> ArraySource | None:

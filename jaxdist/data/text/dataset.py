@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jaxdist.config.schema import LARGEST, Config
+from jaxdist.config.schema import LARGEST
 from jaxdist.data.cache import cache_directory, publish_folder, write_file
 from jaxdist.data.source import Dataset
 from jaxdist.data.text import ngram
-from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
+from jaxdist.data.text.documents import TextFile, TextFilesConfig, split_documents
 from jaxdist.data.text.masking import MaskedWindows, MaskingConfig
 from jaxdist.data.text.packing import PackedSource
 from jaxdist.data.text.tokenizer import (
@@ -31,24 +31,16 @@ from jaxdist.data.text.tokenizer import (
 )
 from jaxdist.data.text.windows import WindowSource, join_documents
 from jaxdist.errors import DataError
-from jaxdist.types import Json
 
 _FORMAT = 2
 _log = logging.getLogger(__name__)
 
 
-class TextConfig(Config):
+class TextConfig(TextFilesConfig):
     """Text files (.txt, .md, .py, .jsonl) as windows of tokens."""
 
     type: Literal["text"] = "text"
     """The name that selects text data in a config."""
-    source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """The origin of the text. `python-stdlib` reads the Python files of the running interpreter's
-    standard library. `files` reads the files that the key `files` names, and need not be written if
-    that key is set."""
-    files: list[str] = Field(default=[])
-    """The glob patterns of the text files, such as `books/**/*.txt`, relative to the current
-    directory."""
     jsonl_field: str = "text"
     """The key of the text in each line of a .jsonl file."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
@@ -66,39 +58,8 @@ class TextConfig(Config):
     """The fraction of files that are held out for evaluation, chosen by their names. 0 holds
     nothing out."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _files_imply_their_source(cls, values: Json) -> Json:
-        if isinstance(values, dict) and values.get("files") == [] and "source" not in values:
-            raise ValueError("data.files is empty: name a file or a glob, or leave data.files out")
-        if isinstance(values, dict) and values.get("files"):
-            files = values["files"]
-            values = {
-                "source": "files",
-                **values,
-                "files": [files] if isinstance(files, str) else files,
-            }
-        return values
-
-    @field_validator("source", mode="before")
-    @classmethod
-    def _no_file(cls, source: Json) -> Json:
-        if isinstance(source, str) and source not in ("python-stdlib", "files"):
-            raise ValueError(
-                f"unknown source {source!r}: the only built-in source is python-stdlib; to train "
-                "on your own text, name its files in data.files"
-            )
-        return source
-
     @model_validator(mode="after")
-    def _one_source(self) -> TextConfig:
-        if self.source == "files" and not self.files:
-            raise ValueError("source 'files' needs data.files: a glob such as 'books/**/*.txt'")
-        if self.source != "files" and self.files:
-            raise ValueError(
-                f"files {self.files} have no effect with source {self.source!r}: leave out "
-                "data.source, or data.files"
-            )
+    def _packs_for_masking(self) -> TextConfig:
         if self.packing == "documents" and self.masking is None:
             raise ValueError(
                 "data.packing: documents works only with data.masking. Without masking, each "
@@ -114,54 +75,38 @@ class TextConfig(Config):
           DataError: the text is missing, unreadable, malformed, or too short.
         """
         tokenizer = self.tokenizer.build()
-        files = matching(self.files) if self.source == "files" else python_stdlib()
-        streams = load_streams(self, files, tokenizer)
+        streams = load_streams(self, self.listed(), tokenizer)
         facts = dict(streams.facts)
         train = self._windows(streams.train, tokenizer, f"training split of {self._name()}")
         heldout = None
         if self.heldout_fraction:
             heldout = self._windows(streams.heldout, tokenizer, "held-out split")
         facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
-        if self.masking is not None:
-            return self._masked(train, heldout, tokenizer, facts, self.masking)
-        return Dataset(
+        dataset = Dataset(
             train=train,
             heldout=heldout,
             vocab_size=tokenizer.vocab_size,
-            classes=None,
             description=self._describe(facts),
             facts=facts,
             tokenizer=tokenizer,
             baselines=partial(_baselines, streams, tokenizer.vocab_size) if heldout else dict,
         )
+        return self._masked(dataset, tokenizer, self.masking) if self.masking else dataset
 
-    def _masked(
-        self,
-        train: WindowSource | PackedSource,
-        heldout: WindowSource | PackedSource | None,
-        tokenizer: Tokenizer,
-        facts: Mapping[str, int],
-        masking: MaskingConfig,
-    ) -> Dataset:
+    def _masked(self, dataset: Dataset, tokenizer: Tokenizer, masking: MaskingConfig) -> Dataset:
         known, size = tokenizer.number(masking.token), tokenizer.vocab_size
         mask = size if known is None else known
         special = (tokenizer.end_of_document, mask)
-
-        def hidden(source: WindowSource | PackedSource) -> MaskedWindows:
-            return MaskedWindows(source, masking, mask, size, special)
-
         count = masking.predicted(self.window)
-        described = f"{self._describe(facts)}; {count} of {self.window} tokens are predicted"
-        if isinstance(train, PackedSource):
-            described += f", {train.padding:.2%} are padding"
-        return Dataset(
-            train=hidden(train),
-            heldout=None if heldout is None else hidden(heldout),
+        described = f"{dataset.description}; {count} of {self.window} tokens are predicted"
+        if isinstance(dataset.train, PackedSource):
+            described += f", {dataset.train.padding:.2%} are padding"
+        return dataset.with_sources(
+            lambda source: MaskedWindows(source, masking, mask, size, special),
             vocab_size=max(size, mask + 1),
-            classes=None,
             description=described,
-            facts={**facts, "predicted_tokens": count},
-            tokenizer=tokenizer,
+            facts={**dataset.facts, "predicted_tokens": count},
+            baselines=dict,
         )
 
     def _windows(

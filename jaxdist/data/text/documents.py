@@ -5,15 +5,18 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from jaxdist.config.files import path_kind, read_regular
+from pydantic import Field, field_validator, model_validator
+
+from jaxdist.config.files import parse_json, path_kind, read_regular
+from jaxdist.config.schema import Config
 from jaxdist.errors import DataError, os_errors_as
+from jaxdist.types import Json
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
@@ -27,6 +30,58 @@ class TextFile(NamedTuple):
 
     path: Path
     name: str
+
+
+class TextFilesConfig(Config):
+    """The files of text data."""
+
+    source: Literal["python-stdlib", "files"] = "python-stdlib"
+    """The origin of the text. `python-stdlib` reads the Python files of the running interpreter's
+    standard library. `files` reads the files that the key `files` names, and need not be written if
+    that key is set."""
+    files: list[str] = Field(default=[])
+    """The glob patterns of the files, such as `books/**/*.txt`, relative to the current directory.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _files_imply_their_source(cls, values: Json) -> Json:
+        if isinstance(values, dict) and values.get("files") == [] and "source" not in values:
+            raise ValueError("data.files is empty: name a file or a glob, or leave data.files out")
+        if isinstance(values, dict) and values.get("files"):
+            files = values["files"]
+            files = [files] if isinstance(files, str) else files
+            return {"source": "files", **values, "files": files}
+        return values
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _no_file(cls, source: Json) -> Json:
+        if isinstance(source, str) and source not in ("python-stdlib", "files"):
+            raise ValueError(
+                f"unknown source {source!r}: the only built-in source is python-stdlib; to train "
+                "on your own text, name its files in data.files"
+            )
+        return source
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.source == "files" and not self.files:
+            raise ValueError("source 'files' needs data.files: a glob such as 'books/**/*.txt'")
+        if self.source != "files" and self.files:
+            raise ValueError(
+                f"files {self.files} have no effect with source {self.source!r}: leave out "
+                "data.source, or data.files"
+            )
+        return self
+
+    def listed(self) -> list[TextFile]:
+        """List the files of the text, sorted by name.
+
+        Raises:
+          DataError: a pattern matches no text file.
+        """
+        return matching(self.files) if self.source == "files" else python_stdlib()
 
 
 class SplitDocuments(NamedTuple):
@@ -112,7 +167,7 @@ def split_documents(
         digest = hashlib.blake2b(content, digest_size=16).digest()
         # Files with equal content count once: with copies in both splits, the model would have
         # trained on held-out text.
-        if not content or digest in seen or not _usable(file.path, content, not_utf8):
+        if not content or digest in seen or not is_usable(file.path, content, not_utf8):
             continue
         seen.add(digest)
         documents = (
@@ -120,7 +175,7 @@ def split_documents(
             if file.path.suffix == ".jsonl"
             else [content]
         )
-        kept.append((_uniform(file.name), documents))
+        kept.append((hashed_share(os.fsencode(file.name)), documents))
     train, heldout = _divide(kept, heldout_fraction)
     facts = {
         "files": len(kept),
@@ -167,10 +222,10 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
     return documents[:count], documents[count:]
 
 
-def _uniform(name: str) -> float:
-    """Return a number in [0, 1) that depends only on the name."""
+def hashed_share(content: bytes) -> float:
+    """Return a number in [0, 1) that depends only on the content, to divide data into splits."""
     # A float64 holds 48 bits exactly.
-    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest()) / 2**48
 
 
 def read_text_file(path: Path) -> bytes:
@@ -184,7 +239,12 @@ def read_text_file(path: Path) -> bytes:
         return read_regular(path).removeprefix(codecs.BOM_UTF8)
 
 
-def _usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
+def is_usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
+    """Return whether the content of a file may be used, which is UTF-8 unless `not_utf8` is keep.
+
+    Raises:
+      DataError: the content is not UTF-8, and `not_utf8` is raise.
+    """
     if not_utf8 == "keep":
         return True
     try:
@@ -199,26 +259,39 @@ def _usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
     return True
 
 
-def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
+def json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the location PATH:LINE, for error messages, and the value of each line of JSON lines.
+
+    Raises:
+      DataError: a line is not JSON.
+    """
     for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"data: {path}:{number} is not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+        if line.strip():
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise DataError(f"data: {path}:{number} is not JSON: {error}") from error
+            yield f"{path}:{number}", row
+
+
+def keys_found(row: Any) -> object:
+    """Return the keys of a mapping, or the name of the type of another value, for errors."""
+    return sorted(row) if isinstance(row, dict) else type(row).__name__
+
+
+def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
+    for place, row in json_rows(path, content):
+        if not isinstance(row, dict) or not isinstance(row.get(field), str):
             raise DataError(
-                f"data: {path}:{number} has no text in {field!r} (found: {keys}); name the field "
-                "with data.jsonl_field"
+                f"data: {place} has no text in {field!r} (found: {keys_found(row)}); name the "
+                "field with data.jsonl_field"
             )
         try:
-            yield record[field].encode()
+            yield row[field].encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise DataError(
-                f"data: {path}:{number} has {half} at index {error.start} of {field!r}, "
+                f"data: {place} has {half} at index {error.start} of {field!r}, "
                 "half of a surrogate pair that UTF-8 cannot encode: correct the line, or leave it "
                 "out"
             ) from error

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxdist.config.schema import LARGEST, Config, Count
+from jaxdist.config.schema import LARGEST, Count
 from jaxdist.data.source import ArraySource, Dataset
-from jaxdist.data.text.documents import TextFile, matching, python_stdlib, read_text_file
+from jaxdist.data.text.documents import (
+    TextFile,
+    TextFilesConfig,
+    hashed_share,
+    is_usable,
+    json_rows,
+    keys_found,
+    read_text_file,
+)
 from jaxdist.data.text.tokenizer import ByteTokenizerConfig, Tokenizer, TokenizerConfig
 from jaxdist.errors import DataError
-from jaxdist.types import Json
 
 FIRST = ("[CLS]", "<s>")
 """The candidates for the first token of a sequence. The first candidate that the tokenizer has is
@@ -33,18 +39,11 @@ class LabelledDocument(NamedTuple):
     key: bytes
 
 
-class LabelledTextConfig(Config):
+class LabelledTextConfig(TextFilesConfig):
     """Labelled text as sequences of tokens: rows of .jsonl files, or files that have a class."""
 
     type: Literal["labelled_text"]
     """The name that selects labelled text in a config."""
-    source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """The origin of the text. `python-stdlib` reads the Python files of the running interpreter's
-    standard library. `files` reads the files that the key `files` names, and need not be written if
-    that key is set."""
-    files: list[str] = Field(default=[])
-    """The glob patterns of the files, such as `reviews/*.jsonl`, relative to the current directory.
-    """
     text_field: str = "text"
     """The key of the text in each line of a .jsonl file."""
     label_field: str = "label"
@@ -63,22 +62,8 @@ class LabelledTextConfig(Config):
     """The fraction of documents that are held out for evaluation, chosen by the names of files and
     by the contents of rows."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _files_imply_their_source(cls, values: Json) -> Json:
-        if isinstance(values, dict) and values.get("files"):
-            files = values["files"]
-            files = [files] if isinstance(files, str) else files
-            return {"source": "files", **values, "files": files}
-        return values
-
     @model_validator(mode="after")
     def _check(self) -> LabelledTextConfig:
-        if (self.source == "files") != bool(self.files):
-            raise ValueError(
-                f"source is {self.source!r}, but files is {list(self.files)}: name the files in "
-                "data.files and set source: files, or leave both out for python-stdlib"
-            )
         if self.source == "python-stdlib" and not self.classes:
             raise ValueError(
                 "source python-stdlib needs data.classes, such as {tests: [test/*], library: ['*']}"
@@ -98,7 +83,7 @@ class LabelledTextConfig(Config):
         tokenizer = self.tokenizer.build()
         splits: tuple[list[LabelledDocument], ...] = ([], [])
         for document in self._documents():
-            splits[_uniform(document.key) < self.heldout_fraction].append(document)
+            splits[hashed_share(document.key) < self.heldout_fraction].append(document)
         counts = [Counter(document.label for document in split) for split in splits]
         names = sorted({*counts[0], *counts[1]})
         _check_classes(names, counts, self.heldout_fraction)
@@ -122,13 +107,12 @@ class LabelledTextConfig(Config):
         )
 
     def _documents(self) -> list[LabelledDocument]:
-        files = matching(self.files) if self.source == "files" else python_stdlib()
         found: dict[bytes, LabelledDocument] = {}
-        for file in files:
+        for file in self.listed():
             content = read_text_file(file.path)
             if file.path.suffix == ".jsonl":
                 rows = self._rows(file.path, content)
-            elif self.source == "python-stdlib" and not _is_utf8(content):
+            elif self.source == "python-stdlib" and not is_usable(file.path, content, "skip"):
                 continue  # The standard library has a few files that are not UTF-8, for its tests.
             else:
                 rows = [LabelledDocument(content, self._class_of(file), file.name.encode())]
@@ -140,22 +124,14 @@ class LabelledTextConfig(Config):
 
     def _rows(self, path: Path, content: bytes) -> list[LabelledDocument]:
         rows = []
-        for number, line in enumerate(content.splitlines(), 1):
-            if not line.strip():
-                continue
-            where = f"data: {path}:{number}"
-            try:
-                row: Any = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not JSON: {error}") from error
+        for place, row in json_rows(path, content):
             text = row.get(self.text_field) if isinstance(row, dict) else None
             label = row.get(self.label_field) if isinstance(row, dict) else None
             if not isinstance(text, str) or isinstance(label, bool | float) or label in (None, ""):
-                keys = sorted(row) if isinstance(row, dict) else type(row).__name__
                 raise DataError(
-                    f"{where} needs a text in {self.text_field!r} and a class (a text or a whole "
-                    f"number) in {self.label_field!r} (found: {keys}): name the keys with "
-                    "data.text_field and data.label_field"
+                    f"data: {place} needs a text in {self.text_field!r} and a class (a text or a "
+                    f"whole number) in {self.label_field!r} (found: {keys_found(row)}): name the "
+                    "keys with data.text_field and data.label_field"
                 )
             encoded = text.encode(errors="replace")
             rows.append(LabelledDocument(encoded, str(label), encoded))
@@ -208,16 +184,3 @@ def _check_classes(names: Sequence[str], counts: Sequence[Counter[str]], fractio
                 f"data: the {split} split has no document of the class {', '.join(absent)}: add "
                 f"documents, or change data.heldout_fraction ({fraction})"
             )
-
-
-def _uniform(key: bytes) -> float:
-    """Return a number in [0, 1) that depends only on the key."""
-    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) / 2**48
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import Config
 from jaxdist.data.draws import Draws
 from jaxdist.data.permutation import mix
-from jaxdist.data.source import Example, HostBatch, Source, take, take_one
+from jaxdist.data.source import BatchSource, Example, HostBatch, Source, take
 
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -58,7 +58,7 @@ class MaskingConfig(Config):
 
 
 @dataclass(frozen=True)
-class MaskedWindows:
+class MaskedWindows(BatchSource):
     """A source of windows with hidden tokens, from a source of `tokens` [L + 1] and `segments` [L].
 
     An example has `tokens` int32 [L], in which hidden tokens are replaced; `segments` int32 [L];
@@ -81,9 +81,6 @@ class MaskedWindows:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         return self.draw(indices, mix(indices.astype(np.uint64)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist.data.source import Example, take_one
+from jaxdist.data.source import BatchSource, Example
 
 
 def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
@@ -47,7 +47,7 @@ def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
     return windows
 
 
-class PackedSource:
+class PackedSource(BatchSource):
     """A source of windows that hold documents of a stream, with the document of each position.
 
     A document consists of its separator and its tokens. A document that is longer than a window is
@@ -86,9 +86,6 @@ class PackedSource:
 
     def __len__(self) -> int:
         return len(self._windows)
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         """Return `tokens` int32 [N, L + 1] and `segments` int32 [N, L] of the windows `indices`."""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
-from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.source import ArraySource, Dataset, Example
-from jaxdist.data.text.chat import Conversation, encoded, is_heldout, pack
-from jaxdist.data.text.documents import matching, read_text_file
-from jaxdist.data.text.template import ANSWERS, ChatTemplate, Message
-from jaxdist.data.text.tokenizer import BpeTokenizerConfig
+from jaxdist.data.text.chat import AnswersConfig, Conversation, encoded, pack
+from jaxdist.data.text.documents import keys_found
+from jaxdist.data.text.template import ANSWERS, Message
 from jaxdist.errors import DataError
 
 KINDS = ("chosen", "rejected")
@@ -28,7 +23,7 @@ class Pair(NamedTuple):
     rejected: list[Message]
 
 
-class PreferencesConfig(Config):
+class PreferencesConfig(AnswersConfig):
     """Pairs of answers (.jsonl): an example is a pair, the preferred answer first.
 
     A row has `chosen` and `rejected`, as texts or as lists of `{role, content}`, and `prompt`, a
@@ -39,16 +34,6 @@ class PreferencesConfig(Config):
 
     type: Literal["preferences"]
     """The name that selects pairs of answers in a config."""
-    files: tuple[str, ...] = Field(min_length=1)
-    """The glob patterns of .jsonl files, relative to the current directory. A file has a pair of
-    answers in each line."""
-    tokenizer: BpeTokenizerConfig
-    """The model's tokenizer, whose folder must have the chat template."""
-    window: int = Field(default=512, ge=2, le=LARGEST)
-    """The number of tokens of each conversation of a pair; longer conversations are cut."""
-    heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """The fraction of pairs that are held out for evaluation, chosen by their content. 0 holds
-    nothing out."""
 
     def build(self) -> Dataset:
         """Read the pairs, apply the chat template, and encode them.
@@ -58,10 +43,11 @@ class PreferencesConfig(Config):
             template.
         """
         tokenizer = self.tokenizer.build()
-        template = ChatTemplate(Path(self.tokenizer.file).expanduser().parent)
+        template = self.template()
         splits: tuple[list[Example], list[Example]] = ([], [])
         count = 0
-        for place, pair in read_pairs(self.files):
+        for place, row in self.rows():
+            pair = _pair(row, f"data: {place}")
             packed = [
                 pack([_last(encoded(template, tokenizer, one, place))], window=self.window,
                      filler=tokenizer.end_of_document)
@@ -71,24 +57,15 @@ class PreferencesConfig(Config):
             count += 1
             # If the window cuts off an answer, the pair has nothing to compare.
             if len(both) == len(KINDS):
-                split = splits[is_heldout([*pair.chosen, *pair.rejected], self.heldout_fraction)]
+                split = splits[self.holds_out([*pair.chosen, *pair.rejected])]
                 split.append(_stacked(both))
         held = sum(map(len, splits))
-        for kind, wanted, split in zip(
-            ("train on", "hold out"), (True, self.heldout_fraction > 0), splits, strict=True
-        ):
-            if wanted and not split:
-                raise DataError(
-                    f"data: of {count} pairs, none can be used to {kind}. Add pairs, change "
-                    f"data.heldout_fraction ({self.heldout_fraction}), or raise data.window "
-                    f"({self.window}): both answers must begin within the window"
-                )
+        self.check_splits(splits, count, "pairs")
         train, heldout = splits
         return Dataset(
             train=ArraySource(**_stacked(train)),
             heldout=ArraySource(**_stacked(heldout)) if heldout else None,
             vocab_size=tokenizer.vocab_size,
-            classes=None,
             description=(
                 f"preferences: {', '.join(self.files)}: {len(train):,} pairs to train on, "
                 f"{len(heldout):,} held out, {count - held:,} whose answers the window cuts off"
@@ -98,28 +75,11 @@ class PreferencesConfig(Config):
         )
 
 
-def read_pairs(files: Sequence[str]) -> Iterator[tuple[str, Pair]]:
-    """Yield each pair of the files, with its location FILE:LINE for error messages.
-
-    Raises:
-      DataError: a file cannot be read, or a line is not JSON or not a pair of answers.
-    """
-    for file in matching(files):
-        for number, line in enumerate(read_text_file(file.path).splitlines(), 1):
-            if line.strip():
-                yield f"{file.path}:{number}", _pair(line, f"data: {file.path}:{number}")
-
-
-def _pair(line: bytes, where: str) -> Pair:
-    try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+def _pair(row: Any, where: str) -> Pair:
     if not isinstance(row, dict) or any(kind not in row for kind in KINDS):
-        keys = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(
-            f"{where} is not a pair of answers (found: {keys}): give {' and '.join(KINDS)}, "
-            "each as a text or as a list of {role, content}, and a prompt"
+            f"{where} is not a pair of answers (found: {keys_found(row)}): give "
+            f"{' and '.join(KINDS)}, each as a text or as a list of {{role, content}}, and a prompt"
         )
     before = _messages(row.get("prompt", []), "user", f"{where}: prompt")
     pair = Pair(*([*before, *_messages(row[k], ANSWERS, f"{where}: {k}")] for k in KINDS))

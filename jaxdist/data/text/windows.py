@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist.data.source import Example, take_one
+from jaxdist.data.source import BatchSource, Example
 
 
 def join_documents(
@@ -28,7 +28,7 @@ def join_documents(
     return stream
 
 
-class WindowSource:
+class WindowSource(BatchSource):
     """Windows of a stream: example i reads tokens [i*L, i*L + L] and predicts the last L of them.
 
     `tokens` is int32 [L + 1]: the inputs are `tokens[:-1]`, and the targets are `tokens[1:]`.
@@ -58,9 +58,6 @@ class WindowSource:
 
     def __len__(self) -> int:
         return max(len(self._stream) - 1, 0) // self._window
-
-    def __getitem__(self, index: int) -> Example:
-        return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
         """Return `tokens` int32 [N, L + 1] and `segments` int32 [N, L] of the windows `indices`."""
