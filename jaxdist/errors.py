@@ -107,13 +107,21 @@ class StoppedError(RunError):
 
 
 @contextmanager
-def os_errors_as(kind: type[JaxdistError], failed: str, remedy: str = "") -> Iterator[None]:
+def os_errors_as(
+    kind: type[JaxdistError],
+    failed: str,
+    remedy: str = "",
+    *,
+    also: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
     """Return a context manager that raises each OSError as an error that the user can fix.
 
     Args:
       kind: the class of the raised error.
       failed: the clause that says what cannot be done; the reason of the system follows it.
       remedy: the clause that says what to do, or an empty string.
+      also: the classes of other errors that are raised in the same way, such as the errors of a
+        parser.
 
     >>> with os_errors_as(RunError, "the page cannot be written", "free some space"):
     ...     raise OSError(28, "No space left on device")
@@ -122,8 +130,8 @@ def os_errors_as(kind: type[JaxdistError], failed: str, remedy: str = "") -> Ite
     """
     try:
         yield
-    except OSError as error:
-        text = f"{failed}: {error.strerror or error}"
+    except (OSError, *also) as error:
+        text = f"{failed}: {getattr(error, 'strerror', None) or error}"
         raise kind(f"{text}; {remedy}" if remedy else text) from error
 
 

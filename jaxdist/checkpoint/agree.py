@@ -21,14 +21,7 @@ def broadcast_json(value: Json) -> Json:
     Args:
       value: a value of JSON types; only the value of process 0 counts.
     """
-    if jax.process_count() == 1:
-        return value
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    # All processes must pass arrays of the same shape, although only the array of process 0 is
-    # used.
-    padded = np.resize(data, size)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    return gather_json(value)[0]
 
 
 def broadcast_int(value: int) -> int:

@@ -131,10 +131,15 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
         # step may overwrite.
         held = np.array(shard.data, order="C")
         corner = tuple(part.start or 0 for part in shard.index)
-        for begin, end in _blocks(cuts, corner, held.shape):
-            inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
-            found.append(Piece(piece_name(number, begin), np.ascontiguousarray(held[inside])))
+        found += _pieces(number, cuts, corner, held)
     return found
+
+
+def _pieces(number: str, cuts: Cuts, corner: Sequence[int], box: np.ndarray) -> Iterator[Piece]:
+    """Yield the chunks in a box of an array, which begins at the element `corner`."""
+    for begin, end in _blocks(cuts, corner, box.shape):
+        inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
+        yield Piece(piece_name(number, begin), np.ascontiguousarray(box[inside]))
 
 
 def _blocks(
@@ -217,10 +222,8 @@ def write_rows(
     (staging / PIECES / number).mkdir(parents=True, exist_ok=True)
     for part in rows:
         corner = [at, *[0] * (part.ndim - 1)][: part.ndim]
-        for begin, end in _blocks(cuts, corner, part.shape):
-            inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
-            name = piece_name(number, begin)
-            records[name] = _place(staging / name, np.ascontiguousarray(part[inside]), known)
+        for name, block in _pieces(number, cuts, corner, part):
+            records[name] = _place(staging / name, block, known)
         at += len(part) if part.ndim else 1
     return records
 
@@ -316,10 +319,26 @@ def _read(
         shape = [e - b for b, e in zip(begin, end, strict=True)]
         data = (directory / piece_name(number, begin)).read_bytes()
         block = np.frombuffer(data, wanted.dtype).reshape(shape)
-        to, of = [], []
-        for b, e, c, n in zip(begin, end, corner, out.shape, strict=True):
-            first, last = max(b, c), min(e, c + n)
-            to.append(slice(first - c, last - c))
-            of.append(slice(first - b, last - b))
-        out[tuple(to)] = block[tuple(of)]
+        copy_common(out, corner, block, begin)
     return out
+
+
+def copy_common(
+    out: np.ndarray, corner: Sequence[int], block: np.ndarray, begin: Sequence[int]
+) -> None:
+    """Copy to `out` those elements of `block` that both boxes of an array have.
+
+    Args:
+      corner: the first element of `out` in the array.
+      begin: the first element of `block` in the array.
+    """
+    common = [
+        (max(c, b), min(c + n, b + size))
+        for c, n, b, size in zip(corner, out.shape, begin, block.shape, strict=True)
+    ]
+    if all(first < last for first, last in common):
+        to, of = (
+            tuple(slice(first - o, last - o) for (first, last), o in zip(common, at, strict=True))
+            for at in (corner, begin)
+        )
+        out[to] = block[of]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint.layout import fsync_directory, snapshot_name, snapshot_of
-from jaxdist.checkpoint.pieces import owned
+from jaxdist.checkpoint.pieces import copy_common, owned
 from jaxdist.checkpoint.structure import named_leaves
 from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import CheckpointError, os_errors_as
@@ -251,7 +251,8 @@ def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
     Raises:
       CheckpointError: the file cannot be read, or its content does not match its digest.
     """
-    try:
+    also = (ValueError, KeyError, TypeError, AttributeError)
+    with os_errors_as(CheckpointError, f"snapshot {path.name}", also=also):
         head, _, raw = read_regular(path).partition(b"\n")
         sealed: Any = parse_json(head)
         if _digest(sealed["body"], raw) != sealed["blake2b"]:
@@ -263,8 +264,6 @@ def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
             array = np.frombuffer(raw, jnp.dtype(dtype), int(np.prod(shape)), offset)
             pieces.append(_Piece(name, tuple(map(tuple, span)), array.reshape(shape)))
             offset += array.nbytes
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"snapshot {path.name}: {error}") from error
     return pieces, told["metadata"]
 
 
@@ -292,12 +291,7 @@ def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
         if piece.span == span:
             return piece.array
     out = np.empty([stop - start for start, stop in span], leaf.dtype)
+    corner = [start for start, _ in span]
     for piece in pieces:
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(span, piece.span, strict=True)]
-        if all(start < stop for start, stop in common):
-            into = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(common, span, strict=True))
-            own = tuple(
-                slice(s - a, e - a) for (s, e), (a, _) in zip(common, piece.span, strict=True)
-            )
-            out[into] = piece.array[own]
+        copy_common(out, corner, piece.array, [start for start, _ in piece.span])
     return out

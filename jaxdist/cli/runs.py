@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LATE_MODULES = (
     "orbax.checkpoint",
-    "grain",
     "tensorboardX.proto.event_pb2",
     "tensorboardX.record_writer",
 )

@@ -119,15 +119,12 @@ def describe_exception(error: BaseException) -> str:
 def _import_module(name: str, path: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
+    except Exception as error:
         # If `name` or one of its parents is missing, the path is wrong. Any other missing module is
         # imported inside the user's module.
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            _no_module(path, error.name)
-        raise ConfigError(
-            f"import path {path!r}: module {name!r} raised {describe_exception(error)}"
-        ) from error
-    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (name == missing or name.startswith(f"{missing}.")):
+            _no_module(path, missing)
         raise ConfigError(
             f"import path {path!r}: module {name!r} raised {describe_exception(error)}"
         ) from error

@@ -75,7 +75,6 @@ class ImportConfig(Config):
             train=train,
             heldout=heldout,
             description=f"import: {self.path}: {examples[0]:,} + {examples[1]:,} examples",
-            facts={"train_examples": examples[0], "heldout_examples": examples[1]},
         )
 
     def _length(self, source: Source, split: str) -> int:

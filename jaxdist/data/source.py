@@ -67,7 +67,6 @@ class Dataset:
         tokens.
       classes: the number C such that `label` is in 0 to C - 1, or None without labels.
       description: a line that describes the data to the user.
-      facts: the sizes of the data, by names that include the unit.
       tokenizer: the mapping between text and tokens, or None for data without text.
       fields: the number of ids of each categorical field, by name, in the order of the columns of
         `ids`, or None without such fields. With 0, ids have 64 bits, and `ids` has their two 32-bit
@@ -83,7 +82,6 @@ class Dataset:
     vocab_size: int | None = None
     classes: int | None = None
     description: str = ""
-    facts: Mapping[str, float | int | str] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     fields: Mapping[str, int] | None = None
     baselines: Callable[[], Mapping[str, float]] = field(default=dict)

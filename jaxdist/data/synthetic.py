@@ -100,7 +100,6 @@ class SyntheticConfig(Config):
             vocab_size=self.vocab_size if tokens else None,
             classes=None if self.kind == "tokens" else self.classes,
             description=f"synthetic: {self.examples:,} {shape}",
-            facts={"train_examples": self.examples, "heldout_examples": self.heldout_examples},
         )
         if self.masking is not None:
             # The vocabulary receives an additional token, the mask, which replaces hidden tokens.

@@ -8,6 +8,7 @@ from jaxdist.compression.config import CompressAuto, Compression
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.compressed import Compressed
+from jaxdist.parallel.exchange.strict import Strict
 
 
 def with_compression(optim: OptimizerConfig, compression: Compression | None) -> OptimizerConfig:
@@ -23,8 +24,10 @@ def with_compression(optim: OptimizerConfig, compression: Compression | None) ->
     return optim.model_copy(update={"skip_nonfinite": True})
 
 
-def explain_messages(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
-    """Return a line on the codec that `auto` selects, or () if the config names the codec."""
+def explain_exchange(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
+    """Return a line on the codec that `auto` selects, or on the order of strict sums, or ()."""
+    if isinstance(exchange, Strict):
+        return (exchange.explain(),)
     if not isinstance(compression, CompressAuto) or not isinstance(exchange, Compressed):
         return ()
     codec = exchange.messages.choice.otherwise

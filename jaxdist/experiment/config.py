@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +12,6 @@ from pydantic import Field
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
 from jaxdist.config.document import Key
-from jaxdist.config.importing import user_code
 from jaxdist.config.schema import FilePath
 from jaxdist.data import DataConfig
 from jaxdist.errors import (
@@ -157,19 +156,3 @@ def at_setting(document: Document, *path: Key) -> Iterator[None]:
     except (MemoryError, OverflowError) as error:
         problem = Problem(path, f"too large for this machine ({error}): use a smaller value")
         raise problems_error(document, [problem]) from error
-
-
-@contextmanager
-def own_code(*names: str, **parts: Config | None) -> Iterator[bool]:
-    """Report errors inside the block as errors of user code, if a named part has user code.
-
-    The context yields whether one of these parts has user code.
-
-    Args:
-      names: the names of the parts.
-      parts: the sections of the config by name.
-    """
-    paths = {name: getattr(parts[name], "path", None) for name in names}
-    imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
-    with user_code(imported) if imported else nullcontext():
-        yield bool(imported)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config.importing import user_code
 from jaxdist.data import Dataset
 from jaxdist.data.loader import WEIGHT
-from jaxdist.experiment.compression import explain_messages, with_compression
-from jaxdist.experiment.config import At, ExperimentConfig, own_code
+from jaxdist.experiment.compression import explain_exchange, with_compression
+from jaxdist.experiment.config import At, ExperimentConfig
 from jaxdist.experiment.facts import model_facts
 from jaxdist.experiment.part import trained_part
 from jaxdist.experiment.rows import check_rows
@@ -26,7 +27,6 @@ from jaxdist.optim.build import Rate, build_optimizer
 from jaxdist.optim.common import NamedParams
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.contract import Exchange
-from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective, measures
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import plan_pipeline
@@ -42,6 +42,7 @@ from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import Hybrid, ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Shardings
 from jaxdist.validity.features import Facts
 from jaxdist.validity.optimizer import optimizer_notices as notices_of_optimizer
 from jaxdist.validity.table import check
@@ -64,10 +65,16 @@ class ProgramInputs:
     layout: Layout | None
     at: At
 
-    def own(self, *names: str) -> AbstractContextManager[bool]:
-        """Return `own_code` of the sections `names` of the config."""
-        config = self.config
-        return own_code(*names, model=config.model, loss=config.loss, optim=config.optim)
+    @contextmanager
+    def own(self, *names: str) -> Iterator[bool]:
+        """Return a context manager in which errors are attributed to code that the user imports.
+
+        The value of the context is whether one of the sections `names` of the config imports code.
+        """
+        paths = {name: getattr(getattr(self.config, name), "path", None) for name in names}
+        imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
+        with user_code(imported) if imported else nullcontext():
+            yield bool(imported)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -143,20 +150,7 @@ def make_program(
     facts = model_facts(config, layout, dims, model)
     with at():
         check(facts)
-    with at("parallel"):
-        exchange, notices = plan_exchange(
-            config.parallel, layout, model.params, dims, whole, model.stacked,
-            seed=config.seed, whole_matrices=config.optim.whole_matrices,
-            offloads=facts.offloads, frozen=model.frozen,
-        )  # fmt: skip
-        check_host_memory(exchange.zero)
-    with at("parallel"), own("loss", "model") as imported:
-        # Built-in models keep rows independent, so only a user's model needs a trace.
-        if imported:
-            local = config.parallel.batch_norm == "local"
-            objective, pieces = Objective(model, loss), config.train.microbatches
-            more = check_rows(objective, batch, exchange, local=local, microbatches=pieces)
-            notices = (*notices, *more)
+    exchange, notices = _exchange(given, layout, model, loss, dims, whole, facts.offloads)
     masks = "answer" in batch
     if config.loss is not None and config.loss.type == "import":
         with at("loss"), own("loss", "model"):
@@ -206,9 +200,37 @@ def make_program(
     of_model = model_notices(config.model, given.shapes)
     of_optimizer = notices_of_optimizer(config.optim, optimizer, model.trained)
     of_chunks = () if chunks is None else chunks.notices(stored, model, dims)
-    explained = (*of_rule, *_explained(config, exchange))
+    explained = (*of_rule, *explain_exchange(config.parallel.compression, exchange))
     explained = explained if chunks is None else (*chunks.explained, *explained)
     return program, explained, (*of_model, *of_optimizer, *notices, *of_strategy, *of_chunks)
+
+
+def _exchange(
+    given: ProgramInputs,
+    layout: Layout,
+    model: Functional,
+    loss: Loss,
+    dims: Mapping[str, Dims],
+    whole: Shardings,
+    offloads: bool,
+) -> tuple[Exchange, tuple[str, ...]]:
+    """Return the exchange of gradients, and notices about its settings and the model's rows."""
+    config = given.config
+    with given.at("parallel"):
+        exchange, notices = plan_exchange(
+            config.parallel, layout, model.params, dims, whole, model.stacked,
+            seed=config.seed, whole_matrices=config.optim.whole_matrices,
+            offloads=offloads, frozen=model.frozen,
+        )  # fmt: skip
+        check_host_memory(exchange.zero)
+    with given.at("parallel"), given.own("loss", "model") as imported:
+        # Built-in models keep rows independent, so only a user's model needs a trace.
+        if not imported:
+            return exchange, notices
+        local = config.parallel.batch_norm == "local"
+        objective, pieces = Objective(model, loss), config.train.microbatches
+        more = check_rows(objective, given.batch, exchange, local=local, microbatches=pieces)
+        return exchange, (*notices, *more)
 
 
 def _loss_facts(
@@ -253,11 +275,6 @@ def _what_is_trained(
     with at("model"):
         model = trained_part(config.model, model.with_dims(dims))
         return model, {**dims, **{n: d for n, d in model.dims.items() if d is not None}}, loss
-
-
-def _explained(config: ExperimentConfig, exchange: Exchange) -> tuple[str, ...]:
-    found = tuple(explain_messages(config.parallel.compression, exchange))
-    return (*found, exchange.explain()) if isinstance(exchange, Strict) else found
 
 
 def _trace(given: ProgramInputs, program: Program) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import ConfigError, DataError, some_of
+from jaxdist.errors import ConfigError, DataError, os_errors_as, some_of
 from jaxdist.interchange import safetensors, source
 from jaxdist.interchange.family import Row
 from jaxdist.interchange.layouts import WeightLayout
@@ -64,10 +64,8 @@ def open_adapters(folder: Path) -> Files:
                 f"{folder} does not hold adapters in PEFT's format: it lacks {name}. Give a folder "
                 "that PEFT's save_pretrained has written"
             )
-    try:
+    with os_errors_as(DataError, f"{folder / SETTINGS} cannot be read", also=(ValueError,)):
         settings: Any = read_json(folder / SETTINGS)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / SETTINGS} cannot be read: {error}") from error
     other = [
         f"{key} {settings[key]!r}"
         for key, off in _OFF.items()
@@ -191,7 +189,7 @@ def write_adapters(
         of a module.
       OSError: the folder cannot be written.
     """
-    odd = [one.name for one in adapters if rows[one.name].part is not None or not _inside(one)]
+    odd = [one.name for one in adapters if rows[one.name].part is not None or one.layers is None]
     if odd:
         raise ConfigError(
             f"PEFT cannot hold the adapters of {some_of(odd, _LISTED)}, which is an embedding or a "
@@ -251,8 +249,3 @@ def _first_in(adapter: Adapter, row: Row) -> bool:
     layout = WeightLayout(row.layout, row.part)
     inputs = [name for dim in layout.own[: adapter.inputs] for name in dim]
     return list(layout.file[0]) == inputs
-
-
-def _inside(adapter: Adapter) -> bool:
-    """Return whether the kernel is in a block, so that it is neither an embedding nor a head."""
-    return adapter.layers is not None

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 from jaxdist.interchange.families import LLAMA_ROWS
 from jaxdist.interchange.family import Family, Row, table_rows
 from jaxdist.interchange.tensors import Tensor
@@ -204,17 +204,14 @@ def read(path: Path) -> Gguf:
     Raises:
       DataError: the file is truncated or malformed, or a tensor has an unknown type.
     """
-    try:
-        with path.open("rb") as file:
-            return _read(path, file, path.stat().st_size)
-    except (struct.error, UnicodeDecodeError, MemoryError, OverflowError, KeyError) as error:
-        raise DataError(
-            f"{path} is a truncated or malformed GGUF file ({error}); download the file again"
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; give a GGUF file that you may read"
-        ) from error
+    with os_errors_as(DataError, f"{path} cannot be read", "give a GGUF file that you may read"):
+        try:
+            with path.open("rb") as file:
+                return _read(path, file, path.stat().st_size)
+        except (struct.error, UnicodeDecodeError, MemoryError, OverflowError, KeyError) as error:
+            raise DataError(
+                f"{path} is a truncated or malformed GGUF file ({error}); download the file again"
+            ) from error
 
 
 def _read(path: Path, file: BinaryIO, size: int) -> Gguf:

@@ -10,9 +10,9 @@ all three.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -28,23 +28,10 @@ def _parsed(text: str) -> Side:
     >>> _parsed("(H d) D")
     (('H', 'd'), ('D',))
     """
-    side: list[tuple[str, ...]] = []
-    joined: list[str] | None = None
-    for word in text.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(" and joined is None:
-            joined = []
-        elif word == ")" and joined:
-            side.append(tuple(joined))
-            joined = None
-        elif word in "()":
-            raise ValueError(f"{text!r} has an unmatched parenthesis")
-        elif joined is None:
-            side.append((word,))
-        else:
-            joined.append(word)
-    if joined is not None:
-        raise ValueError(f"{text!r} lacks a parenthesis")
-    return tuple(side)
+    parts = re.findall(r"\(([^()]*[^()\s][^()]*)\)|([^()\s]+)|([()])", text)
+    if any(stray for *_, stray in parts):
+        raise ValueError(f"{text!r} has an unmatched parenthesis, or nothing in parentheses")
+    return tuple(tuple((joined or name).split()) for joined, name, _ in parts)
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ class WeightLayout:
         view = array.reshape([sizes[name] for name in names])
         for name in [name for name in names if name not in self._order]:
             assert self.part is not None, self.text
-            view = _at(view, names.index(name), self.part)
+            view = np.moveaxis(view, names.index(name), 0)[self.part]
             names.remove(name)
         return view.transpose([names.index(name) for name in self._order])
 
@@ -168,9 +155,3 @@ class WeightLayout:
                 )
             sizes.update(dict.fromkeys(free, size // known))
         return sizes
-
-
-def _at(view: np.ndarray, axis: int, index: int) -> np.ndarray:
-    place: list[Any] = [slice(None)] * view.ndim
-    place[axis] = index
-    return view[tuple(place)]

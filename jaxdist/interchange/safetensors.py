@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxdist.config.files import parse_json
 from jaxdist.errors import DataError, os_errors_as
 from jaxdist.interchange.tensors import Tensor
 
@@ -51,12 +52,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
                     f"header alone would have {length:,}; download the file again"
                 )
             raw = opened.read(length)
-    try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file}: its header is not JSON ({error}); download the file again"
-        ) from error
+    again = "download the file again"
+    with os_errors_as(DataError, f"{file}: its header is not JSON", again, also=(ValueError,)):
+        header: Any = parse_json(raw)
     if not isinstance(header, dict):
         raise DataError(f"{file}: its header is not a mapping of tensors; download the file again")
     header.pop("__metadata__", None)
@@ -69,17 +67,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
-    try:
+    failed = f"{file}: the header's entry of {name!r} is malformed"
+    again = "download the file again"
+    with os_errors_as(DataError, failed, again, also=(KeyError, TypeError, ValueError)):
         dtype, shape = DTYPES.get(entry["dtype"]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         numbers = [*shape, begin, end]
         if not all(type(n) is int and n >= 0 for n in numbers) or end < begin:
             raise ValueError("its sizes are not whole numbers from 0")
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{file}: the header's entry of {name!r} is malformed ({error}); "
-            "download the file again"
-        ) from error
     if dtype is None:
         known = ", ".join(DTYPES)
         raise DataError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 from jaxdist.interchange import gguf_files, safetensors
 from jaxdist.interchange.families import family_of
 from jaxdist.interchange.family import Family, Inputs, Row
@@ -122,12 +122,9 @@ def open_source(path: Path) -> Source:
     Raises:
       DataError: the path has no model, or its config.json cannot be read.
     """
-    try:
+    # The path may be too long, or unreadable.
+    with os_errors_as(DataError, f"{path} cannot be read", "give a directory or a GGUF file"):
         is_gguf = path.is_file() and gguf_files.is_gguf(path)
-    except OSError as error:  # The path may be too long, or unreadable.
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}; give a directory or a GGUF file"
-        ) from error
     if is_gguf:
         return Source(path, gguf_files.read(path).config())
     if path.is_file() or not path.is_dir():
@@ -145,11 +142,9 @@ def open_source(path: Path) -> Source:
         raise DataError(
             f"{path} is not a model: it has no {CONFIG}{more or '; give the directory of a model'}"
         )
-    try:
+    again = "download the file again"
+    with os_errors_as(DataError, f"{file} cannot be read", again, also=(ValueError,)):
         config: Any = read_json(file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file} cannot be read: {reason}; download the file again") from error
     if not isinstance(config, dict):
         raise DataError(f"{file} holds no mapping; download the file again")
     return Source(path, config)
@@ -187,11 +182,11 @@ def _files(path: Path) -> list[Path]:
     """List the files with tensors: the files that an index names, or else all safetensors files."""
     index = path / INDEX
     if index.is_file():
-        try:
+        malformed = (ValueError, TypeError, KeyError, AttributeError)
+        again = "download the file again"
+        with os_errors_as(DataError, f"{index} is malformed", again, also=malformed):
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [path / str(name) for name in names]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{index} is malformed ({error}); download the file again") from error
         # Files in other folders are refused too, since the index may be from the network.
         lacking = [
             name

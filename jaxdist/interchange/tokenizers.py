@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.files import read_json
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 from jaxdist.interchange.source import TOKENIZER, Source
 from jaxdist.types import JsonObject
 
@@ -33,14 +33,11 @@ def tokenizer_section(source: Source, file: Path) -> JsonObject:
     Raises:
       DataError: the tokenizer has more tokens than the model, or cannot be read.
     """
-    try:
+    failed, again = f"{file} is not a tokenizer.json", "download the file again"
+    with os_errors_as(DataError, failed, again, also=(ValueError, KeyError, TypeError)):
         content: Any = read_json(file)
         vocab: Any = content["model"]["vocab"]
         added = {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} is not a tokenizer.json ({error}); download the file again"
-        ) from error
     pairs = vocab.items() if isinstance(vocab, dict) else ((v[0], i) for i, v in enumerate(vocab))
     tokens = {number: token for token, number in pairs} | added
     if max(tokens, default=0) >= source.inputs.vocab_size:

@@ -216,11 +216,7 @@ def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, li
 def _own(folder: Path | None) -> JsonObject | None:
     if folder is None or not (folder / CONFIG).is_file():
         return None
-    try:
+    failed = f"{folder / CONFIG}, whose content an export copies, cannot be read"
+    with os_errors_as(DataError, failed, "repair the file, or delete it", also=(ValueError,)):
         found = read_json(folder / CONFIG)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{folder / CONFIG} cannot be read ({error}), but an export copies its content: repair "
-            "the file, or delete it"
-        ) from error
     return found if isinstance(found, dict) and "model_type" in found else None

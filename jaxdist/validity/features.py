@@ -5,53 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression import NoFeedback
-from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.config import Compression
 from jaxdist.errors import some_of
 from jaxdist.mesh import ICI, describe_mesh
-
-
-class ZeroSettings(Protocol):
-    """The settings of `parallel.zero`, as `jaxdist.parallel.zero.ZeroConfig` has them."""
-
-    @property
-    def stage(self) -> int: ...
-    @property
-    def scope(self) -> str: ...
-    @property
-    def whole_below(self) -> int: ...
-    @property
-    def gather_dtype(self) -> str | None: ...
-    @property
-    def prefetch(self) -> bool: ...
-    @property
-    def gather_codec(self) -> CodecConfig | None: ...
-    @property
-    def secondary(self) -> bool: ...
-    @property
-    def offload(self) -> bool: ...
-    @property
-    def offload_parameters(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True)
-class ZeroOff:
-    """The settings of `parallel.zero` when it is off, so that nothing is split."""
-
-    stage: int = 0
-    scope: str = "all"
-    whole_below: int = 0
-    gather_dtype: str | None = None
-    prefetch: bool = False
-    gather_codec: CodecConfig | None = None
-    secondary: bool = False
-    offload: bool = False
-    offload_parameters: tuple[str, ...] = ()
+from jaxdist.validity.zero import ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -110,7 +71,7 @@ class Facts:
     mesh: Mapping[str, int]
     batch_axes: tuple[str, ...]
     reduce: Algorithm | None = None
-    zero: ZeroSettings = ZeroOff()
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
     split: Mapping[str, str] = field(default_factory=dict)
     empty_axes: tuple[str, ...] = ()
     reduce_dtype: str | None = None

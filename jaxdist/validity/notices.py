@@ -62,21 +62,18 @@ def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
             "because the whole gradient of a logical shard is kept until it is added to the "
             "gradient of the next logical shard; set parallel.zero.stage: 1"
         )
-    if zero.scope == "ici" and not zero.stage:
-        yield (
-            "parallel.zero.scope ici has no effect at parallel.zero.stage 0; set "
-            "parallel.zero.stage: 1"
-        )
-    if zero.offload and not zero.stage:
-        yield (
-            "parallel.zero.offload true has no effect at parallel.zero.stage 0: the host's memory "
-            "keeps only state that ZeRO splits; set parallel.zero.stage: 1"
-        )
-    if zero.offload_parameters and not zero.stage:
-        yield (
-            "parallel.zero.offload_parameters has no effect at parallel.zero.stage 0; set "
-            "parallel.zero.stage: 1"
-        )
+    if zero.stage:
+        return
+    for setting, has_value, why in (
+        ("scope ici", zero.scope == "ici", ""),
+        ("offload true", zero.offload, ": the host's memory keeps only state that ZeRO splits"),
+        ("offload_parameters", zero.offload_parameters, ""),
+    ):
+        if has_value:
+            yield (
+                f"parallel.zero.{setting} has no effect at parallel.zero.stage 0{why}; set "
+                "parallel.zero.stage: 1"
+            )
 
 
 def _of_reduction(facts: Facts) -> Iterator[str]:

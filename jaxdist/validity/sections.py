@@ -22,6 +22,10 @@ def _value(path: str, *values: str) -> Feature:
     return Feature(lambda f: f.settings.get(path) in values, lambda f: f"{path} {f.settings[path]}")
 
 
+def _strategy(kind: str) -> Feature:
+    return Feature(lambda f: f.strategy == kind, lambda f: f"strategy.type {kind}")
+
+
 def _feedback(facts: Facts) -> str:
     found = None if facts.compression is None else facts.compression.feedback
     kind = getattr(found, "type", "false" if isinstance(found, NoFeedback) else "true")
@@ -105,7 +109,7 @@ _PATHS = (
 
 SECTIONS: Mapping[str, Feature] = {
     **{path: _setting(path) for path in _PATHS},
-    "strategy: hybrid": Feature(lambda f: f.strategy == "hybrid", lambda f: "strategy.type hybrid"),
+    "strategy: hybrid": _strategy("hybrid"),
     "elastic.batch: rescale": _value("elastic.batch", "rescale"),
     "strategy.consistency: elastic": _value("strategy.consistency.type", "elastic"),
     "strategy.aggregation: racks": _value("strategy.aggregation.type", "racks"),
@@ -139,9 +143,7 @@ SECTIONS: Mapping[str, Feature] = {
     "a strategy besides synchronous": Feature(
         lambda f: f.strategy != "synchronous", lambda f: f"strategy.type {f.strategy}"
     ),
-    "strategy: lookahead": Feature(
-        lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"
-    ),
+    "strategy: lookahead": _strategy("lookahead"),
     "optim: onebit": Feature(lambda f: f.optim.freeze_step is not None, _optim),
     "optim: muon": Feature(lambda f: f.optim.type == "muon", _optim),
     "an optimizer that evaluates other parameters": Feature(

@@ -24,7 +24,7 @@ LABEL = np.arange(40, dtype=np.int32) % 7
 
 def dataset(**settings: Any) -> Dataset:
     source = ArraySource(image=IMAGE, label=LABEL)
-    plain = Dataset(source, source, None, 7, "images", {})
+    plain = Dataset(source, source, None, 7, "images")
     config = AugmentConfig.model_validate({"type": "augment", "std": 1.0, **settings})
     return transformed(plain, config)
 

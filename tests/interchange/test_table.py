@@ -94,7 +94,7 @@ BAD = [
         r"trunk.0.bias: fills both params/layer1/bias and params/layer0/bias|layer0/bias and",
     ),
     ({**TABLE, "transpose": {"params/head/kernel": [1, 2]}}, r"\[1, 2\] is not an order"),
-    ({**TABLE, "transpose": {"params/head/kernel": "(o i"}}, r"lacks a parenthesis"),
+    ({**TABLE, "transpose": {"params/head/kernel": "(o i"}}, r"an unmatched parenthesis"),
     (
         {**TABLE, "transpose": {**TABLE["transpose"], "params/*/bias": [1, 0]}},
         r"'params/\*/bias' orders 2 dims, but a tensor of params/.*/bias has 1: use a pattern",

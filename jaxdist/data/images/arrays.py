@@ -108,14 +108,13 @@ def npz(path: Path) -> tuple[Labelled, Labelled | None]:
     Raises:
       DataError: the file is not an npz archive, or an array is missing or cannot be read.
     """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"data.directory: {path} cannot be read as npz: {error}; name an archive that "
-            "numpy.savez wrote"
-        ) from error
+    failed = f"data.directory: {path} cannot be read as npz"
+    remedy = "name an archive that numpy.savez wrote"
+    with (
+        os_errors_as(DataError, failed, remedy, also=(ValueError, zipfile.BadZipFile)),
+        np.load(path, allow_pickle=False) as archive,
+    ):
+        arrays = {name: archive[name] for name in archive.files}
     train, heldout = (_npz_split(arrays, split, path) for split in _SPLITS)
     if train is None:
         raise DataError(

@@ -18,7 +18,7 @@ from jaxdist.data.images.files import check_folder, image_files
 from jaxdist.data.images.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.data.transform import TransformConfig, transformed
-from jaxdist.errors import DataError
+from jaxdist.errors import DataError, os_errors_as
 
 _DIGITS = 1797
 _DIGITS_SEED = 0
@@ -110,7 +110,6 @@ class ImagesConfig(Config):
             heldout=heldout,
             classes=len(classes),
             description=_description(what, examples, shape, len(classes)) + note,
-            facts=_facts(examples, shape),
         )
 
 
@@ -119,17 +118,6 @@ def _description(name: str, examples: Sequence[int], shape: tuple[int, ...], cla
         f"images: {name}: {' + '.join(f'{n:,}' for n in examples)} of "
         f"{' x '.join(map(str, shape))} in {classes} classes"
     )
-
-
-def _facts(examples: Sequence[int], shape: tuple[int, ...]) -> dict[str, int]:
-    height, width, channels = shape
-    return {
-        "train_examples": examples[0],
-        "heldout_examples": sum(examples[1:]),
-        "height": height,
-        "width": width,
-        "channels": channels,
-    }
 
 
 def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
@@ -155,10 +143,6 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
         heldout=None if heldout is None else ArraySource(**heldout._asdict()),
         classes=classes,
         description=_description(name, examples, train.image.shape[1:], classes),
-        facts={
-            **_facts(examples, train.image.shape[1:]),
-            "bytes": sum(split.image.nbytes for split in splits),
-        },
     )
 
 
@@ -184,13 +168,10 @@ def _digits_table() -> np.ndarray:
     if package is None or package.origin is None:
         raise DataError("data: source 'digits' needs scikit-learn: pip install 'jaxdist[images]'")
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    try:
+    failed = "data: scikit-learn's file of digits cannot be read"
+    remedy = "pip install --force-reinstall scikit-learn"
+    with os_errors_as(DataError, failed, remedy, also=(EOFError, ValueError, zlib.error)):
         return np.loadtxt(path, delimiter=",").reshape(_DIGITS, 65)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(
-            f"data: scikit-learn's file of digits cannot be read ({error}): "
-            "pip install --force-reinstall scikit-learn"
-        ) from error
 
 
 def _fashion_mnist() -> tuple[Labelled, Labelled]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.data.source import BatchSource, Example
-from jaxdist.errors import DataError, some_of
+from jaxdist.errors import DataError, os_errors_as, some_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 TRAIN = ("train", "training")
@@ -285,22 +285,21 @@ def _tar(path: Path) -> list[tuple[ImagePlace, str]]:
     """Return the location and the class of each image in a tar, by one pass over its headers."""
     places: dict[str, ImagePlace] = {}
     labels: dict[str, str] = {}
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                stem, dot, suffix = member.name.rpartition(".")
-                if not member.isfile() or not dot:
-                    continue
-                if f".{suffix.lower()}" in SUFFIXES:
-                    places[stem] = ImagePlace(str(path), member.offset_data, member.size)
-                elif suffix == "cls":
-                    content = tar.extractfile(member)
-                    labels[stem] = content.read().decode().strip() if content else ""
-            end = tar.offset
-    except (tarfile.TarError, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"data: {path} is not a tar that can be read: {error}; fetch the file again"
-        ) from error
+    failed, again = f"data: {path} is not a tar that can be read", "fetch the file again"
+    with (
+        os_errors_as(DataError, failed, again, also=(tarfile.TarError, UnicodeDecodeError)),
+        tarfile.open(path, "r:") as tar,
+    ):
+        for member in tar:
+            stem, dot, suffix = member.name.rpartition(".")
+            if not member.isfile() or not dot:
+                continue
+            if f".{suffix.lower()}" in SUFFIXES:
+                places[stem] = ImagePlace(str(path), member.offset_data, member.size)
+            elif suffix == "cls":
+                content = tar.extractfile(member)
+                labels[stem] = content.read().decode().strip() if content else ""
+        end = tar.offset
     # Python's tarfile ends without an error at a header that is cut off; a complete tar ends with
     # zeros.
     if ImagePlace(str(path), end, tarfile.BLOCKSIZE).read() != bytes(tarfile.BLOCKSIZE):

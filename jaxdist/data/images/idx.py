@@ -82,9 +82,6 @@ def unpack_gzip(packed: bytes, name: str) -> bytes:
     Raises:
       DataError: the file is damaged.
     """
-    try:
+    failed = f"data: {name} cannot be unpacked ({len(packed)} bytes)"
+    with os_errors_as(DataError, failed, "fetch it again", also=(EOFError, zlib.error)):
         return gzip.decompress(packed)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"data: {name} cannot be unpacked ({len(packed)} bytes): {error}; fetch it again"
-        ) from error

@@ -49,7 +49,6 @@ class ClicksConfig(Config):
             description=(
                 f"clicks: {self.examples:,} generated, {self.fields} fields of {self.ids:,} ids"
             ),
-            facts={"train_examples": self.examples, "heldout_examples": self.heldout_examples},
         )
 
 

@@ -53,7 +53,6 @@ class CriteoConfig(Config):
             heldout=heldout,
             fields={f"C{at + 1}": self.hash_size or 0 for at in range(IDS)},
             description=f"Criteo: {' + '.join(f'{n:,}' for n in examples)} clicks and views",
-            facts={"train_examples": examples[0], "heldout_examples": sum(examples[1:])},
         )
 
 

@@ -118,7 +118,6 @@ class MovieLensConfig(Config):
                 f"MovieLens-100K: {len(train):,} + {len(heldout):,} ratings, "
                 f"{', '.join(f'{n:,} {name}' for name, n in sizes.items())}"
             ),
-            facts={"train_examples": len(train), "heldout_examples": len(heldout)},
         )
 
 

@@ -86,7 +86,6 @@ class RecordsConfig(Config):
             classes=train.classes.get(label) if self.classes is None else self.classes,
             description=f"records: {self.format} in {folder}: {examples[0]:,} + {examples[1]:,} "
             f"examples{note}",
-            facts={"train_examples": examples[0], "heldout_examples": examples[1]},
         )
         return transformed(dataset, self.transform)
 

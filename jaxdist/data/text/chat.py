@@ -123,8 +123,6 @@ class ChatConfig(AnswersConfig):
         train, heldout = examples
         assert train is not None
         sizes = [len(split) for split in splits]
-        facts = {"conversations": sum(sizes), "cut_conversations": cut}
-        facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
         return Dataset(
             train=train,
             heldout=heldout,
@@ -133,7 +131,6 @@ class ChatConfig(AnswersConfig):
                 f"chat: {', '.join(self.files)}: {sizes[0]:,} conversations in {len(train):,} "
                 f"windows to train on, {sizes[1]:,} held out, {cut:,} cut"
             ),
-            facts=facts,
             tokenizer=tokenizer,
         )
 

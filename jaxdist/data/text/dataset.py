@@ -76,18 +76,15 @@ class TextConfig(TextFilesConfig):
         """
         tokenizer = self.tokenizer.build()
         streams = load_streams(self, self.listed(), tokenizer)
-        facts = dict(streams.facts)
         train = self._windows(streams.train, tokenizer, f"training split of {self._name()}")
         heldout = None
         if self.heldout_fraction:
             heldout = self._windows(streams.heldout, tokenizer, "held-out split")
-        facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
         dataset = Dataset(
             train=train,
             heldout=heldout,
             vocab_size=tokenizer.vocab_size,
-            description=self._describe(facts),
-            facts=facts,
+            description=self._describe(streams.facts),
             tokenizer=tokenizer,
             baselines=partial(_baselines, streams, tokenizer.vocab_size) if heldout else dict,
         )
@@ -105,7 +102,6 @@ class TextConfig(TextFilesConfig):
             lambda source: MaskedWindows(source, masking, mask, size, special),
             vocab_size=max(size, mask + 1),
             description=described,
-            facts={**dataset.facts, "predicted_tokens": count},
             baselines=dict,
         )
 
@@ -193,8 +189,7 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
         )
         for documents in (split.train, split.heldout)
     )
-    facts = split.facts | {"train_tokens": len(train), "heldout_tokens": len(heldout)}
-    return Streams(train, heldout, facts, None)
+    return Streams(train, heldout, split.facts, None)
 
 
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:

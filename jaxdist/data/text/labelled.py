@@ -90,7 +90,6 @@ class LabelledTextConfig(TextFilesConfig):
         train, heldout = (self._examples(split, names, tokenizer) for split in splits)
         labels = heldout.take(np.arange(len(heldout)))["label"]
         most = np.bincount(labels).max() / len(labels)
-        facts = {"train_examples": len(train), "heldout_examples": len(heldout)}
         where = ", ".join(self.files) or "Python's standard library"
         return Dataset(
             train=train,
@@ -102,7 +101,6 @@ class LabelledTextConfig(TextFilesConfig):
                 f"{len(splits[1]):,} held out, of the classes {', '.join(names)}; the most "
                 f"frequent has {most:.1%} of the held-out examples"
             ),
-            facts=facts,
             tokenizer=tokenizer,
         )
 

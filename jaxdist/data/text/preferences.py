@@ -70,7 +70,6 @@ class PreferencesConfig(AnswersConfig):
                 f"preferences: {', '.join(self.files)}: {len(train):,} pairs to train on, "
                 f"{len(heldout):,} held out, {count - held:,} whose answers the window cuts off"
             ),
-            facts={"pairs": count, "left_out_pairs": count - held},
             tokenizer=tokenizer,
         )
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from jaxdist.config.files import read_regular
-from jaxdist.errors import DataError
+from jaxdist.config.files import read_json, read_regular
+from jaxdist.errors import DataError, os_errors_as
 
 Message = Mapping[str, Any]
 """A message of a conversation: its `role`, such as user or assistant, and its `content`."""
@@ -112,14 +112,11 @@ class ChatTemplate:
 def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
     """Return the settings of a tokenizer, and the text of its chat template."""
     settings: Any = {}
-    try:
+    with os_errors_as(DataError, f"data.tokenizer: {folder} cannot be read", also=(ValueError,)):
         if (folder / CONFIG).exists():
-            settings = json.loads(read_regular(folder / CONFIG))
+            settings = read_json(folder / CONFIG)
         if (folder / TEMPLATE).exists():
             return settings, read_regular(folder / TEMPLATE).decode()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"data.tokenizer: {folder} cannot be read: {reason}") from error
     text = settings.get("chat_template") if isinstance(settings, dict) else None
     if isinstance(text, list):  # A tokenizer may have several templates, each with a name.
         named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
