@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field
 from jaxdist.checkpoint.layout import MANIFEST, fsync_directory
 from jaxdist.config.files import path_kind, read_regular
 from jaxdist.config.schema import Config
+from jaxdist.errors import some_of
 
 DIGEST_BYTES = 32
 _LISTED_PROBLEMS = 5
@@ -221,9 +222,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         results = pool.map(problem, manifest.files, manifest.files.values())
         problems = [text for text in results if text is not None]
     if problems:
-        rest = len(problems) - _LISTED_PROBLEMS
-        listed = "; ".join(problems[:_LISTED_PROBLEMS])
-        raise DamageError(listed + (f"; and {rest} more files" if rest > 0 else ""))
+        raise DamageError(some_of(problems, _LISTED_PROBLEMS, "; "))
 
 
 def _reason(error: OSError) -> str:

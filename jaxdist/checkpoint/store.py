@@ -336,8 +336,7 @@ class CheckpointStore:
             if (staging / name).stat().st_size != size:
                 raise OSError(f"{staging / name} no longer has the {size} bytes that were written")
         given = {"metric": pending.metric, "leaves": pending.leaves, "cuts": pending.whole.cuts}
-        generation = None if self._fence is None else self._fence.generation
-        seal(staging, step=pending.step, **given, known=written, generation=generation)
+        seal(staging, step=pending.step, **given, known=written, generation=self._generation)
         self._check_fence()
         # If this process is suspended here while the next generation starts, the rename below
         # fails, since the next generation removes the directory.
@@ -362,8 +361,11 @@ class CheckpointStore:
             layout.clear_older(self.directory, self._fence.generation)
 
     def _staging(self, step: int) -> Path:
-        generation = None if self._fence is None else self._fence.generation
-        return layout.staging_directory(self.directory, step, generation)
+        return layout.staging_directory(self.directory, step, self._generation)
+
+    @property
+    def _generation(self) -> int | None:
+        return None if self._fence is None else self._fence.generation
 
     def _prune(self, step: int) -> None:
         """Delete those checkpoints that the retention does not keep, among the steps up to `step`.

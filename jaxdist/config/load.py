@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
+from jaxdist.config.files import path_kind
 from jaxdist.config.given import node_of
 from jaxdist.config.override import apply_override
 from jaxdist.config.parse import MAX_BYTES, parse_yaml
@@ -151,8 +152,7 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
     if "\0" in str(file):
         raise ConfigError(f"{place}{name!r}: the file name contains a null character")
     try:
-        if file.exists() and not file.is_file():
-            kind = "a directory" if file.is_dir() else "not a regular file"
+        if kind := path_kind(file):
             raise ConfigError(f"{place}{name} is {kind}; name a YAML file")
         with file.open("rb") as stream:
             # One byte more than the limit shows that a file is too large, without a read of the

@@ -112,22 +112,13 @@ def json_schema(schema_class: type[BaseModel]) -> str:
     value that a file lacks may come from an `include:`. A load checks this in the merged tree.
     """
     schema = _for_partial_files(schema_class.model_json_schema())
-    texts = {"type": "array", "items": {"type": "string"}}
-    directives = {
-        "include": {
-            "description": (
-                "Files whose values this file overrides. Their paths are relative to this file."
-            ),
-            "anyOf": [{"type": "string"}, texts],
-        },
-        "replace": {
-            "description": (
-                "Dotted paths of mappings that replace the mappings of included files instead of "
-                "being merged with them."
-            ),
-            "anyOf": [{"type": "string"}, texts],
-        },
+    texts = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    told = {
+        "include": "Files whose values this file overrides. Their paths are relative to this file.",
+        "replace": "Dotted paths of mappings that replace the mappings of included files, instead "
+        "of being merged with them.",
     }
+    directives = {name: {"description": text, **texts} for name, text in told.items()}
     schema["properties"] = directives | schema.get("properties", {})
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(dialect | schema, indent=2, ensure_ascii=False) + "\n"

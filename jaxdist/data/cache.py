@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from jaxdist.errors import DataError
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -47,6 +50,25 @@ def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_published(content: bytes, sha256: str, name: str) -> bytes:
+    """Return the content of a file, if it is the published content.
+
+    Args:
+      sha256: the digest of the published content, in hexadecimal digits.
+      name: the name or the location of the file, for error messages.
+
+    Raises:
+      DataError: the content has another digest.
+    """
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise DataError(
+            f"data: {name} is not the published file: sha256 of its content is {digest}, expected "
+            f"{sha256}; remove the file and fetch it again"
+        )
+    return content
 
 
 def write_file(target: Path, content: bytes) -> None:

@@ -85,8 +85,7 @@ class SyntheticConfig(Config):
         tokens = self.kind != "images"
         if not tokens:
             _check_pictures(self)
-        sources = {"tokens": _TokenSource, "labelled_tokens": _LabelledSource}
-        source = sources.get(self.kind, _ImageSource)
+        source = _TokenSource if tokens else _ImageSource
         shape = (
             f"windows of {self.window} tokens out of {self.vocab_size}"
             if tokens
@@ -114,11 +113,13 @@ class SyntheticConfig(Config):
 class _TokenSource(BatchSource):
     """A source of `tokens` int32 [L + 1], and of `segments` int32 [L], which are zeros.
 
-    Each token of the vocabulary has four possible successors.
+    Each token of the vocabulary has four possible successors. Labelled examples have only L tokens,
+    and `label` int32, which depends on the first token.
     """
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._window, self._vocab_size = config.window, config.vocab_size
+        self._classes = config.classes if config.kind == "labelled_tokens" else None
         self._stream, self._length = key_of(config.seed, stream), length
         world = np.random.default_rng([config.seed, _WORLD])
         self._successors = world.integers(
@@ -135,20 +136,11 @@ class _TokenSource(BatchSource):
         choices = draws % _SUCCESSORS
         for place in range(1, self._window + 1):
             tokens[:, place] = self._successors[tokens[:, place - 1], choices[:, place]]
-        return {"tokens": tokens, "segments": np.zeros((len(indices), self._window), np.int32)}
-
-
-class _LabelledSource(_TokenSource):
-    """A source of `tokens` int32 [L], `segments` int32 [L] and `label` int32."""
-
-    def __init__(self, config: SyntheticConfig, stream: int, length: int):
-        super().__init__(config, stream, length)
-        self._classes = config.classes
-
-    def take(self, indices: np.ndarray) -> Example:
-        found = super().take(indices)
-        labels = (found["tokens"][:, 0] % self._classes).astype(np.int32)
-        return {**found, "tokens": found["tokens"][:, :-1], "label": labels}
+        found = {"tokens": tokens, "segments": np.zeros((len(indices), self._window), np.int32)}
+        if self._classes is None:
+            return found
+        labels = (tokens[:, 0] % self._classes).astype(np.int32)
+        return {**found, "tokens": tokens[:, :-1], "label": labels}
 
 
 def _check_pictures(config: SyntheticConfig) -> None:

@@ -90,7 +90,7 @@ def settings_of(files: Files, rows: Mapping[str, Row]) -> JsonObject:
       ConfigError: the base model does not have a module of the adapters.
       DataError: the folder's settings lack the rank or alpha, or have a string instead of a number.
     """
-    own = {_module(row, None): name for name, row in rows.items()}
+    own = {row.tensor.removesuffix(_WEIGHT): name for name, row in rows.items()}
     found, unknown = set[str](), list[str]()
     for name in files.tensors:
         module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
@@ -224,11 +224,7 @@ def write_adapters(
 
 
 def _modules(adapter: Adapter, row: Row) -> list[str]:
-    return [_module(row, name) for name in names_of(row.tensor, adapter.layers)]
-
-
-def _module(row: Row, tensor: str | None) -> str:
-    return (tensor or row.tensor).removesuffix(_WEIGHT)
+    return [name.removesuffix(_WEIGHT) for name in names_of(row.tensor, adapter.layers)]
 
 
 def _own(adapter: Adapter, end: str) -> tuple[int, ...]:

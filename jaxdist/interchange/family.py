@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -108,9 +108,9 @@ class Family:
     rows: Mapping[str, Row] | Callable[[Mapping[str, Any]], Mapping[str, Row]]
     keys: Mapping[str, str]
     options: JsonObject = field(default_factory=dict)
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     missing: JsonObject = field(default_factory=dict)
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored: Sequence[str] = ("rotary_emb.inv_freq",)
     prefix: str = "model."
     more: Callable[[Mapping[str, Any]], JsonObject] = lambda config: {}
     written: Callable[[JsonObject], JsonObject] = lambda options: {}
@@ -192,9 +192,6 @@ def read_family(name: str, **functions: Any) -> Family:
       functions: the fields of `Family` that are functions, by name.
     """
     given = {key: _plain(value) for key, value in _TABLE["families"][name].items()}
-    given["fixed"] = {key: tuple(values) for key, values in given["fixed"].items()}
-    if "ignored" in given:
-        given["ignored"] = tuple(given["ignored"])
     if isinstance(given["keys"], str):
         given["keys"] = _TABLE["keys"][given["keys"]]
     if "rows" in given:

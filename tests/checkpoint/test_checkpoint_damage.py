@@ -132,7 +132,7 @@ def test_the_complaints(run: Path) -> None:
     (newest / "metadata.json").mkdir()
     expect_fallback(run, "metadata.json: it is a directory, not a regular file")
     shutil.rmtree(newest / "arrays")
-    expect_fallback(run, "more files")
+    expect_fallback(run, "more; trying step 10 next")
     (newest / "manifest.json").unlink()
     expect_fallback(run, "manifest.json: missing")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import sys
@@ -10,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jaxdist.data.cache import cache_directory, write_file
+from jaxdist.data.cache import cache_directory, check_published, write_file
 from jaxdist.data.images.idx import read_idx_content, unpack_gzip
 from jaxdist.errors import DataError
 
@@ -41,7 +40,10 @@ def fashion_mnist() -> dict[str, bytes]:
         folder = cache_directory() / "fashion-mnist"
         _download(folder)
     paths = {name: _file(folder, name) for name in SHA256}
-    return {name: _check(read_idx_content(path), name, str(path)) for name, path in paths.items()}
+    return {
+        name: check_published(read_idx_content(path), SHA256[name], str(path))
+        for name, path in paths.items()
+    }
 
 
 def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
@@ -71,16 +73,6 @@ def _file(folder: Path, name: str) -> Path:
     return packed if packed.exists() else folder / name
 
 
-def _check(content: bytes, name: str, where: str) -> bytes:
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != SHA256[name]:
-        raise DataError(
-            f"data: {where} is not the published {name}: sha256 of its content is {digest}, "
-            f"expected {SHA256[name]}; remove the file and fetch it again"
-        )
-    return content
-
-
 def _download(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,5 +92,6 @@ def _fetch(name: str, target: Path) -> None:
     with urllib.request.urlopen(f"{HOME}{target.name}", timeout=TIMEOUT_SECONDS) as response:
         packed = response.read()
     # The digest also protects the download, which is by plain HTTP.
-    _check(unpack_gzip(packed, f"{HOME}{target.name}"), name, f"{HOME}{target.name}")
+    source = f"{HOME}{target.name}"
+    check_published(unpack_gzip(packed, source), SHA256[name], source)
     write_file(target, packed)

@@ -7,7 +7,6 @@ MovieLens datasets: history and context", ACM TiiS 5(4), 2015.
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import tempfile
 import zipfile
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config
-from jaxdist.data.cache import cache_directory, publish_folder
+from jaxdist.data.cache import cache_directory, check_published, publish_folder
 from jaxdist.data.recommend.rows import parsed, table_of
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.errors import DataError, os_errors_as
@@ -162,13 +161,8 @@ def movielens(directory: str | None = None) -> dict[str, bytes]:
             f"data: {folder / name} cannot be read",
             f"the file is in the wheel of {PACKAGE}, folder {FOLDER}",
         ):
-            found[name] = (folder / name).read_bytes()
-        actual = hashlib.sha256(found[name]).hexdigest()
-        if actual != digest:
-            raise DataError(
-                f"data: {folder / name} is not the published file: sha256 is {actual}, expected "
-                f"{digest}; remove {folder} and start again"
-            )
+            content = (folder / name).read_bytes()
+        found[name] = check_published(content, digest, str(folder / name))
     return found
 
 

@@ -19,6 +19,7 @@ from jaxdist.data.text.documents import (
     matching,
     read_text_file,
 )
+from jaxdist.data.text.packing import laid_out
 from jaxdist.data.text.template import ANSWERS, ChatTemplate, Message
 from jaxdist.data.text.tokenizer import BpeTokenizer, BpeTokenizerConfig
 from jaxdist.errors import DataError
@@ -208,16 +209,10 @@ def pack(conversations: Sequence[Conversation], *, window: int, filler: int) -> 
         left -= len(own.tokens)
     if not windows:
         return None
-    shape = (len(windows), window + 1)
-    tokens, segments = np.full(shape, filler, np.int32), np.zeros(shape, np.int32)
-    answer = np.zeros(shape, np.float32)
-    for row, held in enumerate(windows):
-        start = 0
-        for number, one in enumerate(held, 1):
-            here = slice(start, start + len(one.tokens))
-            tokens[row, here], segments[row, here] = one.tokens, number
-            # The first token of a conversation is not predicted from the conversation, so it has no
-            # weight.
-            answer[row, here] = one.answer & (np.arange(len(one.tokens)) > 0)
-            start = here.stop
-    return ArraySource(tokens=tokens, segments=segments[:, :-1], answer=answer[:, 1:])
+    tokens, segments = laid_out(
+        [[one.tokens for one in held] for held in windows], window + 1, filler
+    )
+    # The first token of a conversation is not predicted from the conversation, so it has no weight.
+    answers = [[one.answer & (np.arange(len(one.answer)) > 0) for one in held] for held in windows]
+    weights = laid_out(answers, window + 1, 0)[0][:, 1:].astype(np.float32)
+    return ArraySource(tokens=tokens, segments=segments[:, :-1], answer=weights)

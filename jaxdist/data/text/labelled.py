@@ -23,6 +23,7 @@ from jaxdist.data.text.documents import (
     keys_found,
     read_text_file,
 )
+from jaxdist.data.text.packing import laid_out
 from jaxdist.data.text.tokenizer import ByteTokenizerConfig, Tokenizer, TokenizerConfig
 from jaxdist.errors import DataError
 
@@ -159,12 +160,8 @@ class LabelledTextConfig(TextFilesConfig):
             for document, tokens in zip(split, encoded, strict=True)
             for start in range(0, len(tokens), room)[: self.pieces]
         ]
-        tokens = np.full((len(rows), self.window), end, np.int32)
-        segments = np.zeros(tokens.shape, np.int32)
-        tokens[:, 0] = first
-        for i, (piece, _) in enumerate(rows):
-            tokens[i, 1 : len(piece) + 1] = piece
-            segments[i, : len(piece) + 1] = 1
+        pieces = [[np.concatenate([[first], piece])] for piece, _ in rows]
+        tokens, segments = laid_out(pieces, self.window, end)
         label = np.array([label for _, label in rows], np.int32)
         return ArraySource(tokens=tokens, segments=segments, label=label)
 

@@ -47,6 +47,33 @@ def pack_lengths(lengths: Sequence[int], window: int) -> list[list[int]]:
     return windows
 
 
+def laid_out(
+    windows: Sequence[Sequence[np.ndarray]], width: int, filler: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lay pieces of text next to each other in windows.
+
+    Args:
+      windows: the tokens of each piece, by window.
+      width: the number of tokens of a window.
+      filler: the token that fills up a window.
+
+    Returns:
+      The tokens, int32 [N, width]. For each token, the number of its piece in the window, counted
+      from 1, or 0 for filler, int32 [N, width].
+
+    >>> laid_out([[np.array([5, 6]), np.array([7])]], 4, 9)
+    (array([[5, 6, 7, 9]], dtype=int32), array([[1, 1, 2, 0]], dtype=int32))
+    """
+    tokens = np.full((len(windows), width), filler, np.int32)
+    segments = np.zeros(tokens.shape, np.int32)
+    for row, pieces in enumerate(windows):
+        whole = np.concatenate(pieces)
+        tokens[row, : len(whole)] = whole
+        numbers = np.arange(1, len(pieces) + 1)
+        segments[row, : len(whole)] = np.repeat(numbers, [len(piece) for piece in pieces])
+    return tokens, segments
+
+
 class PackedSource(BatchSource):
     """A source of windows that hold documents of a stream, with the document of each position.
 
@@ -89,15 +116,9 @@ class PackedSource(BatchSource):
 
     def take(self, indices: np.ndarray) -> Example:
         """Return `tokens` int32 [N, L + 1] and `segments` int32 [N, L] of the windows `indices`."""
-        shape = (len(indices), self._window + 1)
-        tokens = np.full(shape, self._end_of_document, np.int32)
-        segments = np.zeros((len(indices), self._window), np.int32)
-        for row, index in enumerate(indices):
-            place = 0
-            for number, piece in enumerate(self._windows[int(index)], 1):
-                start, length = self._pieces[piece]
-                here = slice(place, place + length)
-                tokens[row, here] = self._stream[start : start + length]
-                segments[row, here] = number
-                place += length
-        return {"tokens": tokens, "segments": segments}
+        windows = [
+            [self._stream[start : start + length] for start, length in pieces]
+            for pieces in ([self._pieces[at] for at in self._windows[i]] for i in indices)
+        ]
+        tokens, segments = laid_out(windows, self._window + 1, self._end_of_document)
+        return {"tokens": tokens, "segments": segments[:, :-1]}
