@@ -192,7 +192,7 @@ def test_what_is_no_file_is_refused(folder: Path):
     Path("x.yaml").mkdir()
     refused("x.yaml is a directory; name a YAML file")
     os.mkfifo("fifo.yaml")
-    refused("fifo.yaml is not a regular file", "fifo.yaml")
+    refused("fifo.yaml is a pipe", "fifo.yaml")
     refused("cannot be read: File name too long", "a" * 300)
     refused("'a\\x00b': the file name contains a null character", "a\0b")
 

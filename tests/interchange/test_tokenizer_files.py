@@ -35,5 +35,5 @@ def test_a_cut_has_a_name_only_if_no_step_cuts_again(steps, name):
 def test_a_config_that_is_no_json_is_one_message(tmp_path):
     (tmp_path / "config.json").write_text("{")
     model = GptConfig(type="gpt", layers=1, embed=8, heads=2)
-    with pytest.raises(DataError, match=r"config.json cannot be read .*repair the file"):
+    with pytest.raises(DataError, match=r"config.json, .* cannot be read: .*repair the file"):
         config_of(model, 16, tmp_path, 8)
