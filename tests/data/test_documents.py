@@ -165,7 +165,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    files = _write(tmp_path, a="fine", b=b"caf\xe9")
+    files = _write(tmp_path, a="fine", b=b"caf\xe9")  # codespell:ignore caf
     with pytest.raises(DataError, match=r"b\.txt is not UTF-8: .* at byte 3"):
         split_documents(files, heldout_fraction=0)
     assert split_documents(files, heldout_fraction=0, not_utf8="skip").train == [b"fine"]
@@ -192,7 +192,7 @@ def test_a_pipe_and_a_directory_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
-    for name in (b"caf\xe9.txt", b"b.txt"):
+    for name in (b"caf\xe9.txt", b"b.txt"):  # codespell:ignore caf
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(str(len(name)))
     split = split_documents(matching([str(tmp_path / "*")]), heldout_fraction=0.5)
     assert len(split.train) == len(split.heldout) == 1

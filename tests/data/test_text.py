@@ -205,5 +205,5 @@ def test_empty_files(tmp_path: Path) -> None:
 
 
 def test_bytes_take_what_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 100)  # codespell:ignore caf
     assert _facts(_config(tmp_path, heldout_fraction=0.0))["train_bytes"] == 500
