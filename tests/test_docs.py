@@ -233,9 +233,9 @@ def test_commands_are_those_of_the_command_line(page, line):
 
 
 def test_a_wrong_command_is_found():
-    lines = ["jaxdist trian X", "jaxdist train X --device 8", "jaxdist pipeline shw zb_v"]  # codespell:ignore trian
+    lines = ["jaxdist trein X", "jaxdist train X --device 8", "jaxdist pipeline shw zb_v"]
     lines.append("jaxdist study X --off compression")
-    assert [refused(words(line)) for line in lines] == ["trian", "--device", "shw", "--off"]  # codespell:ignore trian
+    assert [refused(words(line)) for line in lines] == ["trein", "--device", "shw", "--off"]
 
 
 def test_the_reference_has_every_public_name():
