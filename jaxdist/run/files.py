@@ -51,7 +51,7 @@ class RunFiles:
         elif jax.process_index() == 0:
             prepare_directory(self.directory, resolved)
 
-    def metrics(self, resume_step: int | None, tell: Tell | None) -> MetricsWriter:
+    def metrics(self, resume_step: int | None, tell: Tell) -> MetricsWriter:
         """Open the file of metrics for writing; only process 0 calls this method.
 
         Args:

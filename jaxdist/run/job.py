@@ -25,7 +25,7 @@ from jaxdist.metrics.writer import Records, read_metrics
 from jaxdist.run.assemble import HookParts, hooks_of
 from jaxdist.run.directory import directory_identity
 from jaxdist.run.files import RunFiles
-from jaxdist.run.hooks.calls import CallHooks, HookCalls
+from jaxdist.run.hooks.calls import HookCalls
 from jaxdist.run.hooks.contract import Outcome, Run
 from jaxdist.run.hooks.loop import HeldOut, RunHooks
 from jaxdist.run.loading.begin import check_begin
@@ -184,14 +184,12 @@ class RunJob:
         asked = next((reason for reason in reasons if reason is not None), None)
         return Outcome(step, asked or self.termination.signal, complete=asked is not None)
 
-    def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
-        """Start the user's hooks, if there are any, and yield the loop hook that calls them."""
-        if not self.calls.hooks:
-            return
+    def _users(self, experiment: Experiment, start: int, progress: Progress) -> list[HookCalls]:
+        """Start the user's hooks, if there are any, and return the loop hook that calls them."""
         directory = self.files.directory
         given = experiment, start, experiment.total_steps, progress.note, self.termination.ask
         self.calls.start(Run(directory_identity(directory).id, directory.path, *given))
-        yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
+        return [self.calls] if self.calls.hooks else []
 
     def _check(self, experiment: Experiment, account: Account) -> None:
         """Check, before the run creates its files, for errors that would end the run later."""
@@ -233,8 +231,8 @@ class RunJob:
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
-            tell = self.calls.record if self.calls.hooks else None
-            writer = stack.enter_context(self.files.metrics(start if resume else None, tell))
+            given = start if resume else None, self.calls.record
+            writer = stack.enter_context(self.files.metrics(*given))
         unit = "tokens" if experiment.unit == "tokens" else "examples"
         given = (experiment.total_steps, start, unit, experiment.units_per_step, self.console)
         efficiency = efficiency_of(experiment)

@@ -14,7 +14,7 @@ from runs import DIGITS, Jaxdist, metrics, steps
 import jaxdist as jd
 from jaxdist.errors import STOPPED, ConfigError, RunError
 from jaxdist.run import job
-from jaxdist.run.hooks.calls import CallHooks
+from jaxdist.run.hooks.calls import HookCalls
 from jaxdist.run.hooks.contract import Outcome, Run, StepMetrics
 
 SHORT = {
@@ -217,9 +217,9 @@ def test_no_hook_costs_nothing(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(job, "RunHooks", hooks)
     jd.fit(SHORT, ["train.steps=2"], quiet=True)
-    assert not [one for one in made if isinstance(one, CallHooks)]
+    assert not [one for one in made if isinstance(one, HookCalls)]
     jd.fit(SHORT, ["train.steps=2"], hooks=[Seen()], quiet=True)
-    assert len([one for one in made if isinstance(one, CallHooks)]) == 1
+    assert len([one for one in made if isinstance(one, HookCalls)]) == 1
 
 
 class Unread:

@@ -16,6 +16,7 @@ from jaxdist.config.importing import describe_exception
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.metrics import goodput
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
+from jaxdist.run.directory import RunDirectory
 from jaxdist.run.hooks.contract import Hook, Outcome, Run, StepMetrics
 from jaxdist.run.hooks.loop import LoopHook, Moment
 
@@ -38,8 +39,8 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
     return tuple(checked)
 
 
-class HookCalls:
-    """The user's hooks that this process calls, with the `Run` that each hook receives.
+class HookCalls(LoopHook):
+    """A loop hook that calls the user's hooks of this process with the `Run` that each receives.
 
     Args:
       stop: the function that is called with a reason if a hook asks the run to end.
@@ -67,16 +68,18 @@ class HookCalls:
         if not again:
             self._call("start")
 
-    def step(self, step: int, metrics: StepMetrics) -> None:
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         """Call `step` of each hook after a step."""
         self._step = step
-        self._call("step", step, metrics)
+        names = self._runs[0].experiment.program.metrics
+        self._call("step", step, StepMetrics(names, values, step_seconds))
 
-    def boundary(self, moment: Moment, checkpoints: Path) -> None:
+    def at(self, moment: Moment) -> None:
         """Call `evaluation` of each hook after an evaluation, and `save` after a save."""
         if moment.heldout is not None:
             self._call("evaluation", moment.step, dict(moment.heldout))
         if moment.lasting:
+            checkpoints = RunDirectory(self._runs[0].directory).checkpoints
             self._call("save", moment.step, step_directory(checkpoints, moment.step))
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
@@ -131,23 +134,6 @@ class HookCalls:
 
     def _asked(self, name: str, reason: str) -> None:
         self._stop(f"{name}: {reason}")
-
-
-class CallHooks(LoopHook):
-    """A loop hook that calls the user's hooks between the steps.
-
-    Args:
-      names: the names of the values in a step's metrics vector.
-    """
-
-    def __init__(self, calls: HookCalls, names: Sequence[str], checkpoints: Path) -> None:
-        self._calls, self._names, self._checkpoints = calls, names, checkpoints
-
-    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        self._calls.step(step, StepMetrics(self._names, values, step_seconds))
-
-    def at(self, moment: Moment) -> None:
-        self._calls.boundary(moment, self._checkpoints)
 
 
 def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
