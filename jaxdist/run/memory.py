@@ -65,6 +65,12 @@ def device_memory_bytes(device: Any, local_devices: int) -> int | None:
     return statistics.get("bytes_limit")
 
 
+def _local_device() -> tuple[Any, int | None]:
+    """Return a device of this process, and its memory in bytes or None."""
+    devices = jax.local_devices()
+    return devices[0], device_memory_bytes(devices[0], len(devices))
+
+
 def check_state_fits(state: TrainState) -> None:
     """Check that the shards of a state fit in a device's memory.
 
@@ -75,8 +81,7 @@ def check_state_fits(state: TrainState) -> None:
       RunError: the state alone, without gradients and activations, exceeds the device's memory. The
         message lists the sizes of the state's parts.
     """
-    devices = jax.local_devices()
-    limit = device_memory_bytes(devices[0], len(devices))
+    device, limit = _local_device()
     needed = bytes_per_device(state)
     if limit is None or needed <= limit:
         return
@@ -91,7 +96,7 @@ def check_state_fits(state: TrainState) -> None:
     )
     raise RunError(
         f"the training state needs {needed / 1000000000.0:,.1f} GB on each device ({parts}), but "
-        f"a {devices[0].device_kind} has {limit / 1000000000.0:,.1f} GB. Use a smaller model, or "
+        f"a {device.device_kind} has {limit / 1000000000.0:,.1f} GB. Use a smaller model, or "
         "split it over more devices: parallel.zero.stage 1 to 3 along mesh axis data, or mesh "
         "axis tensor"
     )
@@ -105,9 +110,7 @@ def check_step_fits(program: Program) -> None:
     Raises:
       RunError: a result (such as attention scores, or logits) exceeds the memory.
     """
-    devices = program.layout.mesh.devices
-    local = jax.local_devices()
-    limit = device_memory_bytes(local[0], len(local))
+    devices, (device, limit) = program.layout.mesh.devices, _local_device()
     traced = program.train.trace(program.state_shapes, program.batch)
     largest = max(_products(traced.jaxpr), key=_size_bytes, default=None)
     if limit is None or largest is None or _size_bytes(largest) <= limit * devices.size:
@@ -115,7 +118,7 @@ def check_step_fits(program: Program) -> None:
     raise RunError(
         f"a step makes an array {list(largest.shape)} of {largest.dtype}, "
         f"{_size_bytes(largest) / 1000000000.0:,.1f} GB, but {devices.size} x "
-        f"{local[0].device_kind} have {limit * devices.size / 1000000000.0:,.1f} GB: {REMEDY}"
+        f"{device.device_kind} have {limit * devices.size / 1000000000.0:,.1f} GB: {REMEDY}"
     )
 
 

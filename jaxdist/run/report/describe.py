@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from rich.console import Console
 from rich.markup import escape
@@ -74,18 +76,18 @@ def describe(
     kind = devices.flat[0].device_kind
     sizes = [stage.batch_size * experiment.units_per_example for stage in experiment.stages]
     amount = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
-    console.print(
+    say = partial(console.print, soft_wrap=True)
+    say(f"data   {experiment.dataset.description}")
+    say(
         f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
         f"{config.optim.type}, {experiment.total_steps:,} steps of "
         f"{amount} {experiment.unit}",
-        soft_wrap=True,
     )
     for line in experiment.explained:
-        console.print(f"plan   {line}", soft_wrap=True)
+        say(f"plan   {line}")
     for notice in experiment.notices:
-        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
-    console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
+        say(f"[bold yellow]warning:[/] {escape(notice)}")
+    say(f"mesh   {{{shape}}} on {devices.size} x {kind}")
     if isinstance(tally, Tally):
-        console.print(f"energy {tally.described}", soft_wrap=True, markup=False)
-    console.print(f"run    {directory.path}", soft_wrap=True)
+        say(f"energy {tally.described}", markup=False)
+    say(f"run    {directory.path}")

@@ -124,27 +124,24 @@ def report_page(
     Raises:
       RunError: the page cannot be written; see `write_page`.
     """
-    nothing: list[JsonObject] = [program_data(run, None) for run in runs]
     pulses = [_Pulse(run, clock) for run in runs]
-    reload_seconds = live_seconds
     if live_seconds is not None and compile_step is not None:
         # The first page shows the curves before the steps are compiled.
-        write_page(runs, file, nothing, reload_seconds=reload_seconds)
+        nothing = [program_data(run, None) for run in runs]
+        write_page(runs, file, nothing, reload_seconds=live_seconds)
     compiled = [program_data(run, compile_step) for run in runs]
     while True:
         begun = clock()
         # `beats` is called for every run, even after a True, since each call records changes of the
         # lock file.
         beats = [pulse.beats() for pulse in pulses]
-        going = live_seconds is not None and any(beats)
-        reload_seconds = live_seconds if going else None
-        size = write_page(runs, file, compiled, reload_seconds=reload_seconds)
-        if not going:
+        again_seconds = live_seconds if any(beats) else None
+        size = write_page(runs, file, compiled, reload_seconds=again_seconds)
+        if again_seconds is None:
             break
-        assert live_seconds is not None
         # A long file of metrics takes seconds to read. The wait limits the load to a tenth of a
         # core.
-        sleep(max(live_seconds, 9 * (clock() - begun)))
+        sleep(max(again_seconds, 9 * (clock() - begun)))
     say(f"page   {file}, {size:,} bytes")
 
 
