@@ -6,6 +6,7 @@ Each config is trained in a child process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,9 +24,8 @@ from benchmarks.draws.run import DrawOutcome, judge_draw
 from jaxdist.config import plain_yaml
 from jaxdist.errors import ConfigError, RunError, did_you_mean, os_errors_as
 from jaxdist.mesh import AXES
-from jaxdist.metrics.report import write_json
 from jaxdist.parity.children import Ended, answers
-from jaxdist.parity.report import REMEDY, read_earlier
+from jaxdist.parity.report import REMEDY, read_earlier, recorded
 from jaxdist.parity.trace import compiled_at
 
 WRONG = Path("runs/parity")
@@ -73,17 +73,17 @@ def parity_draws(
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-    for own, answer in zip(left, answers(judge_draw, left, jobs), strict=True):
-        outcome = _ended(own, answer) if isinstance(answer, Ended) else answer
-        outcomes.append(outcome)
+    fresh = (
+        _ended(own, answer) if isinstance(answer, Ended) else answer
+        for own, answer in zip(left, answers(judge_draw, left, jobs), strict=True)
+    )
+    report = partial(outcomes_to_json, count=count, seed=seed, axes=axes)
+    for outcome in recorded(fresh, outcomes, json_file, report, what="draws"):
         style = None if outcome.good else "bold red"
         console.print(draw_line(outcome), style=style, soft_wrap=True, markup=False)
         if not outcome.good:
             text = failure_text(outcome, _written(outcome))
             console.print(text, soft_wrap=True, markup=False)
-        if json_file is not None:
-            report = outcomes_to_json(outcomes, count=count, seed=seed, axes=axes)
-            write_json(json_file, report, what="draws", indent=1, allow_nan=True)
     console.print(draw_verdict(outcomes), soft_wrap=True)
     return outcomes
 

@@ -268,10 +268,10 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
         scope = random.choice(SCOPES) if stage else "all"
-        config = ZeroConfig(stage=stage, scope=scope)
-        if violations(facts(mesh, reduce, config)) or (stage == 3 and mesh.get("stage", 1) > 1):
-            continue  # `_sharded_stages` draws ZeRO 3 in pipelines.
         zero: Sections = {"stage": stage, "scope": scope}
+        found = violations(facts(mesh, {"reduce": reduce, "zero": zero}))
+        if found or (stage == 3 and mesh.get("stage", 1) > 1):
+            continue  # `_sharded_stages` draws ZeRO 3 in pipelines.
         zero["whole_below"] = random.choice((0, 0, 16, 64, ZeroConfig().whole_below))
         if stage == 3 and reduce is not None:
             zero["prefetch"] = random.random() < 0.3
@@ -291,12 +291,11 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
         found["error_feedback"] = random.choice((False, True, {"type": "ef21"}))
     found |= {"warmup_steps": random.choice((0, 1)), "vectors": random.choice(VECTORS)}
     parallel = {**plan.parallel, "compression": found}
-    zero = ZeroConfig.model_validate(parallel["zero"])
-    if zero.stage >= 2 and found["axis"] == "data":
+    if parallel["zero"]["stage"] >= 2 and found["axis"] == "data":
         # ZeRO 2 and 3 reduce gradients layer by layer. No lossless codec supports this, so the plan
         # stays without compression.
         return plan
-    if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
+    if violations(facts(plan.mesh, parallel)):
         return plan
     return replace(plan, parallel=parallel)
 

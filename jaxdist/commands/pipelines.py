@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxdist.config.describe import tags
 from jaxdist.config.document import Document, Node, Origin
 from jaxdist.config.explain import explain_problems
 from jaxdist.config.override import apply_override
@@ -34,10 +35,7 @@ from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.types import JsonObject
 
 COMMAND_LINE = Origin("the command line")
-ALTERNATIVES: dict[str, type[Any]] = {
-    alternative.model_fields["type"].default: alternative
-    for alternative in get_args(get_args(PipelineScheduleConfig)[0])
-}
+ALTERNATIVES: dict[str, type[Any]] = tags(PipelineScheduleConfig)
 """The classes among `PipelineScheduleConfig`, by the schedule's type."""
 
 

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
-
 from jaxdist.collectives.algorithms.build import ReduceConfig
-from jaxdist.compression.config import Compression, CompressionConfig
+from jaxdist.config.describe import tags
 from jaxdist.mesh import DCN, ICI, MeshConfig, Split
 from jaxdist.models.remat import ByKind
 from jaxdist.parallel.pipeline.executor.ticks import Activations
-from jaxdist.parallel.zero import STAGES, Stage, ZeroConfig
+from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.parallel.zero import STAGES, Stage
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
-from jaxdist.pipeline_schedules.csv_form import Csv
 from jaxdist.pipeline_schedules.schedule import loop
 from jaxdist.types import Json, JsonObject
 from jaxdist.validity.features import Facts
@@ -42,13 +40,11 @@ MESHES: Mapping[str, Mapping[str, Json]] = {
 """The meshes to compare, by their names in the printed tables."""
 REDUCTIONS: tuple[str | None, ...] = (
     None,
-    *(algorithm.model_fields["type"].default for algorithm in get_args(get_args(ReduceConfig)[0])),
+    *tags(ReduceConfig),
 )
 """The types of reductions: every algorithm of jaxdist, and None, with which XLA sums gradients."""
 SCHEDULES: Mapping[str, type[Any]] = {
-    schedule.model_fields["type"].default: schedule
-    for schedule in get_args(get_args(PipelineScheduleConfig)[0])
-    if schedule is not Csv
+    name: schedule for name, schedule in tags(PipelineScheduleConfig).items() if name != "csv"
 }
 """The config class of every generated pipeline schedule, by the schedule's type."""
 Scope = Literal["all", "ici"]
@@ -64,8 +60,6 @@ SEQUENCES: tuple[Residual, ...] = get_args(Residual)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CHUNKS = 2
 """The number of chunks on each stage, for pipeline schedules with a setting `chunks`."""
-_REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
-_COMPRESSION = TypeAdapter[Compression](CompressionConfig)
 _PIPELINES: list[tuple[str | None, Activations | None]] = [
     *itertools.product(SCHEDULES, ACTIVATIONS)
 ]
@@ -169,24 +163,17 @@ def placement_kind(schedule: str) -> str:
 @cache
 def combination_facts(cell: Combination) -> Facts:
     """Return the facts about a combination from which the validity table judges it."""
-    reduce = None if cell.reduce is None else {"type": cell.reduce}
-    return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
+    return facts(MESHES[cell.mesh], cell.parallel)
 
 
-def facts(
-    mesh: Mapping[str, Json],
-    reduce: JsonObject | None,
-    zero: ZeroConfig,
-    compression: JsonObject | None = None,
-) -> Facts:
+def facts(mesh: Mapping[str, Json], parallel: Mapping[str, Json]) -> Facts:
     """Return the facts about a config from which the validity table judges it.
 
     Args:
       mesh: the section `mesh`.
-      reduce: the section `parallel.reduce`, or None if it is not set.
-      zero: the section `parallel.zero`, validated.
-      compression: the section `parallel.compression`, or None if it is not set.
+      parallel: the section `parallel`.
     """
+    config = ParallelConfig.model_validate(parallel)
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():
         if isinstance(size, Split):
@@ -196,9 +183,9 @@ def facts(
     return Facts(
         mesh=sizes,
         batch_axes=tuple(name for name in sizes if name.startswith("data")),
-        reduce=None if reduce is None else _REDUCE.validate_python(reduce),
-        zero=zero,
-        compression=None if compression is None else _COMPRESSION.validate_python(compression),
+        reduce=config.reduce,
+        zero=config.zero,
+        compression=config.compression,
     )
 
 

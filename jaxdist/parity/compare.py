@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -11,7 +12,6 @@ from rich.console import Console
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import load
-from jaxdist.metrics.report import write_json
 from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
 from jaxdist.parity.children import Ended, answers
 from jaxdist.parity.report import (
@@ -20,6 +20,7 @@ from jaxdist.parity.report import (
     combination_line,
     from_json,
     read_earlier,
+    recorded,
     results_to_json,
 )
 from jaxdist.parity.run import (
@@ -84,18 +85,11 @@ def parity(
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-
-    def note() -> None:
-        if json_file is not None:
-            write_json(json_file, report(results), what="comparison", indent=1, allow_nan=True)
-
-    note()  # A file that cannot be written is refused here, before minutes of training.
     told: dict[str, int] = {}
-    for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
+    fresh = _compared(subject, [cell for cell in cells if cell not in done], jobs)
+    for result in recorded(fresh, results, json_file, report, what="comparison"):
         style = "bold red" if result.verdict == "differs" else None
         console.print(combination_line(result, told), style=style, soft_wrap=True, markup=False)
-        results.append(result)
-        note()
     console.print(_verdict(results))
     return results
 
@@ -158,8 +152,5 @@ def _verdict(results: Sequence[ParityResult]) -> str:
     >>> _verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'
     """
-    counts = [
-        sum(result.verdict == kind for result in results)
-        for kind in ("equal", "differs", "skipped")
-    ]
-    return "{} equal, {} differ, {} skipped".format(*counts)
+    counts = Counter(result.verdict for result in results)
+    return f"{counts['equal']} equal, {counts['differs']} differ, {counts['skipped']} skipped"

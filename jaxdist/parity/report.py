@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import TypeAdapter
 
+from jaxdist.config.files import read_json
 from jaxdist.errors import ConfigError
-from jaxdist.metrics.report import PACKAGES
-from jaxdist.parity.cells import (
-    Combination,
-)
+from jaxdist.metrics.report import PACKAGES, write_json
+from jaxdist.parity.cells import Combination
 from jaxdist.parity.run import ParityResult
 from jaxdist.parity.trace import STEPS
 from jaxdist.runtime import environment
@@ -134,6 +132,38 @@ REMEDY = "choose another file with --json, or leave out --resume to overwrite th
 T = TypeVar("T")
 
 
+def recorded(
+    fresh: Iterable[T],
+    results: list[T],
+    file: Path | None,
+    report: Callable[[Sequence[T]], JsonObject],
+    *,
+    what: str,
+) -> Iterator[T]:
+    """Yield each fresh result after it was added to `results` and to the report in a file.
+
+    Args:
+      fresh: the results that are computed one after another.
+      results: the earlier results, to which the fresh results are added.
+      file: the JSON file of the report, or None to write no file.
+      report: a function from the results until now to the report as JSON values.
+      what: the contents of the report, for messages.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+
+    def note() -> None:
+        if file is not None:
+            write_json(file, report(results), what=what, indent=1, allow_nan=True)
+
+    note()  # A file that cannot be written is refused here, before minutes of training.
+    for result in fresh:
+        results.append(result)
+        note()
+        yield result
+
+
 def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
     """Return the parsed report of an interrupted run, or None if the file does not exist.
 
@@ -147,6 +177,6 @@ def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
     if not file.exists():
         return None
     try:
-        return parse(json.loads(file.read_text(encoding="utf-8")))
+        return parse(read_json(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot continue {file}: {error!r}; {REMEDY}") from error

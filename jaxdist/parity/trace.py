@@ -87,6 +87,13 @@ class Trace:
     updates: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
+FIELDS = "values", "gradients", "updates"
+"""The fields of `Trace`, in the order of the fields of `Differences`."""
+Floors = Mapping[str, Mapping[str, float]]
+"""A floor for each norm by which a tensor's difference is divided, by field of a `Trace` and by the
+tensor's name."""
+
+
 class Noted(NamedTuple):
     """An optimizer's state together with the gradients that the optimizer received last."""
 
@@ -237,7 +244,7 @@ class FirstSteps:
 
 
 def trace_distances(
-    found: Trace, reference: Trace, least: NormFloors | None = None
+    found: Trace, reference: Trace, least: Floors | None = None
 ) -> dict[str, dict[str, float]]:
     """Return the relative difference of each tensor, by field of a `Trace` and by name.
 
@@ -253,7 +260,7 @@ def trace_distances(
         A difference is infinite if only the reference is 0, or if the reference lacks the value.
         """
         ours, theirs = getattr(found, field), getattr(reference, field)
-        leasts = getattr(least, field, {})
+        leasts = (least or {}).get(field, {})
         return dict.fromkeys(ours.keys() - theirs.keys(), math.inf) | {
             name: _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
@@ -261,12 +268,10 @@ def trace_distances(
             if not (field == "values" and np.isnan(expected) and np.isnan(ours[name]))
         }
 
-    return {field: measured(field) for field in ("values", "gradients", "updates")}
+    return {field: measured(field) for field in FIELDS}
 
 
-def trace_differences(
-    found: Trace, reference: Trace, least: NormFloors | None = None
-) -> Differences:
+def trace_differences(found: Trace, reference: Trace, least: Floors | None = None) -> Differences:
     """Return the largest relative differences of losses, gradients and updates.
 
     A difference is NaN or infinite if any of the compared values is.
@@ -292,20 +297,6 @@ def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-@dataclass(frozen=True)
-class NormFloors:
-    """A floor for each norm by which a tensor's difference is divided.
-
-    Attributes:
-      values, gradients, updates: the floor for each tensor in the field of a `Trace` with the same
-        name, by the tensor's name.
-    """
-
-    values: Mapping[str, float]
-    gradients: Mapping[str, float]
-    updates: Mapping[str, float]
-
-
 SMALL = 1e-2
 """The floor for the norm by which a gradient's difference is divided, as a fraction of the norm of
 the vector of all gradients."""
@@ -313,7 +304,7 @@ the vector of all gradients."""
 
 def norms_at_least(
     reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
-) -> NormFloors:
+) -> Floors:
     """Return a floor for each norm by which a tensor's difference is divided.
 
     A gradient whose terms nearly cancel has the rounding error of the terms and not of their sum.
@@ -342,21 +333,19 @@ def norms_at_least(
         name: _norm(update) * max(1.0, growth(name)) for name, update in reference.updates.items()
     }
 
-    def moves(field: str, bound: float, floors: Mapping[str, float]) -> dict[str, float]:
+    def moves(field: str, bound: float, least: Mapping[str, float]) -> dict[str, float]:
         ours, others = getattr(reference, field), [getattr(other, field) for other in moved]
         return {
             name: max(
-                floors.get(name, 0.0),
+                least.get(name, 0.0),
                 *(times * _norm(other[name] - value) / bound for other in others),
             )
             for name, value in ours.items()
         }
 
-    return NormFloors(
-        moves("values", limit.loss, {}),
-        moves("gradients", limit.gradient, gradients),
-        moves("updates", limit.update, updates),
-    )
+    floors = {"values": {}, "gradients": gradients, "updates": updates}
+    bounds = dict(zip(FIELDS, astuple(limit), strict=True))
+    return {field: moves(field, bounds[field], least) for field, least in floors.items()}
 
 
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:
