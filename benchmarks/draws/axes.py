@@ -8,25 +8,13 @@ from __future__ import annotations
 import math
 from random import Random
 
-from benchmarks.draws.sizes import stage_count
+from benchmarks.draws.sections import Sections, data_settings, stage_count, with_values
 from jaxdist.cost.context import splits_of
 from jaxdist.parity.cells import DEVICES
-from jaxdist.types import Json, JsonObject
+from jaxdist.parity.run import without_values
 
-Sections = JsonObject
 EXPERTS = 8
 """The number of experts of a layer. All drawn sizes of axis expert divide this number."""
-
-
-def with_values(config: Sections, section: str, **values: Json) -> Sections:
-    """Return a mapping from a section's name to the section with the given values added.
-
-    Args:
-      config: the sections of the config.
-      section: the name of the section.
-      values: the values to set in the section.
-    """
-    return {section: {**config.get(section, {}), **values}}
 
 
 def without_stages(config: Sections, axis: str) -> Sections:
@@ -35,8 +23,7 @@ def without_stages(config: Sections, axis: str) -> Sections:
     The axis `axis` replaces axis stage of the mesh.
     """
     mesh = {(axis if name == "stage" else name): n for name, n in config["mesh"].items()}
-    parallel = {name: value for name, value in config["parallel"].items() if name != "pipeline"}
-    return {"mesh": mesh, "parallel": parallel}
+    return {"mesh": mesh, "parallel": without_values(config["parallel"], "pipeline")}
 
 
 def experts(random: Random, config: Sections) -> Sections | None:
@@ -47,7 +34,7 @@ def experts(random: Random, config: Sections) -> Sections | None:
     are devices for both axes.
     """
     model, stages, train = config["model"], stage_count(config), config["train"]
-    if model["type"] != "gpt" or EXPERTS % stages:
+    if EXPERTS % stages:
         return None
     if config["sharding"].get("collective_matmul") or {"phases", "batch_ramp"} & {*train}:
         return None
@@ -109,7 +96,7 @@ def context_axis(random: Random, config: Sections) -> Sections | None:
     context replaces axis stage. The result is None if the config does not combine with axis
     context.
     """
-    if config["model"]["type"] not in ("gpt", "bert") or "deterministic" in config["parallel"]:
+    if "deterministic" in config["parallel"]:
         return None
     if config["sharding"].get("collective_matmul") or _apart(config):
         return None
@@ -118,7 +105,7 @@ def context_axis(random: Random, config: Sections) -> Sections | None:
         return None
     size = placed["mesh"]["context"]
     pieces = (config.get("loss") or {}).get("chunks", 1)
-    if _length(config) // size % pieces:
+    if data_settings(config)["window"] // size % pieces:
         return None
     way = random.choice(_ways(config, size))
     order = random.choice(_orders(config, way, size))
@@ -140,11 +127,6 @@ def _apart(config: Sections) -> bool:
     return tensor > 1 and bool({"heads", "kv_heads"} & {*rules})
 
 
-def _length(config: Sections) -> int:
-    data = config["data"]
-    return data.get("args", data)["window"]
-
-
 def _placed(random: Random, config: Sections) -> Sections | None:
     """Draw the size of axis context and its position, and return the sections that change.
 
@@ -154,7 +136,7 @@ def _placed(random: Random, config: Sections) -> Sections | None:
     further = mesh.get("tensor", 1) if "residual_seq" in rules else 1
 
     def fits(size: int) -> bool:
-        return size > 1 and _length(config) % (size * further) == 0
+        return size > 1 and data_settings(config)["window"] % (size * further) == 0
 
     if (stages := stage_count(config)) > 1:
         return without_stages(config, "context") if fits(stages) else None
@@ -194,5 +176,5 @@ def _orders(config: Sections, way: str, size: int) -> list[str]:
         return ["auto"]
     if plain:
         return ["auto", "contiguous"]
-    zigzag = math.gcd(_length(config), 2 * size) == 2 * size
+    zigzag = math.gcd(data_settings(config)["window"], 2 * size) == 2 * size
     return ["auto", "contiguous", "striped", *["zigzag"] * zigzag]

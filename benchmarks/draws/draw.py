@@ -28,8 +28,8 @@ from benchmarks.draws.model import (
     resnet,
     vit,
 )
+from benchmarks.draws.sections import mesh_axis_size
 from benchmarks.draws.settings import with_settings
-from benchmarks.draws.sizes import mesh_axis_size
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.model.pipeline import lowered
 from jaxdist.parallel.pipeline.planning.plan import PipelineConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.draws.model import Sections, has_batch_norm, model_key
 from benchmarks.draws.run import DrawOutcome
+from benchmarks.draws.sections import mesh_axis_size, stage_count
 from benchmarks.draws.settings import SETTINGS
-from benchmarks.draws.sizes import axis_sizes, mesh_axis_size
 from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
 from jaxdist.metrics.report import PACKAGES
@@ -55,7 +55,7 @@ def plan_text(sections: Sections) -> str:
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
-    values = {name: setting.shown(sections) for name, setting in SETTINGS.items()}
+    values = {name: setting.text(sections) for name, setting in SETTINGS.items()}
     plan += [
         name if value == "yes" else f"{name} {value}"
         for name, value in values.items()
@@ -74,9 +74,8 @@ def features_of(sections: Sections) -> dict[str, str]:
     scope = ", ici" if zero["scope"] == "ici" else ""
     model = sections["model"]
     remat = model.get("remat", "none")
-    sizes = axis_sizes(mesh)
     layers = model.get("args", model).get("layers")
-    uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
+    uneven = pipeline and layers and (layers % stage_count(sections) or "layers" in pipeline)
     return {
         "model": model_key(model),
         "BatchNorm": "yes" if has_batch_norm(model) else "no",
@@ -99,7 +98,7 @@ def features_of(sections: Sections) -> dict[str, str]:
         "activations": pipeline["activations"] if pipeline else "none",
         "gathers of stages": pipeline.get("gather", "none") if pipeline else "none",
         "uneven layers": "yes" if uneven else "no",
-        **{name: setting.shown(sections) for name, setting in SETTINGS.items()},
+        **{name: setting.text(sections) for name, setting in SETTINGS.items()},
     }  # fmt: skip
 
 

@@ -13,17 +13,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.draws.axes import context_axis, expert_axis, experts, with_values
+from benchmarks.draws.axes import context_axis, expert_axis, experts
 from benchmarks.draws.model import has_batch_norm, model_key
-from benchmarks.draws.sizes import data_size, stage_count
+from benchmarks.draws.sections import (
+    Sections,
+    data_settings,
+    data_size,
+    stage_count,
+    with_data,
+    with_values,
+)
 from jaxdist.config import value_at
-from jaxdist.parity.run import in_half_precision
+from jaxdist.parity.run import in_half_precision, without_values
 from jaxdist.parity.trace import STEPS
 from jaxdist.parity.weighted import with_weights
-from jaxdist.types import Json, JsonObject
-
-Sections = JsonObject
-
+from jaxdist.types import Json
 
 LENGTHS = (16, 24)
 """The lengths among which the setting "longer sequences" chooses, in tokens."""
@@ -38,14 +42,25 @@ class Setting:
       shared: whether the single device and the second plan have the setting too.
       add: a function from a random stream and a config to the sections that change, or to None if
         the setting does not combine with the config.
-      shown: a function from a config to the setting's value on the page, which is "no" for a config
-        without the setting.
+      shown: the path of the setting's value in a config, or a function from a config to the value
+        on the page.
+      models: the types of models with which the setting combines, or () for all types.
     """
 
     chance: float
     shared: bool
     add: Callable[[Random, Sections], Sections | None]
-    shown: Callable[[Sections], str]
+    shown: str | Callable[[Sections], str]
+    models: tuple[str, ...] = ()
+
+    def text(self, config: Sections) -> str:
+        """Return the setting's value on the page, which is "no" for a config without it."""
+        if callable(self.shown):
+            return self.shown(config)
+        value = value_at(config, self.shown.split("."))
+        if isinstance(value, bool | dict | list):
+            return "yes" if value else "no"
+        return "no" if value is None else str(value)
 
 
 def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Sections, Sections]:
@@ -78,18 +93,19 @@ def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Section
 
 
 def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
+    if setting.models and config["model"]["type"] not in setting.models:
+        return None
     found = setting.add(Random(stream), config)
     return None if found is None else {**config, **found}
 
 
+def _one_of(section: str, name: str, *values: Json) -> Callable[[Random, Sections], Sections]:
+    """Return a function that sets a value of a section to one of the given values."""
+    return lambda random, config: with_values(config, section, **{name: random.choice(values)})
+
+
 def _of_zero(config: Sections, **values: Json) -> Sections:
     return with_values(config, "parallel", zero={**config["parallel"]["zero"], **values})
-
-
-def _compute_dtype(random: Random, config: Sections) -> Sections | None:
-    if config["model"]["type"] != "gpt":
-        return None
-    return with_values(config, "model", compute_dtype="bfloat16")
 
 
 def _master_weights(random: Random, config: Sections) -> Sections | None:
@@ -112,8 +128,7 @@ def _skip_spikes(random: Random, config: Sections) -> Sections | None:
     The result is never None, since the setting combines with every config.
     """
     spikes = {"factor": 1.0001, "window": 1}
-    optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
-    return {"optim": {**optim, "skip_spikes": spikes}}
+    return {"optim": {**without_values(config["optim"], "skip_nonfinite"), "skip_spikes": spikes}}
 
 
 def _onebit(random: Random, config: Sections) -> Sections | None:
@@ -125,7 +140,7 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
     kind, freeze = random.choice(("onebit_adam", "onebit_lamb")), random.choice((1, 2))
     optim: Sections = {"type": kind, "learning_rate": 1e-2, "eps": 1e-3, "freeze_step": freeze}
     found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
-    parallel = {name: value for name, value in config["parallel"].items() if name != "compression"}
+    parallel = without_values(config["parallel"], "compression")
     zero, reduce = parallel["zero"], parallel["reduce"]
     messages = data_size(config) > 1 and stage_count(config) == 1 and zero["stage"] <= 1
     flat = reduce is None or reduce["type"] != "hierarchical"
@@ -136,43 +151,24 @@ def _onebit(random: Random, config: Sections) -> Sections | None:
     return {**found, "parallel": parallel}
 
 
-def _window(random: Random, config: Sections) -> Sections | None:
-    if config["model"]["type"] != "gpt":
-        return None
-    return with_values(config, "model", attention_window=random.choice((1, 2, 3)))
-
-
 def _longer(random: Random, config: Sections) -> Sections | None:
-    """Draw a larger length of sequences, which more sizes of axis context divide.
-
-    The result is None for a model without sequences.
-    """
-    if config["model"]["type"] not in ("gpt", "bert"):
-        return None
-    data, window = config["data"], random.choice(LENGTHS)
-    found = with_values(config, "data", window=window)
-    if data["type"] == "import":
-        found = with_values(config, "data", args={**data["args"], "window": window})
+    """Draw a larger length of sequences, which more sizes of axis context divide."""
+    window = random.choice(LENGTHS)
+    found = with_data(config, window=window)
     if config["model"]["type"] == "bert":
         found |= with_values(config, "model", positions=window)
     return found
 
 
 def _window_shown(config: Sections) -> str:
-    window = config["data"].get("args", config["data"]).get("window")
+    window = data_settings(config).get("window")
     return str(window) if window in LENGTHS else "no"
 
 
-def _blockwise(random: Random, config: Sections) -> Sections | None:
-    if config["model"]["type"] != "gpt":
-        return None
-    return with_values(config, "model", attention="blockwise")
-
-
 def _chunks(random: Random, config: Sections) -> Sections | None:
-    if config["model"]["type"] != "gpt" or "residual_seq" in config["sharding"]["rules"]:
+    if "residual_seq" in config["sharding"]["rules"]:
         return None
-    window = config["data"].get("args", config["data"])["window"]
+    window = data_settings(config)["window"]
     chunks = random.choice([n for n in range(2, window + 1) if window % n == 0])
     return {"loss": {"type": "next_token", "chunks": chunks}}
 
@@ -218,10 +214,7 @@ def _evaluation(random: Random, config: Sections) -> Sections | None:
 
     The result is never None, since the setting combines with every config.
     """
-    data, count = config["data"], random.randint(9, 40)
-    if data["type"] == "import":
-        return with_values(config, "data", args={**data["args"], "heldout_examples": count})
-    return with_values(config, "data", heldout_examples=count)
+    return with_data(config, heldout_examples=random.randint(9, 40))
 
 
 def _ramp(random: Random, config: Sections) -> Sections | None:
@@ -265,7 +258,7 @@ def _phases(random: Random, config: Sections) -> Sections | None:
     if "batch_ramp" in config["train"]:
         return None
     size = config["train"]["batch_size"]
-    optim = {n: v for n, v in config["optim"].items() if n not in ("learning_rate", "schedule")}
+    optim = without_values(config["optim"], "learning_rate", "schedule")
     rate = config["optim"]["learning_rate"]
     phases = [
         {"examples_fraction": 2 / 3, "batch_size": size, "learning_rate": rate},
@@ -305,7 +298,7 @@ def _strict(random: Random, config: Sections) -> Sections | None:
 
 
 def _freeze(random: Random, config: Sections) -> Sections | None:
-    if config["model"]["type"] not in FREEZABLE or _fetched_ahead(config):
+    if _fetched_ahead(config):
         return None
     frozen = random.choice(FREEZABLE[config["model"]["type"]])
     if frozen == "blocks/*" and config["optim"]["type"] == "muon":
@@ -315,7 +308,7 @@ def _freeze(random: Random, config: Sections) -> Sections | None:
 
 def _lora(random: Random, config: Sections) -> Sections | None:
     model = config["model"]
-    if model["type"] not in ADAPTED or _fetched_ahead(config) or "freeze" in model:
+    if _fetched_ahead(config) or "freeze" in model:
         return None
     adapters = {"rank": random.choice((1, 2, 3)), "alpha": random.choice((4.0, 16.0))}
     adapters["targets"] = [random.choice(ADAPTED[model["type"]])]
@@ -389,7 +382,7 @@ def _offload_parameters(random: Random, config: Sections) -> Sections | None:
         and not {"strategy", "deterministic"} & {*config, *config["parallel"]}
         and (zero["stage"] < 3 or split_evenly)
     )
-    if not combines or model["type"] not in FREEZABLE:
+    if not combines:
         return None
     parallel = _left_to_xla(config)
     chosen = {**parallel["zero"], "offload_parameters": [random.choice(FREEZABLE[model["type"]])]}
@@ -399,28 +392,13 @@ def _offload_parameters(random: Random, config: Sections) -> Sections | None:
     return {"model": model, "parallel": {**parallel, "zero": chosen}}
 
 
-def _value(section: str, name: str) -> Callable[[Sections], str]:
-    def shown(config: Sections) -> str:
-        value = value_at(config, (*section.split("."), name))
-        if isinstance(value, bool | dict | list):
-            return "yes" if value else "no"
-        return "no" if value is None else str(value)
-
-    return shown
-
-
-def _strategy(config: Sections) -> str:
-    return config.get("strategy", {"type": "no"})["type"]
-
-
 def _onebit_shown(config: Sections) -> str:
     kind = config["optim"]["type"]
     return kind if kind.startswith("onebit") else "no"
 
 
 def _evaluated(config: Sections) -> str:
-    data = config["data"]
-    return "yes" if data.get("args", data)["heldout_examples"] else "no"
+    return "yes" if data_settings(config)["heldout_examples"] else "no"
 
 
 def _weighted(config: Sections) -> str:
@@ -447,35 +425,39 @@ ADAPTED: Mapping[str, tuple[str, ...]] = {
 }
 """The patterns of kernels to adapt by LoRA, for each type of model."""
 SETTINGS: Mapping[str, Setting] = {
-    "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
-    "Lookahead": Setting(0.1, True, _lookahead, _strategy),
-    "master weights": Setting(0.1, True, _master_weights, _value("optim", "master_weights")),
-    "spikes skipped": Setting(0.1, True, _skip_spikes, _value("optim", "skip_spikes")),
+    "compute dtype": Setting(
+        0.25, True, _one_of("model", "compute_dtype", "bfloat16"), "model.compute_dtype", ("gpt",)
+    ),
+    "Lookahead": Setting(0.1, True, _lookahead, "strategy.type"),
+    "master weights": Setting(0.1, True, _master_weights, "optim.master_weights"),
+    "spikes skipped": Setting(0.1, True, _skip_spikes, "optim.skip_spikes"),
     "1-bit optimizer": Setting(0.1, True, _onebit, _onebit_shown),
     "unequal weights": Setting(0.3, True, _weights, _weighted),
     "evaluation": Setting(0.4, True, _evaluation, _evaluated),
-    "dropout": Setting(0.9, True, _dropout, _value("model.args", "dropout")),
-    "attention window": Setting(0.4, True, _window, _value("model", "attention_window")),
-    "batch ramp": Setting(0.1, False, _ramp, _value("train", "batch_ramp")),
-    "phases": Setting(0.1, True, _phases, _value("train", "phases")),
-    "attention in blocks": Setting(0.3, False, _blockwise, _value("model", "attention")),
-    "longer sequences": Setting(0.4, True, _longer, _window_shown),
-    "chunks of the loss": Setting(0.3, False, _chunks, _value("loss", "chunks")),
-    "collective matmul": Setting(
-        0.8, False, _collective_matmul, _value("sharding", "collective_matmul")
+    "dropout": Setting(0.9, True, _dropout, "model.args.dropout", ("import",)),
+    "attention window": Setting(
+        0.4, True, _one_of("model", "attention_window", 1, 2, 3), "model.attention_window", ("gpt",)
     ),
-    "frozen parameters": Setting(0.2, True, _freeze, _value("model", "freeze")),
-    "adapters": Setting(0.2, True, _lora, _value("model", "lora")),
-    "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
-    "experts": Setting(0.4, True, _unrounded_experts, _value("model", "experts")),
-    "axis of experts": Setting(0.8, False, expert_axis, _value("mesh", "expert")),
-    "axis context": Setting(0.8, False, context_axis, _value("mesh", "context")),
-    "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
-    "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
-    "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
-    "state on the host": Setting(0.15, False, _offload, _value("parallel.zero", "offload")),
+    "batch ramp": Setting(0.1, False, _ramp, "train.batch_ramp"),
+    "phases": Setting(0.1, True, _phases, "train.phases"),
+    "attention in blocks": Setting(
+        0.3, False, _one_of("model", "attention", "blockwise"), "model.attention", ("gpt",)
+    ),
+    "longer sequences": Setting(0.4, True, _longer, _window_shown, ("gpt", "bert")),
+    "chunks of the loss": Setting(0.3, False, _chunks, "loss.chunks", ("gpt",)),
+    "collective matmul": Setting(0.8, False, _collective_matmul, "sharding.collective_matmul"),
+    "frozen parameters": Setting(0.2, True, _freeze, "model.freeze", (*FREEZABLE,)),
+    "adapters": Setting(0.2, True, _lora, "model.lora", (*ADAPTED,)),
+    "strict bits": Setting(0.12, False, _strict, "parallel.deterministic"),
+    "experts": Setting(0.4, True, _unrounded_experts, "model.experts", ("gpt",)),
+    "axis of experts": Setting(0.8, False, expert_axis, "mesh.expert"),
+    "axis context": Setting(0.8, False, context_axis, "mesh.context", ("gpt", "bert")),
+    "reduce dtype": Setting(0.15, False, _reduce_dtype, "parallel.reduce_dtype"),
+    "gather dtype": Setting(0.3, False, _gather_dtype, "parallel.zero.gather_dtype"),
+    "second copy of shards": Setting(0.5, False, _secondary, "parallel.zero.secondary"),
+    "state on the host": Setting(0.15, False, _offload, "parallel.zero.offload"),
     "parameters on the host": Setting(
-        0.15, False, _offload_parameters, _value("parallel.zero", "offload_parameters")
+        0.15, False, _offload_parameters, "parallel.zero.offload_parameters", (*FREEZABLE,)
     ),
 }
 """The settings by their names on the page, in the order in which `with_settings` adds them."""

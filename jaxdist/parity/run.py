@@ -93,16 +93,21 @@ class ParitySubject:
     terms: int
 
 
+def without_values(section: Mapping[str, Json], *names: str) -> JsonObject:
+    """Return the values of a section that do not have the given names."""
+    return {name: value for name, value in section.items() if name not in names}
+
+
 def single_device(sections: Mapping[str, Json]) -> JsonObject:
     """Return the sections of a config that trains the same model on a single device.
 
     The config has no remat, microbatches, or other settings that only a plan changes.
     """
     plain = {name: sections[name] for name in COMMON if name in sections}
-    model = {name: value for name, value in sections["model"].items() if name != "remat"}
+    model = without_values(sections["model"], "remat")
     if "attention" in model:
         model["attention"] = "plain"
-    loss = {name: value for name, value in (sections.get("loss") or {}).items() if name != "chunks"}
+    loss = without_values(sections.get("loss") or {}, "chunks")
     sharding = {**sections.get("sharding", {}), "rules": {}, "collective_matmul": False}
     return {
         **plain,
@@ -131,9 +136,8 @@ def in_full_precision(config: JsonObject) -> JsonObject:
 
     Only the dtypes of the sections `model` and `optim` change.
     """
-    model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
-    optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
-    return {**config, "model": model, "optim": optim}
+    model = without_values(config["model"], "compute_dtype")
+    return {**config, "model": model, "optim": without_values(config["optim"], "master_weights")}
 
 
 def open_reference(sections: Mapping[str, Json]) -> ParitySubject:
@@ -180,7 +184,7 @@ def with_combination(sections: Mapping[str, Json], cell: Combination) -> JsonObj
     if "remat" in model:
         remat = REMATS[cell.remat]
         model["remat"] = [*remat][: model.get("layers")] if isinstance(remat, tuple) else remat
-    rules = {dim: axis for dim, axis in sharding.get("rules", {}).items() if dim != "residual_seq"}
+    rules = without_values(sharding.get("rules", {}), "residual_seq")
     return {
         **sections,
         "model": model,

@@ -87,7 +87,7 @@ class Trace:
     updates: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-FIELDS = "values", "gradients", "updates"
+FIELDS: tuple[str, ...] = "values", "gradients", "updates"
 """The fields of `Trace`, in the order of the fields of `Differences`."""
 Floors = Mapping[str, Mapping[str, float]]
 """A floor for each norm by which a tensor's difference is divided, by field of a `Trace` and by the
@@ -343,7 +343,7 @@ def norms_at_least(
             for name, value in ours.items()
         }
 
-    floors = {"values": {}, "gradients": gradients, "updates": updates}
+    floors: Floors = {"values": {}, "gradients": gradients, "updates": updates}
     bounds = dict(zip(FIELDS, astuple(limit), strict=True))
     return {field: moves(field, bounds[field], least) for field, least in floors.items()}
 
