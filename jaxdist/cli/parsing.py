@@ -27,6 +27,8 @@ class DocumentedCommand(TyperCommand):
             param.help = texts.get(param.name, param.help)
             if param.default is False:
                 param.secondary_opts = []
+        # Typer keeps the line breaks of the source, which do not fit the width of the terminal.
+        text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
         super().__init__(name, help=text, params=params, **settings)
 
 

@@ -42,6 +42,17 @@ def test_every_parameter_has_a_help_which_its_docstring_names():
     assert not without(typer.main.get_command(app), "jaxdist")
 
 
+def test_paragraphs_of_help_are_wrapped_for_the_terminal():
+    """A line break of the source would end a line in the middle of a sentence."""
+    (paragraph,) = [
+        paragraph
+        for paragraph in typer.main.get_command(app).commands["parity"].help.split("\n\n")
+        if paragraph.startswith("The plans vary")
+    ]
+    assert "\n" not in paragraph
+    assert "remat, a split sequence, pipeline schedules" in paragraph
+
+
 @pytest.mark.parametrize("switch", ["--no-resume", "--no-elastic"])
 def test_a_switch_that_is_off_has_no_opposite(switch: str):
     result = RUN.invoke(app, ["train", "config.yaml", switch])
