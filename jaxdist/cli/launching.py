@@ -67,7 +67,7 @@ def job(
         what = with_servers(what, one, servers)
     if dry_run:
         one.check(what)
-        text = one.render(what).at(LAUNCHES.absolute() / called).text()
+        text = one.render(what, LAUNCHES.absolute() / called).text()
         typer.echo(text)
         shared.write_result(
             json_file, "submission", on=on, folder=None, job=None, exit_code=None, text=text

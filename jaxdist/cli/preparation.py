@@ -72,10 +72,9 @@ def eject(
       keep: The part of the training that the file imports from jaxdist.
     """
     extra = shared.prepare_devices(config, overrides, devices)
-    from jaxdist.commands.eject.eject import Keep
     from jaxdist.commands.eject.eject import eject as write
 
-    text = write(config, extra, keep=keep and Keep(keep), out=out)
+    text = write(config, extra, keep=keep, out=out)
     lines = len(text.splitlines())
     typer.echo(text if out is None else f"file   {out}, {lines} lines\n", nl=False)
     shared.write_result(

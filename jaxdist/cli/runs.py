@@ -15,6 +15,7 @@ from jaxdist.runtime.rendezvous import JOIN_SECONDS
 
 if TYPE_CHECKING:
     from jaxdist.run.hooks.contract import Hook
+    from jaxdist.runtime.processes import Processes
     from jaxdist.types import JsonObject
 
 LATE_MODULES = (
@@ -72,16 +73,21 @@ def train(
         _train_elastic(config, extra, count, restarts, resume=resume, json_file=json_file)
         return
     from jaxdist.runtime import lifetime
+    from jaxdist.runtime.processes import find_processes
 
+    processes = find_processes(
+        os.environ,
+        coordinator=coordinator,
+        count=num_processes,
+        index=process_id,
+        detect=distributed,
+    )
     code = train_process(
         str(config),
         extra,
         resume=resume,
         profile=profile,
-        coordinator=coordinator,
-        num_processes=num_processes,
-        process_id=process_id,
-        distributed=distributed,
+        processes=processes,
         join_timeout=join_timeout,
         begun=lifetime.begun(),
         json_file=None if json_file is None else str(json_file),
@@ -166,10 +172,7 @@ def train_process(
     resume: bool = False,
     run: JsonObject | None = None,
     profile: str | None = None,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    distributed: bool = False,
+    processes: Processes | None = None,
     join_timeout: int = JOIN_SECONDS,
     begun: int,
     json_file: str | None = None,
@@ -186,9 +189,8 @@ def train_process(
       run: the identity of the run, as `jaxdist.checkpoint.identity.Identity.plain` returns it, or
         None for a new identity.
       profile: the steps to trace, as the option `--profile` states them, or None to trace none.
-      coordinator, num_processes, process_id: the address of process 0, the number of processes and
-        the number of this process, or None to find them.
-      distributed: whether to find the other processes by the scheduler.
+      processes: the position of this process among its peers, or None to find it in the
+        environment.
       join_timeout: the time to wait for the other processes, in seconds.
       begun: the start time of the process (see `jaxdist.run.train.train`).
       json_file: a file for the result, which is written if the run ends without an error. None
@@ -205,13 +207,7 @@ def train_process(
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
 
-    processes = find_processes(
-        os.environ,
-        coordinator=coordinator,
-        count=num_processes,
-        index=process_id,
-        detect=distributed,
-    )
+    processes = processes or find_processes(os.environ)
     if processes is not None and (base := run_of_workers(config, extra)) is not None:
         # The processes of a run with parameter servers communicate through the servers, so jax must
         # not join them.

@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxdist.checkpoint.parts import BeginWith
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.commands.evaluate import open_run
+from jaxdist.commands.import_model import NEW_DIRECTORY
 from jaxdist.config import plain_yaml
 from jaxdist.errors import ConfigError, RunError, os_errors_as
 from jaxdist.experiment import build, load
@@ -27,6 +28,7 @@ from jaxdist.interchange.adapters import (
 from jaxdist.interchange.families import families_of, family_of
 from jaxdist.interchange.family import Row
 from jaxdist.interchange.source import CONFIG, SOURCE
+from jaxdist.interchange.write import check_free
 from jaxdist.models.gpt import GptConfig
 from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.run.loading.begin import begin_with
@@ -56,8 +58,7 @@ def import_adapters(
         or the run directory exists.
     """
     files, directory = open_adapters(folder), RunDirectory(out.absolute())
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a new directory with --out")
+    check_free(out, NEW_DIRECTORY)
     if not RunDirectory(base).occupied:
         raise RunError(f"--base {base} is not a run directory: import the base model first")
     document, config = load(RunDirectory(base).config)
@@ -121,8 +122,7 @@ def export_adapters(
         raise ConfigError(
             f"{run} has no adapters (model.lora): export the whole model with --to hf"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a new directory")
+    check_free(out)
     state: Any = restored.state
     params = program.home.used_params(program.evaluated(state))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}

@@ -48,12 +48,8 @@ class StageCosts(Config):
 
         The time of a message does not depend on the number of chunks.
         """
-        return CostsConfig(
-            forward=self.forward / count,
-            backward_input=self.backward_input / count,
-            backward_weight=self.backward_weight / count,
-            transfer=self.transfer,
-        )
+        tasks = {name: time / count for name, time in self if name != "transfer"}
+        return CostsConfig(**tasks, transfer=self.transfer)
 
 
 class ComparisonConfig(Config):

@@ -28,6 +28,7 @@ from jaxdist.train.parts import evaluated_parts
 from jaxdist.train.sampling import Sampling
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import JsonObject
 
 
 def open_run(
@@ -55,8 +56,7 @@ def open_run(
     """
     directory = existing_run(run)
     document, config = load(directory.config, overrides)
-    for text in foreign_code(document.values):
-        console.print(f"code   {text}", soft_wrap=True, markup=False)
+    print_foreign_code(document.values, console)
     experiment = build(config, document)
 
     def say(text: str) -> None:
@@ -78,6 +78,12 @@ def open_run(
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)
     return experiment, restored
+
+
+def print_foreign_code(values: JsonObject, console: Console) -> None:
+    """Print a line about each part of a config that is code of the user."""
+    for text in foreign_code(values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
 
 
 def evaluate_run(

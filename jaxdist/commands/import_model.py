@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from jaxdist.commands.evaluate import print_foreign_code
 from jaxdist.config import Document, plain_yaml, validate
 from jaxdist.config.files import read_json
-from jaxdist.config.importing import foreign_code
 from jaxdist.errors import DataError, RunError, os_errors_as
 from jaxdist.experiment import ExperimentConfig, build, load
 from jaxdist.interchange import gguf_files
@@ -34,10 +34,12 @@ from jaxdist.interchange.source import (
 from jaxdist.interchange.stream import Streamed, write_streamed
 from jaxdist.interchange.table import match_with, read_table
 from jaxdist.interchange.tokenizers import from_gguf, tokenizer_config, tokenizer_section
+from jaxdist.interchange.write import check_free
 from jaxdist.run.directory import RunDirectory, prepare_directory
 from jaxdist.run.loading.model import is_downloaded_model
 from jaxdist.types import JsonObject
 
+NEW_DIRECTORY = "choose a new directory with --out"
 WINDOW = 512
 """The largest length of sequences in the config of an imported run, in tokens."""
 
@@ -60,7 +62,8 @@ def import_model(
       JaxdistError: there is no model, its architecture is unknown, its tensors do not fit, or the
         run directory exists.
     """
-    source, directory = open_source(path), _new(out)
+    source, directory = open_source(path), RunDirectory(out.absolute())
+    check_free(out, NEW_DIRECTORY)
     options = source.family.model(source.config)
     leaves = leaves_of(source, build_model(options, source.inputs))
     folder = directory.path / SOURCE
@@ -110,10 +113,10 @@ def import_with_table(
     Raises:
       JaxdistError: the config or the table cannot be read, or the files do not fit the model.
     """
-    directory = _new(out)
+    check_free(out, NEW_DIRECTORY)
+    directory = RunDirectory(out.absolute())
     document, loaded = load(config, overrides)
-    for text in foreign_code(document.values):
-        console.print(f"code   {text}", soft_wrap=True, markup=False)
+    print_foreign_code(document.values, console)
     tensors = tensors_of(path)
     model = build(loaded, document).program.model
     leaves = match_with(read_table(table), model, tensors, where=str(path))
@@ -124,12 +127,6 @@ def import_with_table(
     written = Document(values), {"imported": str(path), "table": str(table)}
     validate(written[0], ExperimentConfig)
     return _written(directory, out, leaves, len(tensors), str(table), *written, console)
-
-
-def _new(out: Path) -> RunDirectory:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a new directory with --out")
-    return RunDirectory(out.absolute())
 
 
 def _written(

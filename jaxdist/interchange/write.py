@@ -183,14 +183,17 @@ def write_directory(
             (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def check_free(out: Path) -> None:
+def check_free(out: Path, remedy: str = "choose a new directory") -> None:
     """Check that a directory to write is new or empty.
+
+    Args:
+      remedy: the advice in the error message.
 
     Raises:
       RunError: the directory has files, or it is a file.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} exists already: choose a new directory")
+        raise RunError(f"{out} exists already: {remedy}")
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import shlex
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -20,7 +20,6 @@ from pydantic import AfterValidator
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 
-FOLDER = "{folder}"
 WAIT_SECONDS = 600
 """The seconds for which a server of a job waits until the run has begun."""
 
@@ -113,9 +112,9 @@ class Job:
         Args:
           options, program: the arguments of `train`. The options are only for processes that train.
         """
-        train = HostGroup(
-            "train", self.nodes, self.processes, (*self.train(*options, program=program),)
-        )
+        # With --resume, a restarted job continues.
+        command = (*program, "train", self.config, *self.overrides, "--resume", *options)
+        train = HostGroup("train", self.nodes, self.processes, command)
         if not self.servers:
             return (train,)
         wait = "--here", "--wait", str(WAIT_SECONDS)
@@ -123,15 +122,6 @@ class Job:
         return train, HostGroup(
             "serve", self.server_nodes, self.servers // self.server_nodes, serve
         )
-
-    def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
-        """Return the command of a process, with `--resume`, so that a restarted job continues.
-
-        Args:
-          options: the options of the command besides `--resume`.
-          program: the first words of the command, with which `jaxdist` starts.
-        """
-        return [*program, "train", self.config, *self.overrides, "--resume", *options]
 
 
 @dataclass(frozen=True)
@@ -151,26 +141,11 @@ class Rendered:
     waits: bool = False
     notes: tuple[str, ...] = ()
 
-    def at(self, folder: Path) -> Rendered:
-        """Return the files and the command with a folder in place of the placeholder `{folder}`."""
-        files = {name: text.replace(FOLDER, str(folder)) for name, text in self.files.items()}
-        command = tuple(word.replace(FOLDER, str(folder)) for word in self.command)
-        return replace(self, files=files, command=command)
-
     def text(self) -> str:
         """Return the files, the command and the notes as text for review."""
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
         parts.append(f"# run by\n{shlex.join(self.command)}\n")
         return "\n".join(parts + [f"# {note}" for note in self.notes])
-
-
-@dataclass(frozen=True)
-class Commands:
-    """The engine's commands about a submitted job; a command that the engine lacks is empty."""
-
-    status: tuple[str, ...] = ()
-    logs: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
 
 
 class Engine(Config):
@@ -195,33 +170,23 @@ class Engine(Config):
         return False
 
     @abstractmethod
-    def render(self, job: Job) -> Rendered:
-        """Return the files that a job needs, and the command that starts the job."""
+    def render(self, job: Job, folder: Path) -> Rendered:
+        """Return the files that a job needs, and the command that starts the job.
 
-    def commands(self, identity: str, folder: Path) -> Commands:
-        """Return the commands about a submitted job. By default there are no such commands.
+        Args:
+          folder: the folder of the launch, into which the files are written.
+        """
+
+    def commands(self, identity: str, folder: Path) -> Mapping[str, Sequence[str]]:
+        """Return the commands `status`, `logs` and `stop` about a submitted job, by name.
+
+        By default there are no such commands.
 
         Args:
           identity: the name or number that the engine gave to the job.
           folder: the folder of the launch.
         """
-        return Commands()
-
-
-def one_node(job: Job, engine: str) -> None:
-    """Check that a job has a single node.
-
-    Args:
-      engine: the name of the engine in the message.
-
-    Raises:
-      ConfigError: the job has several nodes.
-    """
-    if job.nodes > 1:
-        raise ConfigError(
-            f"--nodes {job.nodes}: the engine {engine} uses only one machine; use "
-            "--processes-per-node, or --on slurm, mpi, ray, gke or tpu-vm"
-        )
+        return {}
 
 
 def no_servers(job: Job, engine: str, instead: str) -> None:
@@ -247,13 +212,9 @@ def seconds_of(text: str) -> int:
     >>> seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-00")
     (5400, 5400, 172800)
     """
-    days, dash, rest = text.partition("-") if "-" in text else ("0", "", text)
+    days, _, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     # Slurm reads "2" as 2 minutes, but "1-2" as 1 day and 2 hours.
-    if dash:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) > 1 else 0
-    return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
+    parts = parts if days or len(parts) == 3 else [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -22,7 +23,7 @@ from ruamel.yaml import YAML
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import STOPPED, ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, HostGroup, Job, Rendered
+from jaxdist.launch.contract import Engine, Environment, HostGroup, Job, Rendered
 from jaxdist.runtime.clusters import FIXED_PORT
 from jaxdist.runtime.topology import Topology, parse_topology
 from jaxdist.types import Json, JsonObject
@@ -209,22 +210,23 @@ class Gke(Engine):
                 f"{job.run}: set a folder below {self.volume.path}, the path of the volume"
             )
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: Job, folder: Path) -> Rendered:
         text = io.StringIO()
         yaml = YAML()
         yaml.default_flow_style = False
         yaml.dump(self._jobset(job), text)
         command = ("kubectl", "apply", "--namespace", self.namespace, "-f")
-        return Rendered({MANIFEST: text.getvalue()}, (*command, f"{{folder}}/{MANIFEST}"))
+        return Rendered({MANIFEST: text.getvalue()}, (*command, str(folder / MANIFEST)))
 
-    def commands(self, identity: str, folder: Path) -> Commands:
+    def commands(self, identity: str, folder: Path) -> Mapping[str, Sequence[str]]:
         where = ("--namespace", self.namespace)
         mine = ("-l", f"jobset.sigs.k8s.io/jobset-name={identity}")
-        return Commands(
-            ("kubectl", "get", "jobset,pods", *where, *mine),
-            ("kubectl", "logs", *where, *mine, "--tail=50", "--prefix", "--all-containers"),
-            ("kubectl", "delete", "jobset", identity, *where),
-        )
+        logs = ("--tail=50", "--prefix", "--all-containers")
+        return {
+            "status": ("kubectl", "get", "jobset,pods", *where, *mine),
+            "logs": ("kubectl", "logs", *where, *mine, *logs),
+            "stop": ("kubectl", "delete", "jobset", identity, *where),
+        }
 
     def _hosts(self, job: Job) -> int:
         if self.tpu is None:
@@ -293,15 +295,21 @@ class Gke(Engine):
     def _pod(
         self, group: HostGroup, environ: dict[str, str], limits: JsonObject, selector: JsonObject
     ) -> JsonObject:
+        # By default, /dev/shm of a container has 64 MiB, which is too little for NCCL and for
+        # snapshots in memory.
+        volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        mounts: list[Json] = [{"name": "shm", "mountPath": "/dev/shm"}]
+        if self.volume is not None:
+            claim: JsonObject = {"claimName": self.volume.claim}
+            volumes.append({"name": "data", "persistentVolumeClaim": claim})
+            mounts.append({"name": "data", "mountPath": self.volume.path})
         container: JsonObject = {
             "name": CONTAINER,
             "image": self.image,
             "command": list[Json](group.command),
             "env": [{"name": name, "value": value} for name, value in environ.items()],
             **({"resources": {"limits": limits}} if limits else {}),
-            "volumeMounts": list[Json](
-                {"name": name, "mountPath": path} for name, path in self._mounts().items()
-            ),
+            "volumeMounts": mounts,
         }
         pod: JsonObject = {
             "restartPolicy": "Never",
@@ -312,17 +320,8 @@ class Gke(Engine):
             pod["nodeSelector"] = selector
         if self.service_account is not None:
             pod["serviceAccountName"] = self.service_account
-        # By default, /dev/shm of a container has 64 MiB, which is too little for NCCL and for
-        # snapshots in memory.
-        volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-        if self.volume is not None:
-            claim: JsonObject = {"claimName": self.volume.claim}
-            volumes.append({"name": "data", "persistentVolumeClaim": claim})
         pod["volumes"] = volumes
         return pod
-
-    def _mounts(self) -> dict[str, str]:
-        return {"shm": "/dev/shm", **({} if self.volume is None else {"data": self.volume.path})}
 
     def _selector(self) -> JsonObject:
         found: JsonObject = {}

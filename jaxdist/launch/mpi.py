@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from jaxdist.config.schema import Count
@@ -46,7 +47,7 @@ class Mpi(Engine):
     def on_one_machine(self, job: Job) -> bool:
         return not self.hosts
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: Job, folder: Path) -> Rendered:
         groups = job.groups("--distributed")
         alone = len(groups) == 1
         # With servers, nodes run different numbers of processes, so mpirun fills each node's slots.

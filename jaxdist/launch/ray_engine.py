@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
@@ -49,7 +50,7 @@ class Ray(Engine):
     def on_one_machine(self, job: Job) -> bool:
         return self.address is None
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: Job, folder: Path) -> Rendered:
         # The command lacks the interpreter, because each actor adds the interpreter of the node on
         # which it runs.
         program = ("-P", "-m", job.module)
@@ -65,5 +66,5 @@ class Ray(Engine):
             "serve": {**asdict(serve[0]), "cpus": self.servers.cpus} if serve else None,
         }
         text = json.dumps(given, indent=1) + "\n"
-        command = tuple(python_module("jaxdist.launch.ray_job", f"{{folder}}/{SETTINGS}"))
+        command = tuple(python_module("jaxdist.launch.ray_job", str(folder / SETTINGS)))
         return Rendered({SETTINGS: text}, command, waits=True)

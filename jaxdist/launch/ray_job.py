@@ -210,10 +210,7 @@ def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
     first = _ray().remote(max_concurrency=2)(Process)
     others = _restarted(settings) if settings["apart"] else first
     needs = {"num_cpus": settings["cpus"], "num_gpus": settings["gpus"]}
-    return [
-        (others if at else first).options(**needs, **_in_bundle(group, at)).remote()
-        for at in range(count)
-    ]
+    return [_started(others if at else first, group, at, **needs) for at in range(count)]
 
 
 def _restarted(settings: JsonObject) -> Any:
@@ -226,19 +223,18 @@ def _servers(settings: JsonObject, count: int, group: Any) -> list[Any]:
     serve = settings["serve"]
     if not serve:
         return []
-    bundles = [
-        count + at // serve["processes"] for at in range(serve["nodes"] * serve["processes"])
-    ]
+    kind, each = _restarted(settings), serve["processes"]
     return [
-        _restarted(settings).options(num_cpus=serve["cpus"], **_in_bundle(group, at)).remote()
-        for at in bundles
+        _started(kind, group, count + at // each, num_cpus=serve["cpus"])
+        for at in range(serve["nodes"] * each)
     ]
 
 
-def _in_bundle(group: Any, at: int) -> dict[str, Any]:
+def _started(kind: Any, group: Any, bundle: int, **needs: float) -> Any:
+    """Start and return an actor, in a bundle of a placement group."""
     strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    placed = strategy(placement_group=group, placement_group_bundle_index=at)
-    return {"scheduling_strategy": placed}
+    placed = strategy(placement_group=group, placement_group_bundle_index=bundle)
+    return kind.options(**needs, scheduling_strategy=placed).remote()
 
 
 def main(path: str) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -19,7 +20,6 @@ from pydantic import Field
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.launch.contract import (
-    Commands,
     Engine,
     Environment,
     HostGroup,
@@ -120,16 +120,26 @@ class Slurm(Engine):
                 f"--processes-per-node {job.processes}: change one of the two numbers"
             )
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: Job, folder: Path) -> Rendered:
         groups = job.groups("--distributed")
         steps = [shlex.join([*self.srun, *group.command]) for group in groups]
-        lines = self._lines(job)
+        name = f"--job-name={re.sub('[^A-Za-z0-9_.-]', '-', job.name)}"
+        lines = [
+            name,
+            # Processes that are neighbors on the mesh get the same node, or nodes that are near.
+            "--distribution=block:block",
+            f"--signal=B:USR1@{self.notice_seconds}",
+            "--open-mode=append",  # A requeued job must not overwrite its earlier log.
+            f"--chdir={job.folder}",
+            f"--output={folder}/slurm-%j.log",
+            *self._lines(groups[0], self),
+        ]
         if len(groups) > 1:
             # The variables of srun count the processes and nodes of both components.
             own = f"env -u SLURM_HET_SIZE SLURM_STEP_NUM_TASKS={job.count} {_NODES}"
             trains = f"{shlex.join(self.srun)} {own} {shlex.join(groups[0].command)}".lstrip()
             steps = [f"--het-group=0 {trains}", f"--het-group=1 {steps[1]}"]
-            lines += ["hetjob", *self._server_lines(job, groups[1])]
+            lines += ["hetjob", name, *self._lines(groups[1], self.servers)]
         exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
         # Only the setup runs under `set -e`, since the script has to requeue the job even if srun
         # fails.
@@ -137,49 +147,27 @@ class Slurm(Engine):
         before = "".join(f"{line}\n" for line in [*setup, *exports])
         begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {' : '.join(steps)} &\n"
         text = "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), begin + _END])
-        return Rendered({SCRIPT: text}, ("sbatch", "--parsable", f"{{folder}}/{SCRIPT}"))
+        return Rendered({SCRIPT: text}, ("sbatch", "--parsable", str(folder / SCRIPT)))
 
-    def _lines(self, job: Job) -> list[str]:
-        given = {
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
-            # With GPUs per task, Slurm would confine each task to its GPUs, and the processes of a
-            # node could not copy between GPUs directly. Therefore the processes divide the GPUs
-            # themselves.
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_process,
-            "mem": self.memory,
-        }
-        return [
-            f"--job-name={_job_name(job)}",
-            f"--nodes={job.nodes}",
-            f"--ntasks-per-node={job.processes}",
-            # Processes that are neighbors on the mesh get the same node, or nodes that are near.
-            "--distribution=block:block",
-            f"--time={self.time}",
-            f"--signal=B:USR1@{self.notice_seconds}",
-            "--requeue",
-            "--open-mode=append",  # A requeued job must not overwrite its earlier log.
-            f"--chdir={job.folder}",
-            "--output={folder}/slurm-%j.log",
-            *(f"--{name}={value}" for name, value in given.items() if value is not None),
-            *self.options,
-        ]
+    def _lines(self, group: HostGroup, own: Slurm | SlurmServers) -> list[str]:
+        """Return the options of sbatch for a group of processes.
 
-    def _server_lines(self, job: Job, group: HostGroup) -> list[str]:
-        own = self.servers
+        Args:
+          own: the settings in which the nodes of groups differ.
+        """
         given = {
             "partition": own.partition or self.partition,
             "account": self.account,
             "qos": self.qos,
             "constraint": own.constraint,
+            # With GPUs per task, Slurm would confine each task to its GPUs, and the processes of a
+            # node could not copy between GPUs directly. Therefore the processes divide the GPUs
+            # themselves.
+            "gpus-per-node": self.gpus_per_node if group.role == "train" else None,
             "cpus-per-task": own.cpus_per_process,
             "mem": own.memory,
         }
         return [
-            f"--job-name={_job_name(job)}",
             f"--nodes={group.nodes}",
             f"--ntasks-per-node={group.processes}",
             f"--time={self.time}",
@@ -188,13 +176,9 @@ class Slurm(Engine):
             *own.options,
         ]
 
-    def commands(self, identity: str, folder: Path) -> Commands:
-        return Commands(
-            ("scontrol", "show", "job", "--oneliner", identity),
-            ("tail", "-n", "50", str(folder / f"slurm-{identity}.log")),
-            ("scancel", identity),
-        )
-
-
-def _job_name(job: Job) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", job.name)
+    def commands(self, identity: str, folder: Path) -> Mapping[str, Sequence[str]]:
+        return {
+            "status": ("scontrol", "show", "job", "--oneliner", identity),
+            "logs": ("tail", "-n", "50", str(folder / f"slurm-{identity}.log")),
+            "stop": ("scancel", identity),
+        }

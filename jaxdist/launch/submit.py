@@ -85,7 +85,7 @@ def launch(
     one.check(job)
     installed(one)
     folder = _new_folder(base, job.name)
-    rendered = one.render(job).at(folder)
+    rendered = one.render(job, folder)
     for name, text in rendered.files.items():
         (folder / name).write_text(text)
     record = {"on": one.model_dump()["type"], "settings": [*settings], "identity": ""}
@@ -163,8 +163,7 @@ def ask(what: str, folder: Path, *, capture: bool = False) -> subprocess.Complet
       RunError: the engine has no such command, or is not installed.
     """
     found = launched(folder)
-    commands = found.engine.commands(found.identity, found.folder)
-    command = getattr(commands, what)
+    command = found.engine.commands(found.identity, found.folder).get(what)
     if not command:
         kind = found.engine.model_dump()["type"]
         raise RunError(

@@ -7,13 +7,14 @@ host has a folder below the folder of the config, with the id and the log of its
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from jaxdist.errors import ConfigError
-from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered, no_servers
+from jaxdist.launch.contract import Engine, Environment, Job, Rendered, no_servers
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
@@ -62,9 +63,9 @@ class TpuVm(Engine):
             "other VMs that share the run directory",
         )
 
-    def render(self, job: Job) -> Rendered:
+    def render(self, job: Job, folder: Path) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]
-        command = shlex.join(["env", *words, *job.train("--distributed")])
+        command = shlex.join(["env", *words, *job.groups("--distributed")[0].command])
         # The process writes its id itself, because setsid may fork, and the shell's `$!` may then
         # be the id of another process.
         begun = shlex.quote(f'echo $$ >"$0/pid"; exec {command}')
@@ -79,12 +80,9 @@ class TpuVm(Engine):
         )
         return Rendered({}, self._ssh(job.name, "\n".join(lines)), notes=notes)
 
-    def commands(self, identity: str, folder: Path) -> Commands:
-        return Commands(
-            self._ssh(identity, _STATUS),
-            self._ssh(identity, _LOGS),
-            self._ssh(identity, _STOP),
-        )
+    def commands(self, identity: str, folder: Path) -> Mapping[str, Sequence[str]]:
+        scripts = {"status": _STATUS, "logs": _LOGS, "stop": _STOP}
+        return {name: self._ssh(identity, script) for name, script in scripts.items()}
 
     def _ssh(self, name: str, script: str) -> tuple[str, ...]:
         """Return the command that runs a script on all hosts; the script may call `alive`."""

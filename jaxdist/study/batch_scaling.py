@@ -5,7 +5,6 @@ Learning rates are scaled by a rule, and are also tuned by a search.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from jaxdist.study.plot import plot_batch_scaling
 from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.table import format_cell, metric_of, study_table, verdict
 from jaxdist.study.trainer import Trainer
-from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome
+from jaxdist.study.trial import OutcomeJournal, Trial, TrialOutcome, finite
 from jaxdist.types import JsonObject
 
 _FIXED = ("optim", "train.batch_size", "train.steps")
@@ -65,8 +64,8 @@ class Study:
                 "batch_size": cell.batch_size,
                 "tuned": cell.tuned,
                 "learning_rate": cell.learning_rate,
-                "mean": cell.mean if math.isfinite(cell.mean) else None,
-                "spread": cell.spread if math.isfinite(cell.spread) else None,
+                "mean": finite(cell.mean),
+                "spread": finite(cell.spread),
                 "diverged": cell.diverged,
             }
             for cell in self.cells
@@ -133,7 +132,7 @@ def batch_scaling(
             runs.watch.done(_line(found))
             cells += found
     done = Study(_caption(experiment, plan), study.contenders, tuple(cells), runs.outcomes)
-    publish(done, json_file, console)
+    publish(done.text(), done.as_json(), json_file, console)
     if plot is not None:
         model, length = experiment.config.model.type, experiment.config.train.epochs
         title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of"

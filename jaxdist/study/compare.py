@@ -103,7 +103,7 @@ def compare_variants(
     rows = _run(trainer, experiments, journal, console)
     experiment = next(iter(experiments.values()))
     done = Comparison(_caption(experiment, rows, (*found.notes, *refused)), rows)
-    publish(done, json_file, console)
+    publish(done.text(), done.as_json(), json_file, console)
     if plot is not None:
         title = f"{experiment.config.model.type} on {path.stem}, {experiment.total_steps:,} steps"
         plot_comparison(rows, plot, name=name, title=f"{title}, {seeds} seeds")

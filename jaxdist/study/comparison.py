@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxdist.metrics.columns import Columns, cells, markdown
-from jaxdist.study.trial import TrialOutcome, VariantTrial
+from jaxdist.study.trial import (
+    TrialOutcome,
+    VariantTrial,
+    deviation,
+    finite,
+    metrics_of,
+    with_spread,
+)
 from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
 
@@ -43,9 +50,7 @@ class VariantResult:
     @property
     def losses(self) -> list[float]:
         """The held-out loss of each seed's run; all losses are NaN if any run diverged."""
-        if self.diverged:
-            return [math.nan] * len(self.outcomes)
-        return [outcome.metrics["loss"] for outcome in self.outcomes]
+        return metrics_of(self.outcomes, "loss")
 
     @property
     def changes(self) -> list[float]:
@@ -85,10 +90,10 @@ class VariantResult:
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
-            "loss": _finite(statistics.fmean(self.losses)),
-            "spread": _finite(deviation(self.losses)),
-            "change": _finite(statistics.fmean(self.changes)),
-            "change_spread": _finite(deviation(self.changes)),
+            "loss": finite(statistics.fmean(self.losses)),
+            "spread": finite(deviation(self.losses)),
+            "change": finite(statistics.fmean(self.changes)),
+            "change_spread": finite(deviation(self.changes)),
             "sent_bytes": self.sent_bytes,
             "relative_bytes": self.relative_bytes,
             "diverged": self.diverged,
@@ -102,13 +107,6 @@ def _judged(change: float) -> str:
     return "worse" if change > 0 else "better"
 
 
-def deviation(values: Sequence[float]) -> float:
-    """Return the sample standard deviation, or NaN if it is undefined or a value is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return math.nan
-    return statistics.stdev(values)
-
-
 def comparison_table(rows: Sequence[VariantResult]) -> str:
     """Return a table with a row for each variant, at most 80 characters wide."""
     return "\n".join(markdown(COLUMNS, cells(COLUMNS, rows), padded=True))
@@ -120,22 +118,14 @@ def loss_shown(row: VariantResult) -> str:
         return "-"
     mean = statistics.fmean(row.losses)
     places = 3 if mean >= 1 else 4
-    return _shown(f"{mean:.{places}f}", deviation(row.losses), places)
+    return with_spread(f"{mean:.{places}f}", deviation(row.losses), places)
 
 
 def _change_shown(row: VariantResult) -> str:
     if row.outcomes == row.base or math.isnan(row.changes[0]):
         return ""
     percent = [100 * change for change in row.changes]
-    return _shown(f"{statistics.fmean(percent):+.1f}", deviation(percent), 1)
-
-
-def _shown(mean: str, spread: float, places: int) -> str:
-    return mean if math.isnan(spread) else f"{mean} ± {spread:.{places}f}"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return with_spread(f"{statistics.fmean(percent):+.1f}", deviation(percent), 1)
 
 
 COLUMNS: Columns[VariantResult] = {

@@ -14,7 +14,7 @@ from jaxdist.metrics.report import write_json
 from jaxdist.types import JsonObject
 
 C = TypeVar("C", bound=Config)
-REMEDY = "choose another path"
+_REMEDY = "choose another path"
 
 
 def read_settings(settings: Sequence[str], kind: type[C]) -> C:
@@ -58,7 +58,7 @@ def check_writable(plot: Path | None, json_file: Path | None) -> None:
       RunError: a directory of the output cannot be written.
     """
     for folder in filter(None, (plot, json_file and json_file.parent)):
-        with os_errors_as(RunError, f"cannot write the study to {folder}", REMEDY):
+        with os_errors_as(RunError, f"cannot write the study to {folder}", _REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
             # A file is created, since permission bits do not show a read-only disk, and do not
             # apply to root.
@@ -71,4 +71,4 @@ def write_study(path: Path | None, found: JsonObject) -> None:
     Raises:
       RunError: the file cannot be written.
     """
-    write_json(path, found, what="study", remedy=REMEDY, indent=1)
+    write_json(path, found, what="study", remedy=_REMEDY, indent=1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.optim.batch_scaling import ScaleFromConfig, scale
 from jaxdist.study.definition import Contender, contenders
-from jaxdist.study.trial import Trial, TrialOutcome
+from jaxdist.study.trial import Trial, TrialOutcome, deviation, metrics_of
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
@@ -24,7 +21,6 @@ FACTOR, EXTENSIONS = 2.0, 8
 a search may try after its first three rates.
 """
 Runner = Callable[[Trial], TrialOutcome[Trial]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,7 @@ class StudyCell:
     @property
     def values(self) -> list[float]:
         """The metric of each run; all values are NaN if any run diverged."""
-        if self.diverged:
-            return [math.nan] * len(self.outcomes)
-        return [outcome.metrics[outcome.metric] for outcome in self.outcomes]
+        return metrics_of(self.outcomes, self.outcomes[0].metric)
 
     @property
     def mean(self) -> float:
@@ -118,9 +112,7 @@ class StudyCell:
 
         The deviation is NaN for a single run, and if any run diverged.
         """
-        if self.diverged or len(self.outcomes) < 2:
-            return math.nan
-        return statistics.stdev(self.values)
+        return deviation(self.values)
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
@@ -133,22 +125,14 @@ def parse_batches(text: str) -> tuple[int, ...]:
     >>> parse_batches("256, 64")
     (64, 256)
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise ConfigError("--batches is empty; write batch sizes, such as --batches 64,256,1024")
+    words = _words("--batches", text, "write batch sizes, such as --batches 64,256,1024")
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word) > 0):
             raise ConfigError(
                 f"--batches {word!r} is not a batch size: write whole numbers from 1, such as "
                 "64,256"
             )
-    sizes = sorted(map(int, words))
-    for size in sizes:
-        if sizes.count(size) > 1:
-            raise ConfigError(
-                f"--batches names {size} {sizes.count(size)} times: name each size once"
-            )
-    return tuple(sizes)
+    return tuple(sorted(map(int, words)))
 
 
 def parse_optimizers(text: str) -> dict[str, Contender]:
@@ -157,17 +141,27 @@ def parse_optimizers(text: str) -> dict[str, Contender]:
     Raises:
       ConfigError: the text has no name, an unknown name, or a name twice.
     """
-    names, known = [name.strip() for name in text.split(",") if name.strip()], contenders()
-    if not names:
-        raise ConfigError(f"--optimizers is empty; choose from {','.join(known)}")
+    known = contenders()
+    names = _words("--optimizers", text, f"choose from {','.join(known)}")
     for name in names:
         if name not in known:
             raise ConfigError(f"--optimizers {name!r}: {did_you_mean(name, known)}")
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"--optimizers names {name!r} {names.count(name)} times: name each optimizer once"
-            )
     return {name: known[name] for name in names}
+
+
+def _words(option: str, text: str, remedy: str) -> list[str]:
+    """Return the words of an option, which are separated by commas and all different.
+
+    Raises:
+      ConfigError: the text has no word, or has a word twice.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError(f"{option} is empty; {remedy}")
+    for word in words:
+        if words.count(word) > 1:
+            raise ConfigError(f"{option} names {word} {words.count(word)} times: name it once")
+    return words
 
 
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
@@ -181,41 +175,36 @@ def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
       plan: the plan whose cells are run.
       run: a function that runs a trial.
     """
+
+    def outcomes(
+        name: str, batch_size: int, learning_rate: float, seeds: Sequence[int]
+    ) -> tuple[TrialOutcome[Trial], ...]:
+        _, warmup_steps = plan.scaled(1.0, batch_size)
+        return tuple(run(Trial(name, batch_size, s, learning_rate, warmup_steps)) for s in seeds)
+
+    def best(name: str, batch_size: int, start: float) -> float:
+        def score(rate: float) -> tuple[float, ...]:
+            found = outcomes(name, batch_size, rate, plan.tuning_seeds)
+            scores = zip(*(outcome.score for outcome in found), strict=True)
+            return tuple(sum(values) / len(found) for values in scores)
+
+        return search_rate(start, score)
+
     # The base batch size comes first, since its best rate is the reference for all other sizes.
     references: dict[str, float] = {}
     for batch_size in plan.steps:
-        for name in plan.optimizers:
-            _, warmup_steps = plan.scaled(1.0, batch_size)
-            at = partial(_runs, run, name, batch_size, warmup_steps)
-            best = partial(_best_rate, partial(at, plan.tuning_seeds))
+        for name, contender in plan.optimizers.items():
             if batch_size == plan.base:
-                references[name] = best(plan.optimizers[name].start)
-            by_rule, _ = plan.scaled(references[name], batch_size)
-            cells = [StudyCell(name, batch_size, False, at(plan.seeds, by_rule))]
+                references[name] = best(name, batch_size, contender.start)
+            rate, _ = plan.scaled(references[name], batch_size)
+            cells = [
+                StudyCell(name, batch_size, False, outcomes(name, batch_size, rate, plan.seeds))
+            ]
             if plan.tune:
-                rate = by_rule if batch_size == plan.base else best(by_rule)
-                cells.append(StudyCell(name, batch_size, True, at(plan.seeds, rate)))
+                rate = rate if batch_size == plan.base else best(name, batch_size, rate)
+                tuned = outcomes(name, batch_size, rate, plan.seeds)
+                cells.append(StudyCell(name, batch_size, True, tuned))
             yield tuple(cells)
-
-
-def _runs(
-    run: Runner,
-    name: str,
-    batch_size: int,
-    warmup_steps: int,
-    seeds: Sequence[int],
-    learning_rate: float,
-) -> tuple[TrialOutcome[Trial], ...]:
-    return tuple(run(Trial(name, batch_size, s, learning_rate, warmup_steps)) for s in seeds)
-
-
-def _best_rate(runs: Callable[[float], tuple[TrialOutcome[Trial], ...]], start: float) -> float:
-    return search_rate(start, runs, _mean_score)[0].trial.learning_rate
-
-
-def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
-    scores = zip(*(outcome.score for outcome in outcomes), strict=True)
-    return tuple(sum(values) / len(outcomes) for values in scores)
 
 
 def rounded(learning_rate: float) -> float:
@@ -223,10 +212,8 @@ def rounded(learning_rate: float) -> float:
     return float(f"{learning_rate:.6g}")
 
 
-def search_rate(
-    start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]
-) -> T:
-    """Return the result of the learning rate with the best score.
+def search_rate(start: float, score: Callable[[float], tuple[float, ...]]) -> float:
+    """Return the learning rate with the best score.
 
     The search first tries `start` x 1/2, 1 and 2. While the best rate is the smallest or the
     largest of the tried rates, the search tries the next rate in that direction, up to 8 times.
@@ -234,17 +221,19 @@ def search_rate(
 
     Args:
       start: the initial learning rate.
-      run: a function from a learning rate to a result.
-      score: a function from a result to a score; a larger score is better.
+      score: a function from a learning rate to its score; a larger score is better. Each rate is
+        scored once.
 
-    >>> search_rate(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
+    >>> search_rate(1.0, lambda rate: (-abs(rate - 16.0),))
     16.0
     """
-    results = {i: run(rounded(start * FACTOR**i)) for i in (-1, 0, 1)}
+    rates = {i: rounded(start * FACTOR**i) for i in (-1, 0, 1)}
+    scores = {i: score(rate) for i, rate in rates.items()}
     for _ in range(EXTENSIONS):
-        best = max(sorted(results), key=lambda i: score(results[i]))
-        beyond = {min(results): min(results) - 1, max(results): max(results) + 1}.get(best)
+        best = max(sorted(scores), key=scores.__getitem__)
+        beyond = {min(scores): min(scores) - 1, max(scores): max(scores) + 1}.get(best)
         if beyond is None:
             break
-        results[beyond] = run(rounded(start * FACTOR**beyond))
-    return results[max(sorted(results), key=lambda i: score(results[i]))]
+        rates[beyond] = rounded(start * FACTOR**beyond)
+        scores[beyond] = score(rates[beyond])
+    return rates[max(sorted(scores), key=scores.__getitem__)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Protocol
+from typing import Generic
 
 from rich.console import Console
 
@@ -87,26 +87,18 @@ def runs_of(
             raise
 
 
-class Done(Protocol):
-    """The results of a study, which can be printed and written as JSON."""
-
-    def text(self) -> str:
-        """Return the study as text: the caption, the table and the conclusions."""
-        ...
-
-    def as_json(self) -> JsonObject:
-        """Return the results as JSON values: the text, the means, and the runs."""
-        ...
-
-
-def publish(done: Done, json_file: Path | None, console: Console) -> None:
+def publish(text: str, report: JsonObject, json_file: Path | None, console: Console) -> None:
     """Print the results of a study, and write them to a JSON file if `json_file` is given.
+
+    Args:
+      text: the results as text: the caption, the table and the conclusions.
+      report: the results as JSON values.
 
     Raises:
       RunError: the file cannot be written.
     """
-    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
-    write_study(json_file, done.as_json())
+    console.print(f"\n{text}", soft_wrap=True, markup=False)
+    write_study(json_file, report)
 
 
 def trained_on(experiment: Experiment, middle: str) -> str:

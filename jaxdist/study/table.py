@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxdist.metrics import columns
 from jaxdist.study.plan import StudyCell
+from jaxdist.study.trial import with_spread
 
 MARGIN = 0.01
 """The largest acceptable loss of quality, compared with the best result at the base batch size.
@@ -55,8 +55,7 @@ def format_cell(cell: StudyCell) -> str:
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
     places, times = (1, 100) if metric_of([cell]) == "accuracy" else (3, 1)
-    mean = f"{cell.mean * times:.{places}f}"
-    return mean if math.isnan(cell.spread) else f"{mean} ± {cell.spread * times:.{places}f}"
+    return with_spread(f"{cell.mean * times:.{places}f}", cell.spread * times, places)
 
 
 def verdict(cells: Sequence[StudyCell]) -> list[str]:

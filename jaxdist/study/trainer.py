@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Generic
@@ -28,21 +28,6 @@ from jaxdist.train.step import Program
 from jaxdist.types import JsonObject
 
 _NOT_OURS = {"run", "checkpoint", "eval"}
-
-
-@dataclass(frozen=True)
-class Built:
-    """An experiment whose state contains the learning rate.
-
-    Attributes:
-      experiment: the experiment that is trained at different learning rates.
-      program: the program, whose optimizer is `adjustable`.
-      start: the initial state, for a learning rate of 1.
-    """
-
-    experiment: Experiment
-    program: Program
-    start: TrainState
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
@@ -98,8 +83,7 @@ class ConfigTrainer(ABC, Generic[TrialT]):
         """
         begun = time.perf_counter()
         experiment = self.experiment(trial)
-        program = experiment.program
-        return finish(trial, experiment, program, program.init(), begun=begun)
+        return finish(trial, experiment, experiment.program.init(), begun=begun)
 
     def identity(self, trial: TrialT) -> str:
         """Return a key for a trial, which is equal for trials that must have the same result."""
@@ -141,9 +125,8 @@ class Trainer(ConfigTrainer[Trial]):
         """
         begun = time.perf_counter()
         # Trials that differ only in the learning rate share a compiled program.
-        built = self._built(replace(trial, learning_rate=1.0))
-        start = at_rate(built.start, trial.learning_rate)
-        return finish(trial, built.experiment, built.program, start, begun=begun)
+        experiment, start = self._built(replace(trial, learning_rate=1.0))
+        return finish(trial, experiment, at_rate(start, trial.learning_rate), begun=begun)
 
     def settings(self, trial: Trial) -> Sequence[str]:
         """Return the optimizer, the batch size and the seed of a trial."""
@@ -178,11 +161,12 @@ class Trainer(ConfigTrainer[Trial]):
             check_comparable(experiment, self._path)
         return experiments
 
-    def _build(self, trial: Trial) -> Built:
+    def _build(self, trial: Trial) -> tuple[Experiment, TrainState]:
+        """Return an experiment with an adjustable optimizer, and its state for the rate 1."""
         experiment = self.experiment(trial)
         optimizer = adjustable(experiment.program.optimizer)
         program = replace(experiment.program, optimizer=optimizer)
-        return Built(experiment, program, program.init())
+        return replace(experiment, program=program), program.init()
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:
@@ -217,7 +201,7 @@ def check_comparable(experiment: Experiment, path: Path) -> None:
 
 
 def finish(
-    trial: TrialT, experiment: Experiment, program: Program, state: TrainState, *, begun: float
+    trial: TrialT, experiment: Experiment, state: TrainState, *, begun: float
 ) -> TrialOutcome[TrialT]:
     """Train from a state, evaluate on the complete held-out split, and return the outcome.
 
@@ -226,11 +210,11 @@ def finish(
     Args:
       trial: the trial to run.
       experiment: the experiment of the trial.
-      program: the compiled program of the trial.
       state: the initial state, which is donated.
       begun: the start time of the trial, by `time.perf_counter`.
     """
-    state, diverged = train_trial(experiment, program, state)
+    program = experiment.program
+    state, diverged = train_trial(experiment, state)
     assert experiment.heldout is not None, "checked before the first trial"
     with experiment.heldout.evaluation_batches() as batches:
         metrics = evaluate(program, program.evaluated(state), state.buffers, batches)
@@ -239,14 +223,12 @@ def finish(
     return TrialOutcome(trial, experiment.total_steps, metrics, diverged, seconds)
 
 
-def train_trial(
-    experiment: Experiment, program: Program, state: TrainState
-) -> tuple[TrainState, bool]:
+def train_trial(experiment: Experiment, state: TrainState) -> tuple[TrainState, bool]:
     """Train from a state, and return the last state and whether the run diverged.
 
     A loss that is not finite ends the run.
     """
-    previous = None
+    program, previous = experiment.program, None
     with experiment.loader.batches() as batches:
         for _ in range(experiment.total_steps):
             state, values = program.train(state, next(batches))

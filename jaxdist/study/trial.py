@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,9 +91,36 @@ class TrialOutcome(Generic[TrialT]):
 
     def as_json(self) -> JsonObject:
         """Return the outcome as JSON values, in which None replaces numbers that are not finite."""
-        metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
+        metrics = {name: finite(value) for name, value in self.metrics.items()}
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
+
+
+def metrics_of(outcomes: Sequence[TrialOutcome[TrialT]], metric: str) -> list[float]:
+    """Return a metric of each run; all values are NaN if any run diverged."""
+    diverged = any(outcome.diverged for outcome in outcomes)
+    return [math.nan if diverged else outcome.metrics[metric] for outcome in outcomes]
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation, or NaN if it is undefined or a value is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values)
+
+
+def with_spread(mean: str, spread: float, places: int) -> str:
+    """Return a mean as text, with its spread unless the spread is NaN.
+
+    >>> with_spread("1.25", 0.5, 2), with_spread("1.25", math.nan, 2)
+    ('1.25 ± 0.50', '1.25')
+    """
+    return mean if math.isnan(spread) else f"{mean} ± {spread:.{places}f}"
+
+
+def finite(value: float) -> float | None:
+    """Return a number as a JSON value, which is None if the number is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:

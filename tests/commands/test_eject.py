@@ -261,7 +261,7 @@ def test_data_that_jaxdist_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     Path("own.txt").write_text("a line of text to learn\n" * 400)
     own = ["data.files=own.txt", "data.heldout_fraction=0.2", "model.layers=1"]
-    text = check(ROOT / GPT, [*SMALL, *own, "model.scan_unroll=1"], tmp_path, Keep.DATA)
+    text = check(ROOT / GPT, [*SMALL, *own, "model.scan_unroll=1"], tmp_path, "data")
     assert "own.txt" in text
 
 

@@ -31,7 +31,7 @@ NEEDED = {
 def rendered(on: str, *settings: str, **changes):
     one, job = engine(on, [*NEEDED[on], *settings]), replace(JOB, **changes)
     one.check(job)
-    return one.render(job).at(Path("/shared/work/launch"))
+    return one.render(job, Path("/shared/work/launch"))
 
 
 def test_every_engine_has_what_it_needs_and_a_program():
@@ -153,7 +153,7 @@ def test_a_run_on_a_tpu_vm_outlives_the_connection_and_is_found_again(tmp_path):
     environ = executables(tmp_path / "bin", jaxdist=said)
     settings = [f"folder={tmp_path}", "environment.LIBTPU_INIT_ARGS=--xla_a=1 --b", "setup=cd ."]
     one = engine("tpu-vm", ["slice=mine", "zone=us-east5-a", *settings])
-    begin = one.render(replace(JOB, nodes=1)).command
+    begin = one.render(replace(JOB, nodes=1), tmp_path).command
     asked = one.commands("digits", tmp_path)
 
     done = on_a_host(begin, environ)
@@ -162,22 +162,22 @@ def test_a_run_on_a_tpu_vm_outlives_the_connection_and_is_found_again(tmp_path):
     while not (log.exists() and log.read_text()):
         time.sleep(0.02)
     assert log.read_text() == f"--xla_a=1 --b {' '.join([*TRAIN[1:], '--distributed'])}\n"
-    assert "is training" in on_a_host(asked.status, environ).stdout
+    assert "is training" in on_a_host(asked["status"], environ).stdout
     again = on_a_host(begin, environ)
     assert (again.returncode, "has this run already" in again.stderr) == (1, True)
-    assert "train my config.yaml" in on_a_host(asked.logs, environ).stdout
+    assert "train my config.yaml" in on_a_host(asked["logs"], environ).stdout
 
-    assert on_a_host(asked.stop, environ).returncode == 0
-    while "is training" in (found := on_a_host(asked.status, environ).stdout):
+    assert on_a_host(asked["stop"], environ).returncode == 0
+    while "is training" in (found := on_a_host(asked["status"], environ).stdout):
         time.sleep(0.02)
     assert "no process; the last line of its log: saved" in found
-    assert "no process" in on_a_host(asked.stop, environ).stdout
+    assert "no process" in on_a_host(asked["stop"], environ).stdout
 
 
 def test_a_run_on_a_tpu_vm_does_not_start_where_its_setup_fails(tmp_path):
     environ = executables(tmp_path / "bin", jaxdist="echo trained")
     one = engine("tpu-vm", ["slice=mine", "zone=z", f"folder={tmp_path}", "setup=false"])
-    done = on_a_host(one.render(replace(JOB, nodes=1)).command, environ)
+    done = on_a_host(one.render(replace(JOB, nodes=1), tmp_path).command, environ)
     assert (done.returncode, done.stdout) == (1, "")
 
 

@@ -38,7 +38,7 @@ POOL = (
 def rendered(on: str, *settings: str, **changes: Any) -> Any:
     one, job = engine(on, settings), replace(JOB, **changes)
     one.check(job)
-    return one.render(job)
+    return one.render(job, Path("launch"))
 
 
 def jobs_of(*settings: str, **changes: Any) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ def job(jaxdist, monkeypatch) -> Job:
 
 def rendered(job: Job, on: str, *settings: str, servers: int = 2):
     one = engine(on, settings)
-    return one.render(with_servers(job, one, servers)).at(Path("/jobs/launch"))
+    return one.render(with_servers(job, one, servers), Path("/jobs/launch"))
 
 
 def test_slurm_gets_a_component_of_the_job_for_servers(job):

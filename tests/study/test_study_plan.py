@@ -94,18 +94,16 @@ def test_a_cell_with_a_diverged_run_has_no_mean() -> None:
 
 def test_search_walks_to_the_best_and_stops() -> None:
     seen: list[float] = []
-    best = search_rate(
-        1.0, lambda rate: seen.append(rate) or rate, lambda rate: (-abs(rate - 1 / 32),)
-    )
+    best = search_rate(1.0, lambda rate: (-abs((seen.append(rate) or rate) - 1 / 32),))
     assert best == 1 / 32
     assert sorted(seen) == [2.0**i for i in range(-6, 2)]
     seen.clear()
-    search_rate(1.0, lambda rate: seen.append(rate) or rate, lambda rate: (rate,))
+    search_rate(1.0, lambda rate: (seen.append(rate) or rate,))
     assert max(seen) == 2.0 ** (1 + 8)
 
 
 def test_search_takes_the_smallest_of_equals() -> None:
-    assert search_rate(1.0, lambda rate: rate, lambda rate: (float(0.4 < rate < 3),)) == 0.5
+    assert search_rate(1.0, lambda rate: (float(0.4 < rate < 3),)) == 0.5
 
 
 def test_every_contender_starts_somewhere() -> None:
@@ -119,7 +117,7 @@ def test_every_contender_starts_somewhere() -> None:
     [
         ([], "--optimizers is empty; choose from sgd,nesterov"),
         (["lamb", "lamp"], "'lamp': did you mean 'lamb'"),
-        (["lamb", "sgd", "lamb"], "--optimizers names 'lamb' 2 times"),
+        (["lamb", "sgd", "lamb"], "--optimizers names lamb 2 times"),
     ],
 )
 def test_bad_optimizers(names: list[str], message: str) -> None:

@@ -59,16 +59,14 @@ def test_one_program_serves_every_learning_rate(config: Path) -> None:
     runs = [trainer(replace(first, learning_rate=rate)) for rate in (0.01, 0.001, 0.01)]
     assert runs[0].metrics == runs[2].metrics, "no run uses up what the next one begins with"
     assert runs[0].metrics != runs[1].metrics
-    built = trainer._built(replace(first, learning_rate=1.0))
+    built, _ = trainer._built(replace(first, learning_rate=1.0))
     assert built.program.train._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_the_rate_in_the_state_moves_no_buffer(config: Path) -> None:
-    built = Trainer(config, [])._built(Trial("lamb", 64, 0, 1.0, 0))
-    changed = at_rate(built.start, 0.25)
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(built.start), jax.tree.leaves(changed), strict=True
-    )
+    _, start = Trainer(config, [])._built(Trial("lamb", 64, 0, 1.0, 0))
+    changed = at_rate(start, 0.25)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(start), jax.tree.leaves(changed), strict=True)
     different = []
     for (path, old), new in pairs:
         assert (old.shape, old.dtype, old.sharding) == (new.shape, new.dtype, new.sharding)
@@ -83,8 +81,8 @@ def test_a_run_that_diverges_is_told_and_cut_short(config: Path) -> None:
     done = trainer(Trial("sgd", 64, 0, 1e20, 0))
     assert done.diverged
     assert not np.isfinite(done.metrics["loss"])
-    built = trainer._built(Trial("sgd", 64, 0, 1.0, 0))
-    state, diverged = train_trial(built.experiment, built.program, at_rate(built.start, 1e20))
+    experiment, start = trainer._built(Trial("sgd", 64, 0, 1.0, 0))
+    state, diverged = train_trial(experiment, at_rate(start, 1e20))
     assert diverged
     assert int(state.step) < 22
 

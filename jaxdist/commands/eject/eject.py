@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from jaxdist.commands.eject.assemble import assemble_file
 from jaxdist.commands.eject.facts import contents_of
@@ -14,13 +14,8 @@ from jaxdist.commands.eject.refuse import check_built, check_ejectable
 from jaxdist.errors import ConfigError, os_errors_as
 from jaxdist.experiment import build, load
 
-
-class Keep(StrEnum):
-    """The parts of an ejected file that jaxdist may provide."""
-
-    DATA = "data"
-
-
+Keep = Literal["data"]
+"""The parts of an ejected file that jaxdist may provide."""
 MOST_LINES = 300
 """The largest number of lines of a file. A longer file is written without the evaluation. If the
 file is then still longer, blank lines not counted, the config is refused."""
@@ -42,10 +37,10 @@ def eject(
       JaxdistError: the config cannot be read or built.
     """
     document, config = load(path, overrides)
-    check_ejectable(config, keeps_data=keep is Keep.DATA)
+    check_ejectable(config, keeps_data=keep == "data")
     experiment = build(config, document)
     check_built(experiment)
-    kept = [] if keep is None else ["--keep", str(keep)]
+    kept = [] if keep is None else ["--keep", keep]
     words = map(shlex.quote, ["jaxdist", "eject", str(path), *overrides, *kept])
     lines = textwrap.wrap(" ".join(words), 90, break_long_words=False, break_on_hyphens=False)
     command = " \\\\\n      ".join(lines)
@@ -55,7 +50,7 @@ def eject(
     )
     text = ""
     for held in (experiment.heldout is not None, False):
-        facts = contents_of(experiment, held=held, keeps_data=keep is Keep.DATA)
+        facts = contents_of(experiment, held=held, keeps_data=keep == "data")
         text = assemble_file(docstring, facts.pieces, facts.flags, facts.values)
         if len(text.splitlines()) <= MOST_LINES:
             break

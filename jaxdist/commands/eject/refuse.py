@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxdist.config import Config
@@ -140,18 +140,14 @@ def check_built(experiment: Experiment) -> None:
 
 
 def _problem(path: str, value: Any) -> str | None:
-    known = CHOICES.get(path)
-    if known is not None:
-        return (
-            None
-            if value in known
-            else f"  {path}: {value} (supported: {', '.join(map(str, known))})"
-        )
-    if any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_BESIDE):
-        return f"  {path}: {value}"
-    if any(fnmatch.fnmatchcase(path, pattern) for pattern in (*WRITTEN, *BESIDE)):
+    def named(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+    choices = CHOICES.get(path)
+    if value in choices if choices else named((*WRITTEN, *BESIDE)) and not named(NOT_BESIDE):
         return None
-    return f"  {path}: {value}"
+    supported = f" (supported: {', '.join(map(str, choices))})" if choices else ""
+    return f"  {path}: {value}{supported}"
 
 
 def changed_settings(config: Config, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.commands.evaluate import open_run
+from jaxdist.commands.evaluate import open_run, print_foreign_code
 from jaxdist.commands.replay.lives import (
     RecordedLife,
     computed_again,
@@ -17,7 +17,6 @@ from jaxdist.commands.replay.lives import (
     shard_differences,
 )
 from jaxdist.config import read
-from jaxdist.config.importing import foreign_code
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
 from jaxdist.metrics.report import write_json
@@ -45,8 +44,7 @@ def replay(run: Path, console: Console, json_file: Path | None = None) -> bool:
             f"{run} is not a run with strategy.type parameter_server: it has no folder order/; "
             "name the directory of such a run"
         )
-    for text in foreign_code(read(RunDirectory(run).config).values):
-        console.print(f"code   {text}", soft_wrap=True, markup=False)
+    print_foreign_code(read(RunDirectory(run).config).values, console)
     experiment, sharded = sharded_run(RunDirectory(run).config)
     life = life_of(run, len(sharded.layouts))
     start = _start(run, experiment, sharded, life, console)
