@@ -20,8 +20,9 @@ from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import ShardLayout, layouts
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import placeable_tensors

@@ -21,7 +21,8 @@ from benchmarks.param_server.serving import central, listening, served, shard_of
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, build_mesh
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 
 FIRST_PORT = 9920
 RING = "ring"

@@ -33,7 +33,8 @@ from jaxdist.data.recommend.clicks import ClicksConfig
 from jaxdist.data.source import take
 from jaxdist.models.recommend.rows import RowForm
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.tables.client import TableClient
 from jaxdist.tables.keys import touched_rows, unique_rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from jaxdist.checkpoint.identity import Identity, new_id
 from jaxdist.heartbeat.run_folder import RunFolder
@@ -62,8 +61,11 @@ class Assignment:
         }
 
 
-class Hosts(Protocol):
-    """The hosts of a run, as an agent sees them; all methods are called from a single thread."""
+class Hosts:
+    """The hosts of a run, as an agent sees them; all methods are called from a single thread.
+
+    The methods of this class except `begin` suit a machine that is alone.
+    """
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """Wait for the next generation that includes this machine.
@@ -78,15 +80,15 @@ class Hosts(Protocol):
         Raises:
           RunError: no generation started in time, or another host reported that the run failed.
         """
-        ...
+        raise NotImplementedError
 
     def ends(self, assignment: Assignment) -> str | None:
         """Return the reason why this machine must end its processes, or None to continue."""
-        ...
+        return None
 
     def pauses(self, assignment: Assignment) -> bool:
         """Return whether all processes must save and stop, so that more hosts can join."""
-        ...
+        return False
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """Report that all processes of this machine have ended.
@@ -96,38 +98,35 @@ class Hosts(Protocol):
             well or the registry ended the generation.
           stuck: whether the failed process was alive and made no progress.
         """
-        ...
 
     def over(self, assignment: Assignment) -> bool:
         """Return whether the run is complete; called after all processes here have ended well."""
-        ...
+        return True
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
         """Publish the progress of this machine's processes to the other hosts."""
-        ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
         """Return the progress of other machines' processes, or None if any status is unknown.
 
         The times in the statuses are by this machine's clock.
         """
-        ...
+        return ()
 
     def uncopied(self) -> str | None:
         """Return why this machine does not copy another host's snapshots, or None if it does."""
-        ...
+        return None
 
     def why(self, assignment: Assignment) -> str:
         """Return the reason why a generation stopped early without a request to this machine."""
-        ...
+        return ""
 
     def named(self) -> dict[str, str]:
         """Return the fields of a journal event that identify this machine."""
-        ...
+        return {}
 
     def leave(self) -> None:
         """Announce that this machine was asked to stop and that its processes will stop soon."""
-        ...
 
     def fail(self, code: int, words: str) -> None:
         """Report that the run cannot continue on any machine.
@@ -136,14 +135,12 @@ class Hosts(Protocol):
           code: the exit code of the run.
           words: the reason, for the user.
         """
-        ...
 
     def close(self) -> None:
         """Release all resources; the agent calls no other method after this call."""
-        ...
 
 
-class SingleHost:
+class SingleHost(Hosts):
     """A single machine that runs all processes by itself.
 
     Args:
@@ -165,46 +162,3 @@ class SingleHost:
         # the run by the run's id.
         run, resume = known or Identity(self._id), self.resume or known is not None
         return Assignment(self._number, 0, count, count, coordinator, resume, run)
-
-    def ends(self, assignment: Assignment) -> str | None:
-        """Return None, since on a single machine only the processes end a generation."""
-        return None
-
-    def pauses(self, assignment: Assignment) -> bool:
-        """Return False, since no other machine can join."""
-        return False
-
-    def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """Do nothing, since no other machine waits for a single machine."""
-
-    def over(self, assignment: Assignment) -> bool:
-        """Return True, since processes that ended well have finished the run."""
-        return True
-
-    def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Do nothing, since no other machine waits for a single machine."""
-
-    def remote_progress(self, assignment: Assignment) -> Sequence[Status]:
-        """Return an empty sequence, since there is no other machine."""
-        return ()
-
-    def uncopied(self) -> str | None:
-        """Return None, since there is no other machine whose snapshots could be copied."""
-        return None
-
-    def why(self, assignment: Assignment) -> str:
-        """Return an empty reason; the agent never calls this method, since `over` returns True."""
-        return ""
-
-    def named(self) -> dict[str, str]:
-        """Return an empty mapping, since there is only one machine."""
-        return {}
-
-    def leave(self) -> None:
-        """Do nothing, since no other machine waits for a single machine."""
-
-    def fail(self, code: int, words: str) -> None:
-        """Do nothing, since there is no other machine to inform."""
-
-    def close(self) -> None:
-        """Do nothing, since a run on a single machine holds no resources of other machines."""

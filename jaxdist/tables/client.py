@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
-from jaxdist.param_server.live.client import Timeouts
-from jaxdist.param_server.live.exchange import ServerLink, Sessions
+from jaxdist.param_server.live.exchange import ServerLink
+from jaxdist.param_server.live.linked import LinkedClient, Timeouts
 from jaxdist.param_server.protocol import client as protocol
-from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Answer, Reply
 from jaxdist.tables.keys import servers_of
 from jaxdist.tables.messages import pack
 from jaxdist.wire.contract import Wire
 
 
-class TableClient:
+class TableClient(LinkedClient):
     """A worker's sessions with all table servers; only one thread may use the client.
 
     Args:
@@ -29,10 +25,6 @@ class TableClient:
       wires: the connections to the leaders of the ranges, in the order of the ranges' numbers.
       width: the number of values in a row.
       most: the number of rows that servers keep, or 0 if they keep all rows.
-
-    Attributes:
-      sent_bytes, received_bytes: the total sizes of payloads.
-      waited_seconds: the time spent in waits for servers, in seconds.
     """
 
     def __init__(
@@ -45,36 +37,11 @@ class TableClient:
         most: int = 0,
         patience: Timeouts | None = None,
     ) -> None:
-        self.number, self.model, self.width, self._most = number, model, width, most
-        self.patience = patience or Timeouts()
-        self._links = [
-            ServerLink(server, wire, ClientState(number), f"table server {server}")
-            for server, wire in enumerate(wires)
-        ]
-        self._failure: str | None = None
+        self.width, self._most = width, most
         self._rows: np.ndarray | None = None
         self._found: tuple[np.ndarray, list[int | None]] | None = None
-        self._read: list[int | None] = [None for _ in self._links]
-        self.sent_bytes = self.received_bytes = 0
-        self.waited_seconds = 0.0
-        self._exchange = Sessions(
-            self._links,
-            threading.RLock(),
-            retry_seconds=self.patience.retry_seconds,
-            heard=self._heard,
-            failed=self.fail,
-        )
-        self._changed = self._exchange.changed
-
-    def close(self) -> None:
-        """End all sessions with table servers."""
-        self._exchange.close()
-
-    def fail(self, reason: str) -> None:
-        """Make the call that waits now, or else the next call that waits, raise an error."""
-        with self._changed:
-            self._failure = reason
-            self._changed.notify_all()
+        names = [(server, f"table server {server}") for server in range(len(wires))]
+        super().__init__(number, model, names, wires, patience=patience)
 
     def pull(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of unique rows (uint32 or keys, `[N]`).
@@ -119,10 +86,7 @@ class TableClient:
             for link in self._links:
                 mine = pack(rows[owner == link.server])
                 link.copy = None
-                link.state, message = protocol.pull(link.state)
-                link.payloads[message.stamp.sequence] = mine
-                self.sent_bytes += mine.nbytes
-                link.send(message)
+                self._send(link, protocol.pull(link.state), mine)
 
     def _finish(
         self, rows: np.ndarray, *, begins: bool = False
@@ -160,90 +124,16 @@ class TableClient:
         owner = servers_of(rows, len(self._links), self._most)
         usable = bool(np.isfinite(grads).all())
         with self._changed:
-            self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
+            self._wait_for_room()
             for link, version in zip(self._links, self._read, strict=True):
                 mine = owner == link.server
                 payload = pack(np.array([rate], np.float32), rows[mine], grads[mine])
-                link.state, message = protocol.push(link.state, version=version, usable=usable)
-                link.payloads[message.stamp.sequence] = payload
-                self.sent_bytes += payload.nbytes
-                link.send(message)
-
-    def move(self, server: int, wire: Wire, epoch: int) -> None:
-        """Continue with the server that leads a range of rows in a new epoch.
-
-        All messages without a final reply are sent again; the server applies each message only
-        once. An epoch that is not new has no effect.
-
-        Args:
-          server: the number of the range.
-          wire: the connection to the server that now leads the range.
-          epoch: the number of the epoch.
-        """
-        with self._changed:
-            if epoch > self._links[server].state.epoch:
-                self._exchange.move(self._links[server], wire, epoch)
-
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until a condition holds; the condition is checked again after each reply.
-
-        Args:
-          condition: a function that returns whether the condition holds.
-          what: a description of the condition, for errors.
-
-        Raises:
-          RunError: the deadline passed, or a server refused a message or has died.
-        """
-        with self._changed:
-            self._wait(condition, what)
-
-    def drain(self) -> None:
-        """Wait until all pushes are acknowledged.
-
-        Raises:
-          RunError: the deadline passed, or a server refused a message or has died.
-        """
-        self.wait_until(self._settled, "the last pushes to be applied")
-
-    def _settled(self) -> bool:
-        return not any(link.payloads for link in self._links)
-
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; the caller holds the lock.
-
-        Args:
-          condition: a function that returns whether the condition holds.
-          what: a description of the condition, for the error message.
-        """
-        begun = time.monotonic()
-        deadline = begun + self.patience.deadline_seconds
-        while True:
-            if self._failure is not None:
-                raise RunError(f"worker {self.number}: {self._failure}")
-            if condition():
-                self.waited_seconds += time.monotonic() - begun
-                return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RunError(self._late(what))
-            self._changed.wait(left)
-
-    def _late(self, what: str) -> str:
-        away = [link.name for link in self._links if not link.welcome]
-        late = [link.name for link in self._links if link.welcome and link.payloads]
-        told = f"{', '.join(away)} cannot be reached" if away else f"{', '.join(late)} is late"
-        return (
-            f"worker {self.number} waited {self.patience.deadline_seconds:g} s for {what}: {told} "
-            "(strategy.processes.deadline_seconds)"
-        )
+                sending = protocol.push(link.state, version=version, usable=usable)
+                self._send(link, sending, payload)
 
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
-        heard = protocol.hear(link.state, reply)
-        link.state = heard.state
+        # A row's values are needed even if a newer version has arrived, so `takes` is not asked.
         if isinstance(reply, Answer) and reply.sequence in link.payloads:
-            assert payload is not None
             del link.payloads[reply.sequence]
-            link.copy = payload
-            self.received_bytes += payload.nbytes
-        if heard.settled is not None:
-            link.payloads.pop(heard.settled, None)
+            self._take(link, payload)
+        self._settle(link, reply)

@@ -13,7 +13,8 @@ from benchmarks.param_server.local_wire import LocalWire
 from jaxdist.param_server.aggregation import Racks
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.wire.contract import Wire
 from jaxdist.wire.frames import spec_for

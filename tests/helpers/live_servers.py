@@ -15,8 +15,9 @@ import optax
 from benchmarks.param_server.local_wire import LocalWire
 from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import joined_shards, layouts
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.live.shard import ServerShard

@@ -19,7 +19,8 @@ from jaxdist.config.schema import validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import OrderLog, read_order
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer

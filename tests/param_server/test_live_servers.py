@@ -18,7 +18,8 @@ from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import read_order, step
 from jaxdist.param_server.protocol.messages import Apply
 from jaxdist.param_server.protocol.server import RangeState

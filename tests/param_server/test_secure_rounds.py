@@ -15,7 +15,7 @@ from test_live_training import ordered_sums
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.param_server.aggregation import PushTraffic, Secure
-from jaxdist.param_server.live.client import Timeouts
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.secure import MaskingClient
 from jaxdist.secure.masks import SecureError
 from jaxdist.secure.rounds import ClientRound, ServerRound, Stage, of_bytes

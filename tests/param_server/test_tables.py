@@ -25,7 +25,7 @@ from jaxdist.models.recommend.rows import RowForm
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.client import Timeouts
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.run.tiers import open_tiers
 from jaxdist.tables.bounded import open_store

@@ -12,7 +12,8 @@ from live_servers import Servers
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.wire.security import Tls, certificate_refusal, read_tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

@@ -22,7 +22,8 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState

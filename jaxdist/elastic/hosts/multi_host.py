@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.elastic.assignment import Assignment
+from jaxdist.elastic.assignment import Assignment, Hosts
 from jaxdist.elastic.hosts.copies import CopyServer, parts_in
 from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join_hosts
 from jaxdist.elastic.hosts.leader_election import LeaderElection, boot_clock
@@ -55,7 +55,7 @@ END_SECONDS = 120.0
 GROWS = "a host came"
 
 
-class MultiHost:
+class MultiHost(Hosts):
     """The hosts of a run on several machines; see `jaxdist.elastic.assignment.Hosts`.
 
     Args:

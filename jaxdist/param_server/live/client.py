@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.codes import Codes, PushEncoder
-from jaxdist.param_server.live.exchange import ServerLink, Sessions
+from jaxdist.param_server.live.exchange import ServerLink
 from jaxdist.param_server.live.layout import ShardLayout
+from jaxdist.param_server.live.linked import LinkedClient, Timeouts
 from jaxdist.param_server.protocol import client as protocol
-from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Reply
-from jaxdist.wire.contract import Envelope, Wire
+from jaxdist.wire.contract import Wire
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """The timeouts of a worker.
-
-    Attributes:
-      deadline_seconds: the time limit of any wait, in seconds. A worker that reaches the limit
-        fails, and its error names the late process.
-      retry_seconds: the seconds without an answer after which a message is sent again. An open
-        stream loses no message; when a stream ends, all pending messages are sent again at once.
-    """
-
-    deadline_seconds: float = 600.0
-    retry_seconds: float = 30.0
-
-
-class Client:
+class Client(LinkedClient):
     """A worker's sessions with all servers: a context manager, used by one thread.
 
     Args:
@@ -47,10 +28,6 @@ class Client:
         layouts.
       codes: the encoding of pushes to each server, or () for uncompressed pushes.
       through: the prefix of the servers' names in error messages, for wires through aggregators.
-
-    Attributes:
-      waited_seconds: the seconds spent in `read`, `push` and `drain`.
-      received_bytes, sent_bytes: the total sizes of received and of sent payloads, in bytes.
     """
 
     def __init__(
@@ -65,45 +42,9 @@ class Client:
         patience: Timeouts | None = None,
         through: str = "",
     ) -> None:
-        self.number, self.model, self.patience = number, model, patience or Timeouts()
         self._encoders = [PushEncoder(one, number) for one in codes]
-        self._links = [
-            ServerLink(
-                layout.server,
-                wire,
-                ClientState(number, epoch),
-                f"{through}server {layout.server}",
-            )
-            for layout, wire in zip(layouts, wires, strict=True)
-        ]
-        self._read: list[int | None] = [None for _ in self._links]
-        self._failure: str | None = None
-        self.waited_seconds = 0.0
-        self.received_bytes = self.sent_bytes = 0
-        self._exchange = Sessions(
-            self._links,
-            threading.RLock(),
-            retry_seconds=self.patience.retry_seconds,
-            heard=self._heard,
-            failed=self._failed,
-            secured=self._secured,
-        )
-        self._changed = self._exchange.changed
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all sessions; changes that are not acknowledged may or may not be applied."""
-        self._exchange.close()
-
-    @property
-    def clock(self) -> int:
-        """The clock at which the worker computes next."""
-        return min(link.state.clock for link in self._links)
+        names = [(layout.server, f"{through}server {layout.server}") for layout in layouts]
+        super().__init__(number, model, names, wires, epoch=epoch, patience=patience)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -168,7 +109,7 @@ class Client:
           RunError: the deadline passed, or a server refused a message, as for `read`.
         """
         with self._changed:
-            self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
+            self._wait_for_room()
             for at, (change, read) in enumerate(zip(changes, self._read, strict=True)):
                 self._push_to(at, change, read, tokens)
 
@@ -178,10 +119,8 @@ class Client:
         # Servers refuse a weight that is not finite; `_written` has already marked this push as
         # unusable.
         tokens = tokens if math.isfinite(tokens) else 1.0
-        link.state, message = protocol.push(link.state, version=read, tokens=tokens, usable=usable)
-        link.payloads[message.stamp.sequence] = change
-        self.sent_bytes += change.nbytes
-        link.send(message)
+        sending = protocol.push(link.state, version=read, tokens=tokens, usable=usable)
+        self._send(link, sending, change)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
         """Return a change in the form that is sent, and whether the push is to be marked as usable.
@@ -204,21 +143,6 @@ class Client:
             return change, True
         return self._encoders[at](change, self._links[at].state.sequence)
 
-    def move(self, server: int, wire: Wire, epoch: int) -> None:
-        """Continue with the server that leads a shard in a new epoch.
-
-        An epoch that is not newer than the known epoch changes nothing. If the epoch is newer, all
-        messages without a final reply are sent again, and the new server counts each message once.
-
-        Args:
-          server: the number of the shard.
-          wire: the connection to the server that leads the shard now.
-          epoch: the epoch of the new leader.
-        """
-        with self._changed:
-            if epoch > self._links[server].state.epoch:
-                self._exchange.move(self._links[server], wire, epoch)
-
     def under_way(self, server: int) -> list[np.ndarray]:
         """Return the changes that a server has not settled, as the server will decode them."""
         with self._changed:
@@ -228,86 +152,6 @@ class Client:
         codes = self._encoders[server].codes
         return [codes.decode(payload, self.number, at) for at, payload in sent.items()]
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until a condition holds; the condition is checked again after each reply.
-
-        Args:
-          what: a description of the condition, for the error message.
-
-        Raises:
-          RunError: the deadline passed, or a server refused a message, as for `read`.
-        """
-        with self._changed:
-            self._wait(condition, what)
-
-    def drain(self) -> None:
-        """Wait until all pushes are settled.
-
-        Raises:
-          RunError: the deadline passed, or a server refused a message, as for `read`.
-        """
-        with self._changed:
-            self._wait(self._settled, "the last pushes to be applied")
-
-    def _settled(self) -> bool:
-        return not any(link.payloads for link in self._links)
-
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; the caller holds the lock.
-
-        Args:
-          condition: a function that returns whether the condition holds.
-          what: a description of the condition, for the error message.
-        """
-        begun = time.monotonic()
-        deadline = begun + self.patience.deadline_seconds
-        asked = False
-        try:
-            while True:
-                if self._failure is not None:
-                    raise RunError(f"client {self.number}: {self._failure}")
-                if condition():
-                    return
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise RunError(self._late(what))
-                # The servers are asked at half of the deadline, so that an error can name the late
-                # clients.
-                if not asked and left < self.patience.deadline_seconds / 2:
-                    asked = True
-                    for link in self._links:
-                        link.ask_late()
-                self._changed.wait(min(left, self.patience.deadline_seconds / 2))
-        finally:
-            self.waited_seconds += time.monotonic() - begun
-
-    def _late(self, what: str) -> str:
-        seconds = self.patience.deadline_seconds
-        told: list[str] = []
-        for link in self._links:
-            if not link.welcome:
-                told.append(f"{link.name} cannot be reached")
-            elif link.late:
-                told.append(f"{link.name} waits for {link.late}")
-            elif not protocol.ready(self.model, link.state) or link.payloads:
-                told.append(f"{link.name} is late")
-        return (
-            f"client {self.number} at clock {self.clock} waited {seconds:g} s for {what}: "
-            f"{'; '.join(told) or 'no client is late'}"
-        )
-
-    def _secured(self, link: ServerLink, envelope: Envelope) -> None:
-        """Ignore an answer of secure aggregation, for which this client has not asked."""
-
-    def _failed(self, reason: str) -> None:
-        self._failure = reason
-
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
-        heard = protocol.hear(link.state, reply)
-        link.state = heard.state
-        if heard.takes:
-            assert payload is not None
-            link.copy = payload
-            self.received_bytes += payload.nbytes
-        if heard.settled is not None:
-            link.payloads.pop(heard.settled, None)
+        if self._settle(link, reply).takes:
+            self._take(link, payload)

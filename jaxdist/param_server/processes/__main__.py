@@ -21,7 +21,8 @@ from pathlib import Path
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError
 from jaxdist.param_server.consistency.contract import Clocks
-from jaxdist.param_server.live.client import Client, Timeouts
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import OrderLog, server_log
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer
 from jaxdist.param_server.live.server import Reached, Server

@@ -18,7 +18,7 @@ import jax
 from jaxdist.checkpoint.agree import broadcast_json, gather_json
 from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
-from jaxdist.param_server.live.client import Timeouts
+from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.runtime.children import Event
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.tables.client import TableClient
