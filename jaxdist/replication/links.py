@@ -43,17 +43,10 @@ class CopyService:
     Args:
       server: the number of this server.
       shard: the arrays of the range, which the first entry overwrites.
-      moved: the function that is called after each update with the new version and with the squared
-        norm of the update's change.
     """
 
-    def __init__(
-        self,
-        server: int,
-        shard: ServerShard,
-        moved: Callable[[int, float], None] = lambda version, square: None,
-    ) -> None:
-        self.shard, self.follower, self._moved = shard, Follower(server), moved
+    def __init__(self, server: int, shard: ServerShard) -> None:
+        self.shard, self.follower = shard, Follower(server)
         self._spec = shard.layout.spec
         self._arrays: dict[Peer, list[np.ndarray]] = {}
         self._lock = threading.Lock()
@@ -95,11 +88,9 @@ class CopyService:
             self.shard.restore(arrays)
             return
         given = iter(arrays)
-        last = entry.state.clocks.version
-        for version, (rate, has) in enumerate(updates, last - len(updates) + 1):
+        for rate, has in updates:
             if has:
                 self.shard.move(next(given), rate)
-            self._moved(version, self.shard.square if has else 0.0)
 
     def takes_over(self, view: RangeView) -> Leader:
         """Return the leader of a new view; later entries of the earlier leader are refused."""

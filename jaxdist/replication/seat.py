@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
-from typing import Any
 
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.shard import ServerShard
@@ -31,7 +30,6 @@ class Seat:
       say: a function that sends a report to the arbiter. A report gives the address at which this
         server copies the range, or says that this server leads now or that another may follow now.
       kind: the class of the server that leads.
-      more: the other arguments of `kind`, or None for no other arguments.
     """
 
     def __init__(
@@ -45,13 +43,11 @@ class Seat:
         wire_to: Callable[[Place], Wire],
         say: Callable[[JsonObject], None],
         kind: type[ReplicatedServer] = ReplicatedServer,
-        more: Mapping[str, Any] | None = None,
     ) -> None:
         self.number, self.model, self.range = number, model, shard.layout.server
-        self._opens, self._wire_to, self._say, self._more = opens, wire_to, say, dict(more or {})
+        self._opens, self._wire_to, self._say = opens, wire_to, say
         self._kind = kind
         self._admitted: list[int] = []
-        self._gone: list[int] = []
         self.copies = CopyService(number, shard)
         self.server: ReplicatedServer | None = None
         if start is not None:
@@ -78,12 +74,6 @@ class Seat:
         if self.server is not None:
             self.server.admit(client)
 
-    def leave(self, client: int) -> None:
-        """Remove a client permanently, even if this server becomes the leader only later."""
-        self._gone.append(client)
-        if self.server is not None:
-            self.server.leave(client)
-
     def close(self) -> None:
         """Stop the server of the range if this seat leads the range."""
         if self.server is not None:
@@ -93,12 +83,9 @@ class Seat:
         def synced(server: int, number: int) -> None:
             self._say({"event": "synced", "range": self.range, "server": server, "number": number})
 
-        given = (self.number, self.copies.shard, self.model, leader, synced)
-        self.server = self._kind(*given, **self._more)
+        self.server = self._kind(self.number, self.copies.shard, self.model, leader, synced)
         for client in self._admitted:
             self.server.admit(client)
-        for client in self._gone:
-            self.server.leave(client)
         port, epoch = self._opens(self.server), leader.view.epoch
         told = {"event": "leads", "range": self.range, "server": self.number}
         self._say({**told, "port": port, "epoch": epoch})

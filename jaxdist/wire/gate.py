@@ -228,7 +228,7 @@ def open_gate(
       offered: the argument of `Gate`.
       devices: the number of fake devices in `GateAddress`.
     """
-    tls = settings.tls and read_tls(settings.tls)
+    tls = read_tls(settings.tls)
     rpc = RpcServer(Gate(offered), token, host=settings.host, tls=tls)
     stack.callback(rpc.close)
     address = place_address(settings.host, rpc.port)

@@ -9,6 +9,8 @@ import socket
 import ssl
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +47,14 @@ class Tls:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
-def read_tls(config: TlsConfig) -> Tls:
-    """Read the certificates and the key that a config names.
+def read_tls(config: TlsConfig | None) -> Tls | None:
+    """Read the certificates and the key that a config names, or return None without a config.
 
     Raises:
       RunError: a file cannot be read, or others may read the key.
     """
+    if config is None:
+        return None
     try:
         key = _private(config.key)
         found = Tls(config.authority.read_bytes(), config.certificate.read_bytes(), key)
@@ -78,12 +82,11 @@ def _context(tls: Tls) -> ssl.SSLContext:
     """
     context = ssl.create_default_context(cadata=tls.authority.decode("ascii", "replace"))
     context.set_alpn_protocols(["h2"])
-    if tls.certificate is not None and tls.key is not None:
-        with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-            # `load_cert_chain` reads only files; this folder has mode 700.
-            chain = Path(folder) / "chain.pem"
-            chain.write_bytes(tls.certificate + b"\n" + tls.key)
-            context.load_cert_chain(chain)
+    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
+        # `load_cert_chain` reads only files; this folder has mode 700.
+        chain = Path(folder) / "chain.pem"
+        chain.write_bytes(tls.certificate + b"\n" + tls.key)
+        context.load_cert_chain(chain)
     return context
 
 
@@ -125,6 +128,21 @@ def make_token(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
+
+
+@contextmanager
+def token_file(given: Path | None) -> Iterator[Path]:
+    """Yield the path of a token file: the given file, or a new file in a private folder.
+
+    A new file is deleted when the context ends.
+    """
+    if given is not None:
+        yield given.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
+        path = Path(folder) / "token"
+        make_token(path)
+        yield path
 
 
 def read_token(path: Path) -> str:

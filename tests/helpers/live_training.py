@@ -24,11 +24,11 @@ from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import OrderLog, read_order
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer
-from jaxdist.param_server.live.server import Reached, Server
-from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.replay import Replay
-from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker, computation
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.statistics import with_statistics
@@ -58,7 +58,7 @@ class Training:
         self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
         self.start = program.init()
         self.servers: list[Server] = []
-        self.reached: dict[int, Reached] = {}
+        self.reached: dict[int, ShardState] = {}
         self.failed: list[str] = []
         model = self.cluster.consistency
         self.clocks = self.cluster.clocks(self.experiment.total_steps)
@@ -84,7 +84,7 @@ class Training:
         self.measured: list[Measured] = []
         self._lock = threading.Lock()
 
-    def save(self, server: int, reached: Reached) -> None:
+    def save(self, server: int, reached: ShardState) -> None:
         self.reached[server] = reached
 
     def _wires(self, services: Sequence[Reception]) -> list[LocalWire]:

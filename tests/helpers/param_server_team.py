@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxdist.param_server.consistency.arrays import combined
+from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import Acknowledge, Apply, Drop, Publish, Refuse
+from jaxdist.param_server.protocol.server import RangeState
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Team:
     def __post_init__(self):
         self.rng = random.Random(self.seed)
         self.w = np.asarray(self.start, np.float64)
-        self.state = server.begin(self.workers)
+        self.state = RangeState(Clocks(self.workers))
         self.now = 0.0
         self.network, self.payloads, self.values = [], {}, {0: self.w}
         self.clients, self.copies = {}, {}
@@ -189,7 +191,7 @@ class Team:
 def replayed(team):
     """Return the parameters of a server that processes the log of another server."""
     twin = Team(team.model, 0, team.gradient, start=team.start, learning_rate=team.learning_rate)
-    twin.state, twin.payloads = server.begin(team.workers), team.payloads
+    twin.state, twin.payloads = RangeState(Clocks(team.workers)), team.payloads
     for kind, thing, now in team.log:
         if kind == "message":
             twin.do(server.receive(twin.model, twin.state, thing, now))

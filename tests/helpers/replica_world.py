@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Apply, Publish, Refuse
@@ -54,7 +55,7 @@ class World:
         self.rng, self.model, self.steps = random.Random(seed), model, steps
         self.faults, self.now = faults, 0.0
         self.view = RangeView(0, 0, leader=0, follower=1)
-        start = protocol.begin(workers)
+        start = RangeState(Clocks(workers))
         for client in range(workers):
             start = protocol.join(model, start, client).state
         leader, follower = begin_leader(self.view, start), begin_follower(1, start)

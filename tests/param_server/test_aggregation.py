@@ -15,6 +15,7 @@ from jaxdist.param_server.aggregation import AggregationConfig, Direct, PushTraf
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.arrival import SSP
+from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.protocol import client, rack, server
@@ -28,6 +29,7 @@ from jaxdist.param_server.protocol.messages import (
     Refuse,
     Stamp,
 )
+from jaxdist.param_server.protocol.server import RangeState
 
 STEPS = 4
 
@@ -39,7 +41,7 @@ class Hierarchy:
         self.rng, self.model = random.Random(seed), model
         self.gradient, self.tokens = gradient, tokens
         self.rack_of = {worker: number for number, team in enumerate(racks) for worker in team}
-        self.w, self.root = np.zeros(2), server.begin(len(racks))
+        self.w, self.root = np.zeros(2), RangeState(Clocks(len(racks)))
         self.network, self.at_root, self.copies = [], Counter(), {}
         self.workers = {worker: client.ClientState(worker) for worker in self.rack_of}
         self.racks, self.payloads = {}, {}

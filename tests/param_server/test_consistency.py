@@ -34,6 +34,7 @@ from jaxdist.param_server.consistency.notices import consistency_notices
 from jaxdist.param_server.consistency.rounds import BSP, mean_of
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import Apply, Push, Stamp
+from jaxdist.param_server.protocol.server import RangeState
 
 
 def members(count, **more):
@@ -62,7 +63,7 @@ def applied(model, state, pushes):
 
 
 def started(model, workers):
-    state = server.begin(workers)
+    state = RangeState(Clocks(workers))
     for client in range(workers):
         state = server.join(model, state, client).state
     return state

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from param_server_team import Chaos, Team, replayed
 
 from jaxdist.param_server.consistency.arrival import SSP, AdaptiveSSP, Asynchronous
+from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
@@ -28,6 +29,7 @@ from jaxdist.param_server.protocol.messages import (
     Refuse,
     Stamp,
 )
+from jaxdist.param_server.protocol.server import RangeState
 
 BAD = Chaos(loses=0.1, copies=0.2, reorders=True)
 MODELS = {
@@ -288,7 +290,7 @@ def test_ten_thousand_histories(name):
 
 
 def test_a_worker_that_leaves_holds_nobody_up():
-    model, state = BSP(), server.begin(2)
+    model, state = BSP(), RangeState(Clocks(2))
     for client in 0, 1:
         state = server.join(model, state, client).state
         state = server.receive(model, state, Pull(Stamp(0, client, 0))).state
@@ -315,7 +317,7 @@ def test_what_the_dead_have_sent_stands_for_no_member(model):
 
 
 def joined(model, workers=2):
-    state = server.begin(workers)
+    state = RangeState(Clocks(workers))
     for client in range(workers):
         state = server.join(model, state, client).state
     return state
@@ -492,7 +494,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_messages_change_nothing(case):
     message, reason = REFUSED[case]
-    model, state = SSP(), server.begin(2, epoch=3)
+    model, state = SSP(), RangeState(Clocks(2), 3)
     for client in 0, 1:
         state = server.join(model, state, client).state
     after, (refusal,) = server.receive(model, state, message)

@@ -17,11 +17,12 @@ from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.order import rack_log, read_order, server_log
+from jaxdist.param_server.live.shard import ShardState
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import directory_of
 from jaxdist.param_server.training.replay import BatchesOf, Replay
-from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.training.worker import PushComputation, computation
 from jaxdist.trees import flatten_with_names
 

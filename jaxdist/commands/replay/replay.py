@@ -20,9 +20,10 @@ from jaxdist.config import read
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
 from jaxdist.metrics.report import write_json
+from jaxdist.param_server.live.shard import ShardState
 from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.training.files import read_shard
-from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.run.directory import RunDirectory
 
 

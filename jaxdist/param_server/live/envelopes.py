@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from jaxdist.param_server.protocol.messages import (
@@ -26,15 +28,11 @@ def of_message(message: Message, tensor: int, payload: np.ndarray | None = None)
       tensor: the number of the shard, which the envelope carries as its tensor.
       payload: the payload of a push, or of a pull of rows. Other messages have None.
     """
-    stamp = message.stamp
+    given: dict[str, Any] = {**vars(message.stamp), "tensor": tensor, "payload": payload}
     if isinstance(message, Pull):
-        return Envelope(
-            Op.PULL, stamp.epoch, stamp.client, stamp.sequence, tensor=tensor, payload=payload
-        )
-    return Envelope(
-        Op.PUSH, stamp.epoch, stamp.client, stamp.sequence, message.clock, message.version,
-        tokens=message.tokens, flag=message.usable, tensor=tensor, payload=payload,
-    )  # fmt: skip
+        return Envelope(Op.PULL, **given)
+    of_push = {"clock": message.clock, "version": message.version, "tokens": message.tokens}
+    return Envelope(Op.PUSH, **given, **of_push, flag=message.usable)
 
 
 def to_message(envelope: Envelope) -> Message:
@@ -53,27 +51,19 @@ def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None =
       epoch: the epoch of the range.
       payload: the parameters, or None for a reply without parameters.
     """
+    given: dict[str, Any] = {"epoch": epoch, **vars(reply), "tensor": tensor}
     match reply:
-        case Acknowledge(client, sequence, version):
+        case Acknowledge(version=version):
             # The flag distinguishes a dropped push from a push that is part of version 0.
-            return Envelope(
-                Op.ACKNOWLEDGE, epoch, client, sequence,
-                version=version or 0, flag=version is not None, tensor=tensor,
-            )  # fmt: skip
-        case Answer(client, sequence, clock, version, floor):
-            return Envelope(
-                Op.ANSWER, epoch, client, sequence, clock, version, floor,
-                tensor=tensor, payload=payload,
-            )  # fmt: skip
-        case Publish(client, version, floor):
-            return Envelope(
-                Op.PUBLISH, epoch, client, version=version, floor=floor,
-                tensor=tensor, payload=payload,
-            )  # fmt: skip
-        case Refuse(client, sequence, reason, epoch):
-            return Envelope(
-                Op.REFUSE, epoch, client, sequence, tensor=tensor, payload=text_payload(reason)
-            )
+            given |= {"version": version or 0, "flag": version is not None}
+            return Envelope(Op.ACKNOWLEDGE, **given)
+        case Answer():
+            return Envelope(Op.ANSWER, **given, payload=payload)
+        case Publish():
+            return Envelope(Op.PUBLISH, **given, payload=payload)
+        case Refuse():
+            reason = given.pop("reason")
+            return Envelope(Op.REFUSE, **given, payload=text_payload(reason))
 
 
 def to_reply(envelope: Envelope) -> Reply:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import RunError, os_errors_as
@@ -169,48 +169,34 @@ def read_order(path: Path) -> Iterator[ProtocolCall]:
             ) from error
 
 
+_REPLIES = {"acknowledge": Acknowledge, "answer": Answer, "publish": Publish}
+
+
 def _fields(taken: ProtocolCall) -> list[object]:
     match taken.reply or taken.message:
-        case Acknowledge(client, sequence, version):
-            return ["acknowledge", taken.now, client, sequence, version]
-        case Answer(client, sequence, clock, version, floor):
-            return ["answer", taken.now, client, sequence, clock, version, floor]
-        case Publish(client, version, floor):
-            return ["publish", taken.now, client, version, floor]
         case None:
             return [taken.kind, taken.now, taken.client]
-        case Pull(stamp):
-            return ["pull", taken.now, stamp.client, stamp.sequence, stamp.epoch]
-        case Push(stamp, clock, version, tokens, usable):
-            own = [clock, version, tokens, usable]
-            return ["push", taken.now, stamp.client, stamp.sequence, stamp.epoch, *own]
-        case other:
-            raise AssertionError(other)
+        case Pull(stamp) | Push(stamp) as message:
+            _, *own = vars(message).values()
+            kind = type(message).__name__.lower()
+            return [kind, taken.now, stamp.client, stamp.sequence, stamp.epoch, *own]
+        case reply:
+            return [type(reply).__name__.lower(), taken.now, *vars(reply).values()]
 
 
-def _taken(fields: list[object]) -> ProtocolCall:
-    match fields:
-        case ["join", float(now), int(client)]:
-            return ProtocolCall("join", now, client)
-        case ["leave", float(now), int(client)]:
-            return ProtocolCall("leave", now, client)
-        case ["tick", float(now), int(client)]:
-            return ProtocolCall("tick", now, client)
-        case ["acknowledge", float(now), int(client), int(sequence), int() | None as version]:
-            return ProtocolCall("hear", now, reply=Acknowledge(client, sequence, version))
-        case [
-            "answer", float(now), int(client), int(sequence), int(clock), int(version), int(floor)
-        ]:  # fmt: skip
-            return ProtocolCall("hear", now, reply=Answer(client, sequence, clock, version, floor))
-        case ["publish", float(now), int(client), int(version), int(floor)]:
-            return ProtocolCall("hear", now, reply=Publish(client, version, floor))
-        case ["pull", float(now), int(client), int(sequence), int(epoch)]:
+def _taken(fields: list[Any]) -> ProtocolCall:
+    kind, now, *rest = fields
+    if not all(isinstance(one, int | float | None) for one in (now, *rest)):
+        raise ValueError(f"{fields} has texts or lists in the place of numbers")
+    match kind, rest:
+        case "join" | "leave" | "tick", [client]:
+            return ProtocolCall(kind, now, client)
+        case "acknowledge" | "answer" | "publish", _:
+            return ProtocolCall("hear", now, reply=_REPLIES[kind](*rest))
+        case "pull", [client, sequence, epoch]:
             return ProtocolCall("receive", now, message=Pull(Stamp(epoch, client, sequence)))
-        case [
-            "push", float(now), int(client), int(sequence), int(epoch),
-            int(clock), int(version), float(tokens), bool(usable),
-        ]:  # fmt: skip
-            stamp = Stamp(epoch, client, sequence)
-            return ProtocolCall("receive", now, message=Push(stamp, clock, version, tokens, usable))
+        case "push", [client, sequence, epoch, clock, version, tokens, usable]:
+            push = Push(Stamp(epoch, client, sequence), clock, version, tokens, usable)
+            return ProtocolCall("receive", now, message=push)
         case _:
             raise ValueError(f"{fields} is not an entry of the log of messages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,26 +11,10 @@ from jaxdist.param_server.consistency.contract import Arrival, Consistency
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.order import OrderLog, ProtocolCall, is_recorded, step
 from jaxdist.param_server.live.reception import Reception
-from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Effect, Message, Publish
 from jaxdist.param_server.protocol.server import RangeState
-
-
-@dataclass(frozen=True)
-class Reached:
-    """A shard's arrays at the time when all changes of clocks before `floor` are applied.
-
-    Attributes:
-      floor: the clock that the shard has reached.
-      params: the parameters, never modified afterwards.
-      optimizer: a copy of the optimizer's state.
-    """
-
-    floor: int
-    version: int
-    params: np.ndarray
-    optimizer: object
 
 
 class Server(Reception):
@@ -55,7 +38,7 @@ class Server(Reception):
         *,
         codes: Codes | None = None,
         due: Sequence[int] = (),
-        reached: Callable[[Reached], None] = lambda reached: None,
+        reached: Callable[[ShardState], None] = lambda reached: None,
         applied: Callable[[int, float], None] = lambda version, square: None,
         log: OrderLog | None = None,
     ) -> None:
@@ -156,7 +139,7 @@ class Server(Reception):
         while self._due and self.state.clocks.floor >= self._due[0]:
             clocks, shard = self.state.clocks, self.shard
             floor = self._due.pop(0)
-            self._reached(Reached(floor, clocks.version, shard.params, shard.kept()))
+            self._reached(ShardState(floor, clocks.version, shard.params, shard.kept()))
             # A replay up to this clock needs the log, so the log is flushed before the server may
             # be killed.
             if self._log is not None:

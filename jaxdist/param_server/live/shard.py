@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -22,6 +23,22 @@ Tree = dict[str, jax.Array]
 """The arrays of ranges, by the key of the range."""
 Merged = Callable[[Merge, Callable[[Arrival], np.ndarray]], np.ndarray]
 """A function that combines the changes of a merge."""
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The state of a server, on the host.
+
+    Attributes:
+      floor: a clock; the state contains all changes of all workers from earlier clocks.
+      params: the parameters as a flat array `[layout.length]`.
+      optimizer: the state of the server's optimizer.
+    """
+
+    floor: int
+    version: int
+    params: np.ndarray
+    optimizer: OptState
 
 
 def split_ranges(layout: ShardLayout, flat: jax.Array) -> Tree:

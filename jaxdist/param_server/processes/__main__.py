@@ -25,8 +25,8 @@ from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.linked import Timeouts
 from jaxdist.param_server.live.order import OrderLog, server_log
 from jaxdist.param_server.live.secure import MaskingClient, SecureServer
-from jaxdist.param_server.live.server import Reached, Server
-from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.processes.setup import (
@@ -39,7 +39,6 @@ from jaxdist.param_server.processes.setup import (
 from jaxdist.param_server.processes.tables import TableProcess
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
-from jaxdist.param_server.training.state import ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.runtime import compilation_cache
 from jaxdist.runtime.children import Parent
@@ -62,7 +61,7 @@ class ServerProcess:
         start = read_shard(self.run, sharded, self.layout, setup["clock"])
         self._squares: deque[tuple[int, float]] = deque()
         self._news = threading.Event()
-        self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()
+        self._reached: queue.SimpleQueue[ShardState | None] = queue.SimpleQueue()
         model, transform = cluster.consistency, sharded.transform(self.layout)
         shard = ServerShard(self.layout, model, transform, start.params, start.optimizer)
         clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
@@ -83,7 +82,8 @@ class ServerProcess:
             self.server.join(client)
         for client in setup["admitted"]:
             self.server.admit(client)
-        self.rpc = listening(self.server, sharded, setup, self.number)
+        given = (cluster.processes, setup, self.number, cluster.workers)
+        self.rpc = listening(self.server, *given)
         self._over = threading.Event()
         self._threads = [threading.Thread(target=one) for one in (self._write, self._tell)]
         for thread in self._threads:
@@ -117,9 +117,8 @@ class ServerProcess:
 
     def _write(self) -> None:
         while (reached := self._reached.get()) is not None:
-            shard = ShardState(reached.floor, reached.version, reached.params, reached.optimizer)
             try:
-                write_shard(self.run, self.number, shard)
+                write_shard(self.run, self.number, reached)
             except JaxdistError as error:
                 self.parent.say("failed", error=str(error))
                 return

@@ -47,7 +47,8 @@ class AggregatorProcess:
         ]
         first = cluster.servers * (1 + self.number)
         self.rpcs = [
-            listening(one, sharded, setup, first + at) for at, one in enumerate(self.aggregators)
+            listening(one, cluster.processes, setup, first + at, cluster.workers)
+            for at, one in enumerate(self.aggregators)
         ]
         self._over = threading.Event()
         self._teller = threading.Thread(target=self._tell)

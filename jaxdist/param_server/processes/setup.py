@@ -10,7 +10,7 @@ from jaxdist.experiment import Experiment, build, load
 from jaxdist.param_server.processes.parts import sharded_of
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.types import JsonObject
-from jaxdist.wire.config import stays_on_machine
+from jaxdist.wire.config import ProcessesConfig, stays_on_machine
 from jaxdist.wire.contract import Service
 from jaxdist.wire.frames import spec_for
 from jaxdist.wire.ports import Place, place_address, place_on
@@ -50,8 +50,7 @@ def sharded_run(path: Path) -> tuple[Experiment, Sharded]:
 def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
     """Return the wires to the ports of a setup: to all servers, or to the aggregator of a rack."""
     processes = sharded.cluster.processes
-    token = read_token(Path(setup["token"]))
-    tls = processes.tls and read_tls(processes.tls)
+    token, tls = read_token(Path(setup["token"])), read_tls(processes.tls)
     shares_memory = processes.shared_memory and stays_on_machine(processes.host)
     host = setup["address"]
     return [
@@ -72,21 +71,23 @@ def server_place(setup: JsonObject, rpc: RpcServer) -> Place:
     return rpc.port if host is None else place_on(host, rpc.port)
 
 
-def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int) -> RpcServer:
+def listening(
+    service: Service, processes: ProcessesConfig, setup: JsonObject, place: int, clients: int
+) -> RpcServer:
     """Open a port on which a service accepts the run's workers.
 
     Args:
       place: the index of the port among all ports of the run.
+      clients: the number of workers.
 
     Raises:
       WireError: the port cannot be opened, as in `RpcServer`.
     """
-    processes = sharded.cluster.processes
     return RpcServer(
         service,
         read_token(Path(setup["token"])),
         host=setup.get("host") or setup["address"],
         port=processes.port and processes.port + place,
-        tls=processes.tls and read_tls(processes.tls),
-        sessions=4 * sharded.cluster.workers + 8,
+        tls=read_tls(processes.tls),
+        sessions=4 * clients + 8,
     )

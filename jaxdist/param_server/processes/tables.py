@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.errors import JaxdistError
 from jaxdist.param_server.consistency.contract import Clocks
-from jaxdist.param_server.processes.setup import run_of
+from jaxdist.param_server.processes.setup import listening, run_of, server_place
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.replication.decision import RangeView
@@ -29,7 +29,7 @@ from jaxdist.tables.training.files import TableWriter, form_of, read_tables
 from jaxdist.train.strategy.config import Hybrid
 from jaxdist.types import JsonObject
 from jaxdist.wire.contract import Service
-from jaxdist.wire.ports import Place, place_address, place_on
+from jaxdist.wire.ports import Place, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
@@ -42,8 +42,7 @@ class TableProcess:
         self.strategy = TypeAdapter(Hybrid).validate_json(setup["strategy"])
         self.about: JsonObject = setup["about"]
         self._setup, self._token = setup, read_token(Path(setup["token"]))
-        tls = self.strategy.processes.tls
-        self._tls = tls and read_tls(tls)
+        self._tls = read_tls(self.strategy.processes.tls)
         self._rpcs: dict[int, list[RpcServer]] = {}
         self.seats: dict[int, Seat] = {}
         self._writers: dict[int, TableWriter] = {}
@@ -167,17 +166,10 @@ class TableProcess:
         return state
 
     def _opens(self, at: int, service: Service) -> Place:
-        processes, host = self.strategy.processes, self._setup.get("host")
-        rpc = RpcServer(
-            service,
-            self._token,
-            host=host or processes.host,
-            port=processes.port and processes.port + self.number,
-            tls=self._tls,
-            sessions=4 * self._setup["clients"] + 8,
-        )
+        given = (self.strategy.processes, self._setup, self.number, self._setup["clients"])
+        rpc = listening(service, *given)
         self._rpcs.setdefault(at, []).append(rpc)
-        return rpc.port if host is None else place_on(host, rpc.port)
+        return server_place(self._setup, rpc)
 
     def _wire_to(self, shard: TableShard, place: Place) -> RpcWire:
         spec_of = partial(spec_of_reply, spec=shard.layout.spec)

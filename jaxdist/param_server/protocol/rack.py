@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxdist.param_server.consistency.contract import Consistency, Merge
+from jaxdist.param_server.consistency.contract import Clocks, Consistency, Merge
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.protocol import client, server
 from jaxdist.param_server.protocol.client import ClientState
@@ -90,14 +90,14 @@ class RackStep(NamedTuple):
     takes: bool = False
 
 
-def begin_rack(number: int, workers: int, *, epoch: int = 0) -> RackState:
+def begin_rack(number: int, workers: int) -> RackState:
     """Return an aggregator without workers.
 
     Args:
       number: the rack's number as a client of the servers.
       workers: the number of workers for which the rack is planned.
     """
-    return RackState(server.begin(workers, epoch=epoch), ClientState(number, epoch))
+    return RackState(RangeState(Clocks(workers)), ClientState(number))
 
 
 def join_rack(model: Consistency, state: RackState, worker: int) -> RackStep:

@@ -63,16 +63,6 @@ class Step(NamedTuple):
     effects: tuple[Effect, ...] = ()
 
 
-def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
-    """Return a range without members.
-
-    Args:
-      team: the number of workers for which the run is planned.
-      version: the version of the initial parameters, from a checkpoint.
-    """
-    return RangeState(Clocks(team, version=version, floor=version), epoch)
-
-
 def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
     """Add a member, which must pull first; a client number that was ever used is refused."""
     if client in state.inboxes:

@@ -23,8 +23,9 @@ from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError, os_errors_as
 from jaxdist.param_server.live.layout import ShardLayout
-from jaxdist.param_server.training.state import Sharded, ShardState
-from jaxdist.types import PyTree
+from jaxdist.param_server.live.shard import ShardState
+from jaxdist.param_server.training.state import Sharded
+from jaxdist.types import JsonObject, PyTree
 
 FOLDER = "shards"
 
@@ -34,30 +35,42 @@ def directory_of(run: Path, server: int) -> Path:
     return run / FOLDER / f"server_{server}"
 
 
-def write_shard(run: Path, server: int, shard: ShardState) -> None:
-    """Write, digest and commit the checkpoint of a shard.
+def write_arrays(directory: Path, step: int, about: JsonObject, tree: PyTree, what: str) -> None:
+    """Write the leaves of a tree with their digests, and commit the checkpoint.
+
+    Args:
+      about: the metadata of the checkpoint.
+      what: the name of the content, for errors.
 
     Raises:
       CheckpointError: the checkpoint cannot be written.
     """
-    directory = directory_of(run, server)
-    staging = names.staging_directory(directory, shard.floor)
-    tree = _tree(shard)
+    staging = names.staging_directory(directory, step)
     with os_errors_as(
         CheckpointError,
-        f"the shard of server {server} cannot be saved in {directory}",
+        f"{what} cannot be saved in {directory}",
         "free some space, then resume the run",
     ):
         # A crash may have left files of an earlier attempt, which are deleted here.
         shutil.rmtree(staging, ignore_errors=True)
         (staging / names.ARRAYS).mkdir(parents=True)
         for number, leaf in enumerate(jax.tree.leaves(tree)):
-            path = staging / names.ARRAYS / f"{number:06d}.bin"
-            path.write_bytes(np.asarray(leaf).tobytes())
-        text = json.dumps({"floor": shard.floor, "version": shard.version})
-        (staging / names.METADATA).write_text(text, encoding="utf-8")
-        seal(staging, step=shard.floor, metric=None, leaves=describe_arrays(tree))
-        names.commit(staging, names.step_directory(directory, shard.floor))
+            np.asarray(leaf).tofile(staging / names.ARRAYS / f"{number:06d}.bin")
+        (staging / names.METADATA).write_text(json.dumps(about), encoding="utf-8")
+        seal(staging, step=step, metric=None, leaves=describe_arrays(tree))
+        names.commit(staging, names.step_directory(directory, step))
+
+
+def write_shard(run: Path, server: int, shard: ShardState) -> None:
+    """Write, digest and commit the checkpoint of a shard.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be written.
+    """
+    tree = {"optimizer": shard.optimizer, "params": shard.params}
+    about: JsonObject = {"floor": shard.floor, "version": shard.version}
+    what = f"the shard of server {server}"
+    write_arrays(directory_of(run, server), shard.floor, about, tree, what)
 
 
 def read_shard(run: Path, sharded: Sharded, layout: ShardLayout, clock: int) -> ShardState:
@@ -107,7 +120,3 @@ def clear(run: Path) -> None:
     """Delete checkpoints that a crash left incomplete."""
     for directory in (run / FOLDER).glob("server_*"):
         names.recover(directory)
-
-
-def _tree(shard: ShardState) -> PyTree:
-    return {"optimizer": shard.optimizer, "params": shard.params}

@@ -137,20 +137,8 @@ class ClockReports:
         """Return the counters and idle shares of servers, aggregators and workers, by name."""
         found: dict[str, float] = {"empty_steps": self.empty} if self.empty else {}
         for server, stats in sorted(self._stats.items()):
-            found |= {
-                f"server_{server}_{name}": stats[name]
-                for name in (
-                    "staleness_mean",
-                    "staleness_max",
-                    "queue",
-                    "idle_share",
-                    "received_bytes",
-                    "sent_bytes",
-                    "applied",
-                    "dropped",
-                    "refused",
-                )
-            }
+            told = {name: value for name, value in stats.items() if name != "floor"}
+            found |= {f"server_{server}_{name}": value for name, value in told.items()}
         for number, stats in sorted(self._aggregators.items()):
             found |= {f"aggregator_{number}_{name}": value for name, value in stats.items()}
         for slot, (seconds, waited) in sorted(self._busy.items()):

@@ -15,7 +15,7 @@ from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.codes import PushEncoder
 from jaxdist.param_server.live.layout import ShardLayout
 from jaxdist.param_server.live.order import ProtocolCall, step
-from jaxdist.param_server.live.shard import ServerShard
+from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.protocol.messages import Answer, Apply, Effect, Publish
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.received import (
@@ -23,7 +23,7 @@ from jaxdist.param_server.training.received import (
     received_directly,
     received_through_racks,
 )
-from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.training.worker import Flats, PushComputation
 
 Applied = Callable[[int, Arrival], None]

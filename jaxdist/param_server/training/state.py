@@ -21,7 +21,7 @@ from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import ShardLayout, joined_shards, layouts
 from jaxdist.param_server.live.masked import fixed_point_mean, masked_spec
-from jaxdist.param_server.live.shard import Merged, shapes, split_ranges
+from jaxdist.param_server.live.shard import Merged, ShardState, shapes, split_ranges
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.training.separable import server_transform
 from jaxdist.train.state import TrainState
@@ -30,22 +30,6 @@ from jaxdist.train.strategy.statistics import averaging, divided, is_statistic, 
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree, Updates
 from jaxdist.wire.contract import Spec
-
-
-@dataclass(frozen=True)
-class ShardState:
-    """The state of a server, on the host.
-
-    Attributes:
-      floor: a clock; the state contains all changes of all workers from earlier clocks.
-      params: the parameters as a flat array `[layout.length]`.
-      optimizer: the state of the server's optimizer.
-    """
-
-    floor: int
-    version: int
-    params: np.ndarray
-    optimizer: OptState
 
 
 @dataclass(frozen=True)

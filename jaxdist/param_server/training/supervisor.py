@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,7 +30,7 @@ from jaxdist.types import JsonObject
 from jaxdist.wire.children import Role, RunProcess, WorkerTeam
 from jaxdist.wire.config import address_here
 from jaxdist.wire.offers import Offers
-from jaxdist.wire.security import make_token, read_tls, read_token
+from jaxdist.wire.security import read_tls, read_token, token_file
 
 LOGS = "logs"
 POLL_SECONDS = 0.2
@@ -383,23 +381,7 @@ def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path
     """
     processes = sharded.cluster.processes
     (prepared.directory / "order").mkdir(exist_ok=True)
-    if processes.tls is not None:
-        read_tls(processes.tls)
-    with _token(processes.token) as token:
+    read_tls(processes.tls)
+    with token_file(processes.token) as token:
         read_token(token)
         return Supervisor(sharded, prepared, token, module=module, config=config).run()
-
-
-@contextmanager
-def _token(given: Path | None) -> Iterator[Path]:
-    """Yield the path of a token file: the given file, or a new file in a private folder.
-
-    The private folder is deleted when the context ends.
-    """
-    if given is not None:
-        yield given.absolute()
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-        path = Path(folder) / "token"
-        make_token(path)
-        yield path

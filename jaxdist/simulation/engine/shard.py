@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.contract import RuleState
 from jaxdist.param_server.live.layout import ShardLayout, split_pieces
 from jaxdist.param_server.live.shard import ShardArrays
@@ -21,6 +21,7 @@ from jaxdist.param_server.protocol.messages import (
     Push,
     Reply,
 )
+from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.simulation.engine.problem import UpdateRule
 
 
@@ -68,7 +69,7 @@ class ShardNode:
     ) -> None:
         self.arrays, self.layout, self.model = arrays, arrays.layout, arrays.model
         self.number = arrays.layout.server
-        self.state = server.begin(workers)
+        self.state = RangeState(Clocks(workers))
         self.dropped: Counter[str] = Counter()
         self.floors = {0: 0}
         self._send = send

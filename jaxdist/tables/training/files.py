@@ -15,8 +15,6 @@ RUN/tables/server_0/step_00000500/     see `jaxdist.checkpoint.layout`
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from secrets import token_hex
@@ -25,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint import layout as names
-from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
-from jaxdist.checkpoint.structure import describe_arrays
+from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest
 from jaxdist.config.document import flat
 from jaxdist.config.files import read_json
-from jaxdist.errors import CheckpointError, os_errors_as, some_of
+from jaxdist.errors import CheckpointError, some_of
 from jaxdist.models.recommend.rows import RowForm
+from jaxdist.param_server.training.files import write_arrays
 from jaxdist.tables.batch import TableRows
 from jaxdist.tables.keys import row_dtype
 from jaxdist.tables.optimizer import RowOptimizer
@@ -64,23 +62,9 @@ def write_tables(
     Raises:
       CheckpointError: the files cannot be written.
     """
-    directory = _directory(run, server)
-    staging = names.staging_directory(directory, step)
-    with os_errors_as(
-        CheckpointError,
-        f"the tables of server {server} cannot be saved in {directory}",
-        "free some space, then resume the run",
-    ):
-        # A crash may have left files of an earlier attempt, which are deleted here.
-        shutil.rmtree(staging, ignore_errors=True)
-        (staging / names.ARRAYS).mkdir(parents=True)
-        plain = rows.view(np.uint8).reshape(len(rows), -1) if rows.dtype.names else rows
-        for number, leaf in enumerate((plain, values)):
-            leaf.tofile(staging / names.ARRAYS / f"{number:06d}.bin")
-        (staging / names.METADATA).write_text(json.dumps(about), encoding="utf-8")
-        leaves = describe_arrays({"rows": plain, "values": values})
-        seal(staging, step=step, metric=None, leaves=leaves)
-        names.commit(staging, names.step_directory(directory, step))
+    plain = rows.view(np.uint8).reshape(len(rows), -1) if rows.dtype.names else rows
+    tree = {"rows": plain, "values": values}
+    write_arrays(_directory(run, server), step, about, tree, f"the tables of server {server}")
 
 
 class TableWriter:

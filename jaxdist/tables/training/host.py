@@ -146,7 +146,7 @@ class HostedProcess:
         self.name = f"this {role}"
         self.spared = False
         self._gate, self._module = gate, module
-        self._tls = settings.tls and read_tls(settings.tls)
+        self._tls = read_tls(settings.tls)
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._rest = ""
         self._server: RunProcess | None = None

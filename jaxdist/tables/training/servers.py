@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from jaxdist.wire.gate import RemoteProcess, open_gate
 from jaxdist.wire.kept import Board, read_board, spec_of_board
 from jaxdist.wire.ports import Place, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
-from jaxdist.wire.security import make_token, read_tls, read_token
+from jaxdist.wire.security import read_tls, read_token, token_file
 
 
 @contextmanager
@@ -107,18 +106,15 @@ def start_team(
     Raises:
       RunError: a server did not start.
     """
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdist-")))
-    path = strategy.processes.token
-    if path is None:
-        path = folder / "token"
-        make_token(path)
+    path = stack.enter_context(token_file(strategy.processes.token))
     run = Path(setup["run"]["path"])
     log = run / "logs"
     log.mkdir(exist_ok=True)
     forks = ForkServer(module, log / "forks.log")
     forks.start()
     stack.callback(forks.close)
-    setup = {**setup, "strategy": strategy.model_dump_json(), "token": str(path.absolute())}
+    own = {"strategy": strategy.model_dump_json(), "address": strategy.processes.host}
+    setup = {**setup, **own, "token": str(path)}
 
     def begin(
         number: int,
@@ -159,8 +155,7 @@ class Wires:
         settings = self.strategy.processes
         kind = row_dtype(self.strategy.most_rows or 0)
         spec = payload_spec(server, self.most, self.width, kind)
-        tls = settings.tls and read_tls(settings.tls)
-        address = place_address(settings.host, port)
+        address, tls = place_address(settings.host, port), read_tls(settings.tls)
         return RpcWire(address, self.token, partial(spec_of_reply, spec=spec), tls)
 
     def client(self, leaders: Sequence[tuple[Place, int]], number: int) -> TableClient:
@@ -196,7 +191,7 @@ def _follow_moves(
     # Servers at fixed ports have no followers that take over, so the sessions of clients never
     # move.
     shared = jax.process_count() > 1 and not settings.port
-    tls = settings.tls and read_tls(settings.tls)
+    tls = read_tls(settings.tls)
     port = 0
     if team is not None and shared:
         board = Board(json.dumps(team.leaders))
