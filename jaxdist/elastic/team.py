@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from jaxdist.elastic.assignment import Assignment, Hosts
 from jaxdist.elastic.members import Member
@@ -14,6 +15,7 @@ from jaxdist.errors import STOPPED
 from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
+from jaxdist.heartbeat.saving import RECOVERY
 from jaxdist.heartbeat.status import Status, read_status
 from jaxdist.metrics.account import Activity
 from jaxdist.runtime.children import how_ended
@@ -54,16 +56,17 @@ class Marks:
 
     Attributes:
       begun: the time when the agent began to watch the processes, just after their start.
-      up: the time when all processes had published a status.
-      restored: the time when all processes had restored the state.
-      stepped: the time when all processes had finished the first new step. Each of `up`, `restored`
-        and `stepped` is None until its time has come.
+      reached: the times so far when all processes had published a status, had restored the state,
+        and had finished the first new step.
     """
 
     begun: float
-    up: float | None = None
-    restored: float | None = None
-    stepped: float | None = None
+    reached: list[float] = field(default_factory=list)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether all processes have finished the first new step."""
+        return len(self.reached) == 3
 
     def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
         """Record the milestones that the processes have reached since the last call.
@@ -72,16 +75,13 @@ class Marks:
           count: the number of processes that must report.
           first_step: the first new step.
         """
-        now = time.monotonic()
         # `statuses` lacks processes that have not reported yet. A milestone is reached only when
         # the slowest process has reached it.
-        if not count or len(statuses) < count:
-            return
-        self.up = self.up or now
-        if self.restored is None and all(one.phase not in _BEFORE for one in statuses):
-            self.restored = now
-        if self.stepped is None and min(one.step for one in statuses) >= first_step:
-            self.stepped = now
+        up = 0 < count <= len(statuses)
+        restored = up and all(one.phase not in _BEFORE for one in statuses)
+        stepped = restored and min(one.step for one in statuses) >= first_step
+        for _ in range(len(self.reached), up + restored + stepped):
+            self.reached.append(time.monotonic())
 
     def seconds(self, lost_at: float | None) -> dict[str, float]:
         """Return the seconds of each part of the start; the first new step must already be done.
@@ -89,15 +89,10 @@ class Marks:
         Args:
           lost_at: the time when the previous generation failed, or None for the first generation.
         """
-        assert self.up is not None
-        assert self.restored is not None
-        assert self.stepped is not None
-        return {
-            "stop_seconds": 0.0 if lost_at is None else self.begun - lost_at,
-            "restart_seconds": self.up - self.begun,
-            "restore_seconds": self.restored - self.up,
-            "first_step_seconds": self.stepped - self.restored,
-        }
+        assert self.stepped
+        times = [self.begun if lost_at is None else lost_at, self.begun, *self.reached]
+        spans = zip(RECOVERY, pairwise(times), strict=True)
+        return {f"{part}_seconds": end - begin for part, (begin, end) in spans}
 
 
 _BEFORE = frozenset({Activity.START, Activity.RECOVERY})
@@ -183,7 +178,7 @@ class Team:
             look_at = now + LOOK_SECONDS
             statuses = self._statuses(codes)
             marks.look(statuses, len(codes), first)
-            if marks.stepped is not None and not begun:
+            if marks.stepped and not begun:
                 begun = True
                 pids = [one.pid for one in statuses]
                 self.journal.add(self.run_folder, "begun", pids=pids, **marks.seconds(lost_at))

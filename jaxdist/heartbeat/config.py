@@ -10,13 +10,9 @@ from jaxdist.config.document import Document
 from jaxdist.config.schema import LARGEST, Config, Count, validate
 
 
-class MembershipConfig(Config):
-    """The number of hosts of a generation, and the times for which the registry waits for them."""
+class LeaseConfig(Config):
+    """The times for which hosts hold leases, and for which the registry waits for hosts."""
 
-    min_hosts: Count = 1
-    """The smallest number of hosts with which a generation starts."""
-    max_hosts: Count = LARGEST
-    """The largest number of hosts in a generation; additional hosts wait, to replace lost hosts."""
     lease_seconds: PositiveFloat = 10.0
     """The time, in seconds, without a heartbeat after which a host counts as lost; a host should
     renew its lease several times within this time."""
@@ -27,7 +23,16 @@ class MembershipConfig(Config):
     """The largest relative error in the rate of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
     """The time, in seconds, for which a host with a stuck process is left out, if the other hosts
-    can train without this host."""
+    can train without this host; 0 lets the host rejoin at once."""
+
+
+class MembershipConfig(LeaseConfig):
+    """The number of hosts of a generation, and the times for which the registry waits for them."""
+
+    min_hosts: Count = 1
+    """The smallest number of hosts with which a generation starts."""
+    max_hosts: Count = LARGEST
+    """The largest number of hosts in a generation; additional hosts wait, to replace lost hosts."""
 
     @model_validator(mode="after")
     def _check(self) -> MembershipConfig:
@@ -44,19 +49,9 @@ class MembershipConfig(Config):
         return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
 
 
-class ElasticConfig(Config):
+class ElasticConfig(LeaseConfig):
     """The settings of elastic runs (`jaxdist agent`), whose hosts may join and leave."""
 
-    lease_seconds: PositiveFloat = 10.0
-    """The time, in seconds, without a heartbeat after which a host counts as lost."""
-    settle_seconds: NonNegativeFloat = 5.0
-    """The time, in seconds, for which no host may have joined or left before a generation starts,
-    or before it saves and stops in order to grow."""
-    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """The largest relative error in the rate of any host's clock, fast or slow."""
-    stuck_host_seconds: NonNegativeFloat = 300.0
-    """The time, in seconds, for which a host with a stuck process is left out, if the other hosts
-    can train without this host; 0 lets the host rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
     """The reaction to a smaller mesh: `same` keeps the batch size and takes more microbatches;
     `rescale` shrinks the batch with the mesh and sets the learning rate by the rule of

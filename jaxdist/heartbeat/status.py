@@ -237,14 +237,5 @@ def _status(raw: bytes) -> Status | None:
     process, pid, alive, beats, late, step, code, since, _ = _FIELDS.unpack(raw)
     if not alive:
         return None
-    return Status(
-        process,
-        pid,
-        step,
-        _KINDS[code],
-        since / 1e9,
-        alive / 1e9,
-        waiting=code == _WAIT,
-        beats=beats,
-        late=late,
-    )
+    times = since / 1e9, alive / 1e9
+    return Status(process, pid, step, _KINDS[code], *times, code == _WAIT, beats, late)

@@ -124,20 +124,15 @@ class SimulationConfig(Config):
           ConfigError: an event is refused; the error names its setting.
         """
         self.speeds(workers)
-        for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
-            for one in script:
-                if one.worker >= workers:
+        wanted = (("stragglers", "worker"), ("crashes", "worker"), ("pauses", "server"))
+        most = {"worker": workers, "server": servers}
+        for name, who in wanted:
+            for number in (getattr(one, who) for one in getattr(self, name)):
+                if number >= most[who]:
                     raise ConfigError(
-                        f"{name}: there is no worker {one.worker}: workers are 0 to {workers - 1}",
+                        f"{name}: there is no {who} {number}: {who}s are 0 to {most[who] - 1}",
                         setting=(name,),
                     )
-
-        for one in self.pauses:
-            if one.server >= servers:
-                raise ConfigError(
-                    f"pauses: there is no server {one.server}: servers are 0 to {servers - 1}",
-                    setting=("pauses",),
-                )
 
     def paused_until(self, server: int, now: float) -> float | None:
         """Return the time at which a stopped server continues, or None if the server runs."""

@@ -66,17 +66,11 @@ class _Call(Protocol):
     def initial_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
 
-class _Peer:
+class _Peer(Outbox):
     """A session over gRPC, from the server's side."""
 
-    def __init__(self) -> None:
-        self.outbox = Outbox(MOST_SHARDS)
-
     def say(self, envelope: Envelope) -> None:
-        self.outbox.put(envelope)
-
-    def close(self) -> None:
-        self.outbox.close()
+        self.put(envelope)
 
 
 class RpcServer:
@@ -155,7 +149,7 @@ class RpcServer:
     def _answered(
         self, given: Iterator[bytes], context: grpc.ServicerContext, memory: shared.Shared | None
     ) -> Iterator[bytes]:
-        peer = _Peer()
+        peer = _Peer(MOST_SHARDS)
         # `take` below waits for the next envelope. This callback ends the wait when the client's
         # call ends.
         if not context.add_callback(peer.close):
@@ -164,7 +158,7 @@ class RpcServer:
         reader = threading.Thread(target=self._read, args=(given, peer, to_server), name="session")
         reader.start()
         try:
-            while (envelope := peer.outbox.take()) is not None:
+            while (envelope := peer.take()) is not None:
                 yield from frames(envelope, to_worker)
         finally:
             peer.close()

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from jaxdist.heartbeat.flight import picture
@@ -81,15 +82,7 @@ class Recorder:
         return Flight(process, phases, status.beats - beats, status.late - late)
 
     def _tell(self, run_folder: RunFolder, slow: Slow) -> None:
-        self._journal.add(
-            run_folder,
-            "slow",
-            process=slow.process,
-            ratio=slow.ratio,
-            least=slow.least,
-            step=slow.step,
-            why=slow.why,
-        )
+        self._journal.add(run_folder, "slow", **asdict(slow))
         self._say(f"{slow.words()} (step {slow.step})")
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdist.param_server.consistency.arrays import combined
-from jaxdist.param_server.consistency.contract import Arrival, Consistency
+from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.codes import Codes, PushEncoder
 from jaxdist.param_server.live.exchange import ServerLink, Sessions
 from jaxdist.param_server.live.layout import ShardLayout
@@ -16,7 +16,7 @@ from jaxdist.param_server.live.order import OrderLog, ProtocolCall, rack_step
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.protocol import client, rack
 from jaxdist.param_server.protocol.client import ClientState
-from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Refuse, Reply
+from jaxdist.param_server.protocol.messages import Answer, Drop, Refuse, Reply
 from jaxdist.param_server.protocol.rack import Ask, Forward, RackStep
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.wire.contract import Wire
@@ -93,17 +93,9 @@ class Aggregator(Reception):
         if self._log is not None:
             self._log.close()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Return the aggregator's counters by name."""
-        with self._changed:
-            counters = self.counters
-            return {
-                "received_bytes": counters.received_bytes,
-                "sent_bytes": counters.sent_bytes,
-                "forwarded": self.forwarded,
-                "dropped": sum(counters.dropped.values()),
-                "refused": sum(counters.refused.values()),
-            }
+        return {**super().stats(), "forwarded": self.forwarded}
 
     def leave(self, worker: int) -> None:
         """Remove a worker permanently, so that the rest of the rack no longer waits for it."""
@@ -127,18 +119,15 @@ class Aggregator(Reception):
         self._gone(before)
 
     def _join(self, client: int) -> None:
-        self._take(ProtocolCall("join", self.seconds, client))
+        super()._join(client)
         if self._link.idle:
             self._link.idle = False
             self._exchange.wake()
 
-    def _message(self, message: Message) -> None:
-        self._take(ProtocolCall("receive", self.seconds, message=message))
-
     def _late(self) -> str:
         if self.state.answers or self.state.owed:
             return self._link.name
-        return f"clients {', '.join(map(str, self.state.inner.late)) or 'none'}"
+        return super()._late()
 
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
         self._take(ProtocolCall("hear", self.seconds, reply=reply), payload)
@@ -211,13 +200,9 @@ class Aggregator(Reception):
 
         If the mean is not finite, the method also marks the push as unusable.
         """
-
-        def payload_of(one: Arrival) -> np.ndarray:
-            return self._payloads[one.client, one.sequence]
-
         if not effect.merge.parts:
             return np.zeros(self._push_spec.length, self._push_spec.dtype)
-        total = combined(effect.merge, payload_of)
+        total = combined(effect.merge, self._payload_of)
         if self._encoder is None:
             return total
         written, finite = self._encoder(total, sequence)

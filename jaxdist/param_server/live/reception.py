@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxdist.param_server.consistency.contract import Arrival
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.envelopes import of_reply, to_message
+from jaxdist.param_server.live.order import ProtocolCall
 from jaxdist.param_server.protocol.messages import Message, Push, Refuse, Reply
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.wire.contract import (
@@ -89,8 +91,16 @@ class Reception(ABC):
         """The current protocol state of the range."""
 
     @abstractmethod
+    def _take(self, taken: ProtocolCall) -> None:
+        """Execute a call of the protocol and its effects, in order.
+
+        The caller holds the lock, here and in the methods below. The payload of a new push is
+        already stored.
+        """
+
     def _join(self, client: int) -> None:
-        """Add a member; the caller holds the lock, here and in the methods below."""
+        """Add a member."""
+        self._take(ProtocolCall("join", self.seconds, client))
 
     def _resume(self, client: int, sequence: int) -> None:
         """Begin a session of a member.
@@ -103,13 +113,26 @@ class Reception(ABC):
         # itself.
         del client, sequence
 
-    @abstractmethod
     def _message(self, message: Message) -> None:
-        """Process a member's message; the payload of a new push is already stored."""
+        """Process a member's message."""
+        self._take(ProtocolCall("receive", self.seconds, message=message))
 
-    @abstractmethod
     def _late(self) -> str:
         """Return, as text, the names of the processes for which clients wait."""
+        return f"clients {', '.join(map(str, self._range.late)) or 'none'}"
+
+    def stats(self) -> dict[str, float]:
+        """Return the counters of messages and payloads by name."""
+        with self._changed:
+            return {
+                "received_bytes": self.counters.received_bytes,
+                "sent_bytes": self.counters.sent_bytes,
+                "dropped": sum(self.counters.dropped.values()),
+                "refused": sum(self.counters.refused.values()),
+            }
+
+    def _payload_of(self, one: Arrival) -> np.ndarray:
+        return self._payloads[one.client, one.sequence]
 
     @property
     def seconds(self) -> float:

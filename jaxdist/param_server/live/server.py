@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from jaxdist.param_server.consistency.contract import Arrival, Consistency
+from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.order import OrderLog, ProtocolCall, is_recorded, step
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.protocol import server as protocol
-from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Effect, Message, Publish
+from jaxdist.param_server.protocol.messages import Answer, Apply, Drop, Effect, Publish
 from jaxdist.param_server.protocol.server import RangeState
 
 
@@ -53,15 +51,6 @@ class Server(Reception):
     def _range(self) -> RangeState:
         return self.state
 
-    def _join(self, client: int) -> None:
-        self._take(ProtocolCall("join", self.seconds, client))
-
-    def _message(self, message: Message) -> None:
-        self._take(ProtocolCall("receive", self.seconds, message=message))
-
-    def _late(self) -> str:
-        return f"clients {', '.join(map(str, self.state.late)) or 'none'}"
-
     def close(self) -> None:
         """Stop the server's thread and close its log; the wire ends the sessions."""
         with self._changed:
@@ -84,7 +73,7 @@ class Server(Reception):
     def stats(self) -> dict[str, float]:
         """Return the server's counters by name."""
         with self._changed:
-            counters, staleness = self.counters, self.shard.staleness
+            staleness = self.shard.staleness
             count = sum(staleness.values())
             total = sum(value * number for value, number in staleness.items())
             return {
@@ -92,12 +81,9 @@ class Server(Reception):
                 "staleness_mean": total / count if count else 0.0,
                 "staleness_max": max(staleness, default=0),
                 "queue": len(self._payloads),
-                "idle_share": 1 - counters.busy_seconds / max(self.seconds, 1e-9),
-                "received_bytes": counters.received_bytes,
-                "sent_bytes": counters.sent_bytes,
-                "applied": counters.applied,
-                "dropped": sum(counters.dropped.values()),
-                "refused": sum(counters.refused.values()),
+                "idle_share": 1 - self.counters.busy_seconds / max(self.seconds, 1e-9),
+                "applied": self.counters.applied,
+                **super().stats(),
             }
 
     def leave(self, client: int) -> None:
@@ -146,10 +132,7 @@ class Server(Reception):
                 self._log.flush()
 
     def _apply(self, effect: Apply) -> None:
-        def change_of(one: Arrival) -> np.ndarray:
-            return self._payloads[one.client, one.sequence]
-
-        self.shard.apply(effect.merge, change_of)
+        self.shard.apply(effect.merge, self._payload_of)
         self.counters.applied += len(effect.merge.parts)
         for arrival in effect.merge.arrivals:
             self._release(arrival.client, arrival.sequence)
