@@ -28,18 +28,26 @@ class PushTraffic:
     aggregator: int
 
 
-class Direct(Config):
+class _Aggregation(Config):
+    """The path of pushes without racks, which suits any number of workers."""
+
+    def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the workers of each rack, or an empty tuple if pushes go to servers directly."""
+        return ()
+
+    def check(self, workers: int) -> None:
+        """Refuse numbers of workers that do not suit the settings.
+
+        Raises:
+          ConfigError: the number of workers does not suit the settings.
+        """
+
+
+class Direct(_Aggregation):
     """Direct pushes of workers to servers: N workers send N times the parameters' bytes."""
 
     type: Literal["direct"] = "direct"
     """The name that selects direct pushes in a config."""
-
-    def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return an empty tuple, because direct pushes use no racks."""
-        return ()
-
-    def check(self, workers: int) -> None:
-        """Accept any number of workers, since direct pushes need no racks."""
 
     def traffic(self, workers: int, size_bytes: int) -> PushTraffic:
         """Return the bytes that servers and aggregators receive when every worker pushes once.
@@ -51,7 +59,7 @@ class Direct(Config):
         return PushTraffic(workers * size_bytes, 0)
 
 
-class Racks(Config):
+class Racks(_Aggregation):
     """Aggregation within racks: an aggregator sends the mean of its workers' pushes to the servers.
 
     The servers see each rack as one client. The workers of a rack always run in lockstep, and the
@@ -104,7 +112,7 @@ class Racks(Config):
         return PushTraffic(racks * size_bytes, min(workers, self.size) * size_bytes)
 
 
-class Secure(Config):
+class Secure(_Aggregation):
     """Secure aggregation: servers learn the sum of a round's pushes, and no single push.
 
     Workers push fixed-point integers with masks that cancel in the sum (`jaxdist.secure`). A masked
@@ -118,10 +126,6 @@ class Secure(Config):
     """The number of workers that a round can lose. With null, the number is the largest number that
     leaves more than half of the workers, and at least two workers. If a round loses more workers,
     the run ends."""
-
-    def racks(self, workers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return an empty tuple, because masked pushes go to the servers directly."""
-        return ()
 
     def needed(self, workers: int) -> int:
         """Return the number of workers that must complete a round.

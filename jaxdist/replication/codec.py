@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxdist.param_server.protocol.inbox import Inbox
 from jaxdist.param_server.protocol.messages import Acknowledge, Refuse
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.replication.decision import Copied, LogEntry
-from jaxdist.types import PyTree
+from jaxdist.types import Json, PyTree
 from jaxdist.wire.contract import Envelope, Op
 
 Update = tuple[float, np.ndarray | None]
@@ -26,35 +27,27 @@ def entry_envelopes(
     entry: LogEntry, server: int, tensor: int, updates: Sequence[Update]
 ) -> Iterator[Envelope]:
     """Yield the envelopes of an entry: one for each of its changes, then one for its state."""
-    given = _addressed(entry, server, tensor)
-    for _, change in updates:
-        if change is not None:
-            yield Envelope(Op.COPY, **given, payload=change)
-    told = {
-        "state": _fields(entry.state),
-        "updates": [[rate, change is not None] for rate, change in updates],
-    }
-    yield Envelope(Op.ENTRY, **given, payload=_bytes(json.dumps(told).encode()))
-
-
-def _addressed(entry: LogEntry, server: int, tensor: int) -> dict[str, Any]:
-    return {
-        "epoch": entry.epoch,
-        "client": server,
-        "sequence": entry.index,
-        "tensor": tensor,
-    }
+    changes = [change for _, change in updates if change is not None]
+    kept = [[rate, change is not None] for rate, change in updates]
+    yield from _envelopes(entry, server, tensor, Op.COPY, changes, kept)
 
 
 def snapshot_envelopes(
     entry: LogEntry, server: int, tensor: int, arrays: PyTree
 ) -> Iterator[Envelope]:
     """Yield the envelopes of an entry with all arrays: the raw leaves, then the state."""
-    given = _addressed(entry, server, tensor)
-    for leaf in jax.tree.leaves(arrays):
-        yield Envelope(Op.WHOLE, **given, payload=_bytes(np.asarray(leaf).tobytes()))
-    told = {"state": _fields(entry.state), "updates": []}
-    yield Envelope(Op.ENTRY, **given, flag=True, payload=_bytes(json.dumps(told).encode()))
+    leaves = (_bytes(np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(arrays))
+    yield from _envelopes(entry, server, tensor, Op.WHOLE, leaves, [])
+
+
+def _envelopes(
+    entry: LogEntry, server: int, tensor: int, op: Op, arrays: Iterable[np.ndarray], updates: Json
+) -> Iterator[Envelope]:
+    given = Envelope(op, entry.epoch, server, entry.index, tensor=tensor)
+    for array in arrays:
+        yield replace(given, payload=array)
+    told = json.dumps({"state": _fields(entry.state), "updates": updates})
+    yield replace(given, op=Op.ENTRY, flag=entry.whole, payload=_bytes(told.encode()))
 
 
 def to_entry(envelope: Envelope) -> tuple[LogEntry, list[tuple[float, bool]]]:

@@ -112,32 +112,27 @@ def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[byte
     [92]
     """
     payload = envelope.payload
-    if payload is None:
-        yield _frame(envelope, 0, 0, 0, 0, _NO_BYTES)
-        return
-    dtype = DTYPES.index(payload.dtype)
-    raw = payload.view(np.uint8)
+    raw, form = _NO_BYTES, (0, 0, 0)
+    if payload is not None:
+        raw, form = payload.view(np.uint8), (DTYPES.index(payload.dtype), 1, payload.size)
     slot = None if shared is None else shared.write(raw)
     if slot is not None:
-        yield _frame(envelope, dtype, 1, payload.size, 0, _NO_BYTES, slot + 1, raw.size)
+        yield _frame(envelope, form, 0, _NO_BYTES, slot + 1, raw.size)
         return
-    # A message with an empty payload still needs a frame.
+    # A message without a payload, or with an empty payload, still needs a frame.
     for offset in range(0, max(1, raw.size), CHUNK_BYTES):
-        part = raw[offset : offset + CHUNK_BYTES]
-        yield _frame(envelope, dtype, 1, payload.size, offset, part)
+        yield _frame(envelope, form, offset, raw[offset : offset + CHUNK_BYTES])
 
 
 def _frame(
     envelope: Envelope,
-    dtype: int,
-    ndim: int,
-    elements: int,
+    form: tuple[int, int, int],
     offset: int,
     part: np.ndarray,
     slot: int = 0,
     elsewhere: int = 0,
 ) -> bytes:
-    one, length = envelope, part.size + elsewhere
+    one, length, (dtype, ndim, elements) = envelope, part.size + elsewhere, form
     head = HEAD.pack(
         MAGIC, FORMAT, one.op, dtype, one.flag, ndim, slot, one.tensor, elements, offset, length,
         one.epoch, one.client, one.sequence, one.clock, one.version, one.floor, one.tokens,
@@ -185,10 +180,7 @@ def parse_frame(frame: bytes) -> Header:
     inline = len(frame) - HEADER_BYTES
     if inline != (0 if slot else length):
         raise FrameError(
-            (
-                f"the frame declares a payload of {length} bytes, but contains {inline} bytes; "
-                f"{_SAME}"
-            ),
+            f"the frame declares a payload of {length} bytes, but contains {inline} bytes; {_SAME}",
             envelope,
         )
     if flag > 1 or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype or slot)):
@@ -281,11 +273,11 @@ class Assembler:
         wanted = self._spec_of(envelope)
         if wanted is None or given is None:
             if wanted is not given:
-                which = (
-                    "has no payload, but needs one"
-                    if given is None
-                    else ("has a payload, but must not have one")
+                needs, must = (
+                    "has no payload, but needs one",
+                    "has a payload, but must not have one",
                 )
+                which = needs if given is None else must
                 raise FrameError(f"{envelope.op.name} {which}; {_SAME}", envelope)
         elif wanted.most or envelope.op in CARRY_BYTES:
             if given.dtype != wanted.dtype or given.length > wanted.length:

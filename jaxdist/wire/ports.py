@@ -1,4 +1,4 @@
-"""A check that servers can listen on the configured ports."""
+"""The addresses of servers, and a check that servers can listen on the configured ports."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def place_address(host: str, place: Place) -> str:
     >>> place_address("10.0.0.1", 40001), place_address("10.0.0.1", "10.0.0.2:40001")
     ('10.0.0.1:40001', '10.0.0.2:40001')
     """
-    return place if isinstance(place, str) else f"{host}:{place}"
+    return place if isinstance(place, str) else address_of(host, place)
 
 
-def place_on(host: str, port: int) -> Place:
-    """Return the place of a server, `host:port`, for a host other than the run's host.
+def address_of(host: str, port: int) -> str:
+    """Return `HOST:PORT`, with brackets around an IPv6 address.
 
-    >>> place_on("10.0.0.2", 40001), place_on("::1", 40001)
-    ('10.0.0.2:40001', '[::1]:40001')
+    >>> address_of("node1", 7000), address_of("fd00::1", 7000), address_of("[::1]", 7000)
+    ('node1:7000', '[fd00::1]:7000', '[::1]:7000')
     """
     return f"[{host}]:{port}" if ":" in host.strip("[]") and "[" not in host else f"{host}:{port}"
 

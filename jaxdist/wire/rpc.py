@@ -22,6 +22,7 @@ from jaxdist.wire.contract import (
 )
 from jaxdist.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
 from jaxdist.wire.outbox import MOST_SHARDS, Outbox
+from jaxdist.wire.ports import address_of
 from jaxdist.wire.security import TOKEN_KEY, Tls, certificate_refusal, same_token
 
 SERVICE = "jaxdist.ParameterServer"
@@ -111,7 +112,7 @@ class RpcServer:
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
         self._server.add_generic_rpc_handlers((generic,))
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             self.port = (
                 self._server.add_insecure_port(address)

@@ -14,6 +14,7 @@ import pytest
 from jaxdist.elastic.hosts import copies, snapshot_replica
 from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, list_parts, parts_in, seed
 from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
+from jaxdist.wire.ports import address_of
 
 TOKEN = b"0123456789abcdef"
 NAME = "step_00000010.0_of_2"
@@ -198,7 +199,7 @@ def test_it_listens_where_the_others_come_from(tmp_path):
         except OSError:
             pytest.skip(f"this machine has no {host}")
         try:
-            assert list_parts(copies.address_of(host, found.port), TOKEN) == []
+            assert list_parts(address_of(host, found.port), TOKEN) == []
             assert where in (None, found._server.server_address[0])
         finally:
             found.close()

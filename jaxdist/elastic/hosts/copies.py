@@ -112,15 +112,6 @@ def _listening(host: str, answering: Any) -> _Server:
     return _Server(("", 0), family, answering)
 
 
-def address_of(host: str, port: int) -> str:
-    """Return `HOST:PORT`, with brackets around an IPv6 address.
-
-    >>> address_of("node1", 7000), address_of("fd00::1", 7000)
-    ('node1:7000', '[fd00::1]:7000')
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def parts_in(folder: Path) -> list[str]:
     """Return the names of the snapshot parts in a folder."""
     if not folder.is_dir():

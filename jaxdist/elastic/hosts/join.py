@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxdist.elastic.hosts.copies import CopyServer, address_of, parts_in, seed
+from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
 from jaxdist.elastic.hosts.identity import check_compatibility, digest_of
 from jaxdist.elastic.hosts.leader_election import STRANGER_TIMEOUT_LEASES, compatibility_of
 from jaxdist.elastic.hosts.member import Membership
@@ -14,6 +14,7 @@ from jaxdist.elastic.hosts.rendezvous.contract import LostError, Token
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
 from jaxdist.types import JsonObject
+from jaxdist.wire.ports import address_of
 
 LOOK_SECONDS = 0.1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
 from jaxdist.elastic.hosts.leader_election import registry_of
@@ -17,6 +16,7 @@ from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import JsonObject
+from jaxdist.wire.ports import address_of
 
 FULL = "run/full"
 
@@ -72,16 +72,8 @@ class Preparing:
         for name in self.members.rendezvous.names("plan"):
             if int(name) < number - 1:
                 self.members.rendezvous.drop(f"plan/{name}")
-        coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        self.members.rendezvous.put(
-            key,
-            {
-                "plan": asdict(plan),
-                "coordinator": coordinator,
-                "resume": resume,
-                "run": run.plain,
-            },
-        )
+        own = {"coordinator": address_of(address, port), "resume": resume, "run": run.plain}
+        self.members.rendezvous.put(key, {"plan": asdict(plan), **own})
         return None
 
     def has_mesh(self, facts: Mapping[str, JsonObject]) -> bool:
@@ -99,15 +91,10 @@ class Preparing:
 
     def _rule(self) -> BatchRule:
         full = self.members.rendezvous.get(FULL)
-        return BatchRule.of(self.values, full["data"] if self._of_this_run(full) else None)
-
-    def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Return whether a value was written after the end of the last run at the rendezvous.
-
-        Args:
-          told: the value, which has the number of a generation, or None if there is no value.
-        """
-        return told is not None and told["generation"] > self.members.ended_before
+        # A size that was written before the end of the last run belongs to that run.
+        if full is not None and full["generation"] <= self.members.ended_before:
+            full = None
+        return BatchRule.of(self.values, full and full["data"])
 
     def collect(
         self, folder: Path, generation: Generation, plan: GenerationPlan

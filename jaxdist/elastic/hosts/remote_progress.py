@@ -32,12 +32,18 @@ def encode_progress(generation: int, statuses: Sequence[Status], now: float) -> 
 
 
 class RemoteProgress:
-    """The progress of the processes on other hosts in one generation."""
+    """The progress of the processes on other hosts in one generation.
+
+    Attributes:
+      statuses: the statuses of all processes on other hosts, with times by this host's clock, or
+        None while the status of a process is unknown.
+    """
 
     def __init__(self, own: str, generation: int, processes: int) -> None:
         self.own, self.generation, self.processes = own, generation, processes
         self._heard: dict[str, tuple[int, float]] = {}
-        self._next, self._found = float("-inf"), None
+        self._next = float("-inf")
+        self.statuses: list[Status] | None = None
 
     def due(self, now: float) -> bool:
         """Return whether it is time to read the messages of other hosts."""
@@ -64,12 +70,4 @@ class RemoteProgress:
             for process, step, phase, waiting, since, alive in told["processes"]:
                 kind = Activity(phase)
                 found.append(Status(process, 0, step, kind, at - since, at - alive, waiting))
-        self._found = found if len(found) == self.processes else None
-
-    @property
-    def statuses(self) -> list[Status] | None:
-        """The statuses of all processes on other hosts, with times by this host's clock.
-
-        The value is None while the status of a process is unknown.
-        """
-        return self._found
+        self.statuses = found if len(found) == self.processes else None

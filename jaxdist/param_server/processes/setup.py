@@ -13,7 +13,7 @@ from jaxdist.types import JsonObject
 from jaxdist.wire.config import ProcessesConfig, stays_on_machine
 from jaxdist.wire.contract import Service
 from jaxdist.wire.frames import spec_for
-from jaxdist.wire.ports import Place, place_address, place_on
+from jaxdist.wire.ports import Place, address_of, place_address
 from jaxdist.wire.rpc import RpcServer, RpcWire
 from jaxdist.wire.security import read_tls, read_token
 
@@ -68,7 +68,7 @@ def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
 def server_place(setup: JsonObject, rpc: RpcServer) -> Place:
     """Return the place of a port of this process (see `jaxdist.wire.ports.Place`)."""
     host = setup.get("host")
-    return rpc.port if host is None else place_on(host, rpc.port)
+    return rpc.port if host is None else address_of(host, rpc.port)
 
 
 def listening(

@@ -69,15 +69,10 @@ class EssentialProcesses:
         """Return the ports to which a worker pushes, one for each server."""
         return self._ports_of(self._in_front(slot))
 
-    def leave(self, client: int, slot: int) -> None:
-        """Report a worker's permanent departure to the processes to which the worker pushes."""
+    def tell(self, slot: int, order: JsonObject) -> None:
+        """Send an order about a worker to the processes to which the worker pushes."""
         for child in self._in_front(slot):
-            child.say({"leave": client})
-
-    def admit(self, client: int, slot: int) -> None:
-        """Announce a new worker to the processes to which the worker will push."""
-        for child in self._in_front(slot):
-            child.say({"admit": client})
+            child.say(order)
 
     def gone(self, what: JsonObject) -> None:
         """Report to a server that a rack without workers has left, and admit a later client number.

@@ -268,7 +268,7 @@ class Supervisor:
             return
         slot = self.team.slots[child.number]
         del self.team.workers[child.number]
-        self.fleet.leave(child.number, slot)
+        self.fleet.tell(slot, {"leave": child.number})
         if code == 0:
             self.team.done.add(slot)
             return
@@ -282,7 +282,7 @@ class Supervisor:
         # Servers refuse a number that was ever used, so late messages of the dead worker are lost.
         client = max(self.team.slots) + 1
         self.prepared.note(f"{child} ended ({how_ended(code)}): worker {client} takes its place")
-        self.fleet.admit(client, slot)
+        self.fleet.tell(slot, {"admit": client})
         self._worker(client, slot)
 
     def _hear(self, event: Event) -> None:
