@@ -36,7 +36,7 @@ from jaxdist.wire.frames import TEXT_BYTES, FrameError
 from jaxdist.wire.kept import spec_of_board
 from jaxdist.wire.ports import place_address
 from jaxdist.wire.rpc import RpcServer
-from jaxdist.wire.security import read_tls
+from jaxdist.wire.security import read_tls, write_private
 
 FILE_NAME = "gate.json"
 
@@ -66,9 +66,7 @@ def write_gate(run: Path, gate: GateAddress) -> Path:
         "make room on the disk, or allow this user to write there",
     ):
         path.unlink(missing_ok=True)  # A run that was killed leaves its gate file behind.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(gate._asdict(), file)
+        write_private(path, json.dumps(gate._asdict()))
     return path
 
 

@@ -29,7 +29,7 @@ class Offers:
         self._wanted = wanted
         self._stack = ExitStack()
         self._changed = threading.Condition()
-        self._offers: dict[str, list[RemoteProcess]] = {role: [] for role in wanted}
+        self._offers: list[RemoteProcess] = []
 
     def open(self, run: Path, settings: ProcessesConfig, token: str, devices: int) -> None:
         """Let hosts offer processes until `close`.
@@ -43,14 +43,13 @@ class Offers:
     def offer(self, remote: RemoteProcess) -> None:
         """Keep an offered process until the run takes the process, or refuse the offer."""
         with self._changed:
-            given = self._offers[remote.role]
             if remote.role == "server" and len(self._alive("server")) >= self._wanted["server"]:
                 remote.refuse(
                     "the run already has all of its servers: raise strategy.servers "
                     "to use this host"
                 )
                 return
-            given.append(remote)
+            self._offers.append(remote)
             self._changed.notify_all()
 
     def gather(
@@ -84,18 +83,18 @@ class Offers:
     def take(self, role: str) -> RemoteProcess | None:
         """Return the next process of a role, or None if there is none."""
         with self._changed:
-            alive = self._alive(role)
-            if not alive:
-                return None
-            self._offers[role].remove(alive[0])
-            return alive[0]
+            found = next(iter(self._alive(role)), None)
+            if found is not None:
+                self._offers.remove(found)
+            return found
 
     def close(self) -> None:
         """End the processes that were offered but not taken, and take no others."""
         with self._changed:
-            for remote in [one for role in self._offers for one in self._alive(role)]:
-                remote.release()
+            for role in self._wanted:
+                for remote in self._alive(role):
+                    remote.release()
         self._stack.close()
 
     def _alive(self, role: str) -> list[RemoteProcess]:
-        return [one for one in self._offers.get(role, []) if not one.gone]
+        return [one for one in self._offers if one.role == role and not one.gone]

@@ -37,19 +37,14 @@ class Outbox:
             if envelope.op is Op.PUBLISH:
                 kept = (one for one in self._waiting if one.op is not Op.PUBLISH)
                 self._waiting = deque(kept)
-            if len(self._waiting) >= MOST_WAITING or self._full():
+            shards = sum(one.payload is not None and one.op in CARRY_SHARD for one in self._waiting)
+            full = self._most is not None and shards >= self._most
+            if len(self._waiting) >= MOST_WAITING or full:
                 self._closed = True
             if not self._closed:
                 self._waiting.append(envelope)
             self._changed.notify_all()
             return not self._closed
-
-    def _full(self) -> bool:
-        if self._most is None:
-            return False
-        return sum(one.payload is not None and one.op in CARRY_SHARD for one in self._waiting) >= (
-            self._most
-        )
 
     def take(self) -> Envelope | None:
         """Wait for the next envelope and return it, or None once the queue is closed."""

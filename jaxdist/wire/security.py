@@ -123,11 +123,16 @@ def certificate_refusal(address: str, tls: Tls, seconds: float) -> str | None:
     return "the server does not accept the certificate of this process"
 
 
-def make_token(path: Path) -> None:
-    """Write a new token to a file that only its owner may read."""
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+        file.write(text)
+
+
+def make_token(path: Path) -> None:
+    """Write a new token to a file that only its owner may read."""
+    write_private(path, secrets.token_hex(32) + "\n")
 
 
 @contextmanager

@@ -273,10 +273,10 @@ def test_a_grace_window_closes_without_the_rest():
     assert decide(model, clocks, now=99.0).merges == ()
     clocks = arrived(clocks, (1, 5.0, 1.0))
     waiting = decide(model, clocks, now=12.9)
-    assert (waiting.merges, waiting.wake) == ((), 13.0)
+    assert (waiting.merges, model.wake(waiting.clocks)) == ((), 13.0)
     closed = decide(model, clocks, now=13.0)
     assert [part.arrival.client for part in closed.merges[0].parts] == [0, 1]
-    assert closed.wake is None
+    assert model.wake(closed.clocks) is None
 
 
 def test_a_quorum_of_the_dead_is_not_waited_for():

@@ -21,6 +21,7 @@ breaks this assumption; fences protect the run against that case.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -136,11 +137,10 @@ class LeaderElection:
 
     def _read(self, number: int) -> Registry:
         """Return the registry from the last term before `number`, or a new registry."""
-        terms = [int(name) for name in self.rendezvous.names("term") if int(name) < number]
-        told = self.rendezvous.get(f"term/{max(terms)}") if terms else None
-        if told is None:
+        found = registry_of(self.rendezvous, number)
+        if found is None:
             return Registry(generation=Generation(self.before))
-        return decode_registry(told["registry"]).restarted(self.config, self.clock())
+        return found.restarted(self.config, self.clock())
 
     def collect(self) -> None:
         """Read the requests of all hosts, and compute the answers, which are not sent yet."""
@@ -256,16 +256,19 @@ def decode_registry(told: Mapping[str, Any]) -> Registry:
     )
 
 
-def registry_of(rendezvous: Rendezvous) -> Registry | None:
+def registry_of(rendezvous: Rendezvous, before: float = math.inf) -> Registry | None:
     """Return the registry that a leader last wrote, or None if there was no leader yet.
 
     The registry contains no times of this process's clock.
 
+    Args:
+      before: the term from which on registries are ignored.
+
     Raises:
       RendezvousError: the rendezvous cannot be reached.
     """
-    terms = rendezvous.names("term")
-    told = rendezvous.get(f"term/{max(map(int, terms))}") if terms else None
+    terms = [term for term in map(int, rendezvous.names("term")) if term < before]
+    told = rendezvous.get(f"term/{max(terms)}") if terms else None
     return None if told is None else decode_registry(told["registry"])
 
 

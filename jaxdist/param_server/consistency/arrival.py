@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -15,11 +14,11 @@ from jaxdist.param_server.consistency.contract import (
     Clocks,
     Consistency,
     Merge,
+    Reads,
     WeightedChange,
 )
 
 Bound = Annotated[int, Field(ge=0, le=2**20)]
-Reads = Literal["eager", "lazy", "each_clock", "ahead"]
 
 
 class DelayCompensation(Config):
@@ -64,23 +63,6 @@ class OnArrival(Consistency):
                 "set reads: ahead"
             )
         return self
-
-    @abstractmethod
-    def how(self) -> Reads:
-        """Return the setting `reads`, which selects how a worker obtains newer parameters."""
-        ...
-
-    @property
-    def publishes(self) -> bool:
-        return self.how() == "eager"
-
-    @property
-    def reuses(self) -> bool:
-        return self.how() != "each_clock"
-
-    @property
-    def ahead(self) -> bool:
-        return self.how() == "ahead"
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         if not clocks.held:

@@ -18,6 +18,8 @@ from typing import ClassVar, Literal
 
 from jaxdist.config.schema import Config
 
+Reads = Literal["eager", "lazy", "each_clock", "ahead"]
+"""The rule for pulls, as the setting `reads` of the consistency models explains it."""
 Payload = Literal["gradient", "elastic", "outer"]
 """The kind of change that workers push: a gradient for the optimizer; an elastic difference, which
 is added directly; or a change of parameters, whose negative is the outer optimizer's gradient."""
@@ -154,14 +156,11 @@ class Decision:
       clocks: the clocks, version and pending changes after the updates.
       merges: the due updates, in order.
       admitted: the waiting members that may read the version after these updates.
-      wake: the time at which an update becomes due without a further message, or None if there is
-        no such time.
     """
 
     clocks: Clocks
     merges: tuple[Merge, ...]
     admitted: tuple[int, ...]
-    wake: float | None
 
 
 class Consistency(Config):
@@ -209,20 +208,24 @@ class Consistency(Config):
         """Return whether a worker that follows the protocol can have sent this change."""
         return self.fresh(clocks.floor, arrival.clock)
 
+    def how(self) -> Reads:
+        """Return the rule by which a worker obtains newer parameters (see `Reads`)."""
+        return "each_clock"
+
     @property
     def publishes(self) -> bool:
         """Whether the server sends the new version to all members when `Clocks.floor` increases."""
-        return False
+        return self.how() == "eager"
 
     @property
     def reuses(self) -> bool:
         """Whether a worker pulls only if its copy is stale or lacks one of the worker's changes."""
-        return False
+        return self.how() != "each_clock"
 
     @property
     def ahead(self) -> bool:
         """Whether a worker pulls when it begins to compute, and does not wait for the answer."""
-        return False
+        return self.how() == "ahead"
 
     def wake(self, clocks: Clocks) -> float | None:
         """Return the time at which an update becomes due without a further message.
@@ -249,4 +252,4 @@ def decide(
         clocks = replace(clocks, held=held, version=clocks.version + 1)
     clocks = replace(clocks, floor=max(clocks.floor, model.floor_of(clocks)))
     admitted = tuple(client for client in readers if model.admits(clocks, client))
-    return Decision(clocks, tuple(merges), admitted, model.wake(clocks))
+    return Decision(clocks, tuple(merges), admitted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -92,10 +93,7 @@ class ServerLink:
     def welcomed(self) -> None:
         """Send all pending messages again, now that the server has accepted the session."""
         self.welcome = True
-        for message in protocol.retries(self.state):
-            self.send(message)
-        if self.asked is not None:
-            self.ask(self.asked)
+        self.again(math.inf)
 
     def opened(self, session: Session, over: threading.Event) -> None:
         """Start to use a new session, and bind the session to the client.
@@ -121,14 +119,10 @@ class ServerLink:
         session, self.session, self.welcome = self.session, None, False
         return session
 
-    def begin(self, state: ClientState) -> Session | None:
-        """Switch the link to a new client with this state; return the old session or None.
-
-        The caller closes the old session. None means that no session was open.
-        """
+    def begin(self, state: ClientState) -> None:
+        """Switch the link to a new client with this state; the caller ends the old session."""
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
-        return self.ended(self._over)
 
     def end(self) -> Session | None:
         """Stop using the session; return it for the caller to close, or None if none is open."""
@@ -190,23 +184,24 @@ class Sessions:
 
     def begin(self, link: ServerLink, state: ClientState) -> None:
         """Switch a link to a new client; the caller holds the lock."""
-        session = link.begin(state)
+        link.begin(state)
+        self._leave(link)
+
+    def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
+        """Connect a link to the server that leads in a new epoch; the caller holds the lock."""
+        link.wire, link.state = wire, protocol.client_in_epoch(link.state, epoch)
+        self._leave(link)
+        # A new thread opens the session, since the keeper's thread may still wait for the earlier
+        # server, which does not answer.
+        threading.Thread(target=self._open, args=(link,), name="moved", daemon=True).start()
+
+    def _leave(self, link: ServerLink) -> None:
+        session = link.end()
         if session is not None:
             # The keeper's thread closes the session, since closing may wait for the lock, which
             # this thread holds.
             self._left.append(session)
         self._lost.notify_all()
-
-    def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
-        """Connect a link to the server that leads in a new epoch; the caller holds the lock."""
-        link.wire, link.state = wire, protocol.client_in_epoch(link.state, epoch)
-        session = link.end()
-        if session is not None:
-            self._left.append(session)
-        self._lost.notify_all()
-        # A new thread opens the session, since the keeper's thread may still wait for the earlier
-        # server, which does not answer.
-        threading.Thread(target=self._open, args=(link,), name="moved", daemon=True).start()
 
     def wake(self) -> None:
         """Open a session for a link that is not idle any more; the caller holds the lock."""

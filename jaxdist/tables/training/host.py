@@ -25,7 +25,7 @@ from jaxdist.wire.contract import Envelope
 from jaxdist.wire.gate import GateAddress, read_gate, text_of
 from jaxdist.wire.kept import spec_of_board
 from jaxdist.wire.rpc import CONNECT_SECONDS, RpcWire
-from jaxdist.wire.security import read_tls
+from jaxdist.wire.security import read_tls, write_private
 
 POLL_SECONDS = 0.2
 ENDED_SECONDS = 5.0
@@ -165,8 +165,7 @@ class HostedProcess:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxdist-")))
             token = folder / "token"
-            token.touch(0o600)
-            token.write_text(self._gate.token)
+            write_private(token, self._gate.token)
             environ = None
             if self._gate.devices and self.role == "server":
                 # A server computes on the CPU, in a mesh of the workers' shape.
