@@ -144,7 +144,6 @@ class ServerRound:
 
     def __init__(self, number: int, clients: int, needed: int) -> None:
         self.number, self._clients, self._needed = number, clients, needed
-        self._members: frozenset[int] = frozenset()
         self._keys: dict[int, bytes] = {}
         self._shares: dict[int, Parts] = {}
         self._revealed: dict[int, Parts] = {}
@@ -202,7 +201,7 @@ class ServerRound:
         Raises:
           SecureError: too few clients are left to unmask the sum.
         """
-        members = self._members = frozenset(members)
+        members = frozenset(members)
         if self._roster is None:
             # The round begins only when all members have sent their keys, so that a client that
             # replaces another client may still join.

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Literal
 
-from jaxdist.runtime import children
-from jaxdist.runtime.children import Event
+from jaxdist.runtime.children import Child, Event, PipedProcess
 from jaxdist.types import JsonObject
 
 Role = Literal["server", "aggregator", "table", "worker"]
 
 
-class Begins(Protocol):
-    """An object that starts processes, such as a `jaxdist.runtime.forks.ForkServer`."""
-
-    def begin(self, stdin: int, stderr: int) -> children.PipedProcess:
-        """Start a process, given the descriptors of its standard input and standard error."""
-        ...
-
-
-class RunProcess(children.Child):
+class RunProcess(Child):
     """A child process of a run: a server, an aggregator, a table server or a worker.
 
     Args:
       number: the number of the server, the rack, or the client.
       setup: the first message to the process, to which its role is added.
-      forks: the object that starts the new process.
+      begin: the function that starts the process (see `jaxdist.runtime.children.Child`).
     """
 
     def __init__(
@@ -38,12 +30,12 @@ class RunProcess(children.Child):
         number: int,
         setup: JsonObject,
         *,
-        forks: Begins,
+        begin: Callable[[int, int], PipedProcess],
         log: Path,
         events: SimpleQueue[Event],
     ) -> None:
         self.role, self.number = role, number
-        super().__init__(f"{role} {number}", forks.begin, log=log, events=events)
+        super().__init__(f"{role} {number}", begin, log=log, events=events)
         self.say({"role": role, **setup})
 
 

@@ -29,7 +29,7 @@ from jaxdist.param_server.live.shard import ServerShard, ShardState
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.replay import Replay
 from jaxdist.param_server.training.state import Sharded
-from jaxdist.param_server.training.worker import Clocked, Measured, Worker, computation
+from jaxdist.param_server.training.worker import Measured, Worker, computation
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.statistics import with_statistics
 from jaxdist.wire.frames import spec_for
@@ -80,7 +80,7 @@ class Training:
                 server.join(client)
             self.servers.append(server)
         self.racks = [self._rack(*one, log) for one in enumerate(self.cluster.racks)]
-        self.told: list[tuple[int, Clocked]] = []
+        self.told: list[tuple[int, Any]] = []
         self.measured: list[Measured] = []
         self._lock = threading.Lock()
 
@@ -130,7 +130,7 @@ class Training:
             with self._lock:
                 self.measured.append(sums)
 
-        def tell(one: Clocked) -> None:
+        def tell(one: Any) -> None:
             with self._lock:
                 self.told.append((slot, one))
 

@@ -46,11 +46,6 @@ class Client(LinkedClient):
         names = [(layout.server, f"{through}server {layout.server}") for layout in layouts]
         super().__init__(number, model, names, wires, epoch=epoch, patience=patience)
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The versions of the last read, by server; newer copies may have arrived since."""
-        return tuple(version or 0 for version in self._read)
-
     def read(self) -> list[np.ndarray]:
         """Wait until the worker may compute from its copies of all shards, and return the copies.
 

@@ -39,7 +39,7 @@ from jaxdist.param_server.processes.setup import (
 from jaxdist.param_server.processes.tables import TableProcess
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.training.files import read_shard, write_shard
-from jaxdist.param_server.training.worker import Clocked, Measured, Worker
+from jaxdist.param_server.training.worker import Measured, Worker
 from jaxdist.runtime import compilation_cache
 from jaxdist.runtime.children import Parent
 from jaxdist.runtime.forks import await_fork, hold_signals
@@ -176,8 +176,8 @@ class WorkerProcess:
     def _measure(self, clock: int, sums: Measured) -> None:
         self.parent.say("measured", clock=clock, sums=sums)
 
-    def _tell(self, one: Clocked) -> None:
-        self.parent.say("clock", **vars(one))
+    def _tell(self, report: JsonObject) -> None:
+        self.parent.say("clock", **report)
 
 
 def serve(

@@ -169,7 +169,7 @@ class Supervisor:
             role,
             number,
             {**self._setup(), "number": number, **more},
-            forks=self.offers.take(role) or self.forks[role == "worker"],
+            begin=(self.offers.take(role) or self.forks[role == "worker"]).begin,
             log=self.directory / LOGS / f"{role}_{number}.log",
             events=self.events,
         )

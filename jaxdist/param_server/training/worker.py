@@ -25,7 +25,7 @@ from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.statistics import divided, pushed_values, with_statistics
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import PyTree
+from jaxdist.types import JsonObject, PyTree
 
 Flats = list[np.ndarray]
 """The parameters or changes, as one array for each server."""
@@ -33,24 +33,6 @@ Flats = list[np.ndarray]
 
 Measured = Mapping[str, tuple[float, float]]
 """The total and weight of each value that the loss measures, by name."""
-
-
-@dataclass(frozen=True)
-class Clocked:
-    """A worker's report of the computation of a push, sent when the next computation can begin.
-
-    Attributes:
-      seconds: the time from the beginning of this computation until the next computation can
-        begin, including `waited_seconds`, the wait for servers.
-      versions: the version of the parameters from which the change was computed, by server.
-    """
-
-    clock: int
-    seconds: float
-    waited_seconds: float
-    versions: tuple[int, ...]
-    received_bytes: int
-    sent_bytes: int
 
 
 class PushComputation(Protocol):
@@ -212,7 +194,8 @@ class Worker:
       measure: the function that is called with a clock and the loss's measured values before the
         gradient is pushed, so that the loss of every applied gradient is known even if the worker
         dies.
-      tell: the function that is called with a report after each clock.
+      tell: the function that is called with a report when the next computation can begin. The
+        seconds of a clock include the seconds of the waits for servers.
       delay_seconds: the extra duration of each clock, for experiments with stragglers.
     """
 
@@ -223,7 +206,7 @@ class Worker:
     slot: int
     stop: int
     measure: Callable[[int, Measured], None]
-    tell: Callable[[Clocked], None]
+    tell: Callable[[JsonObject], None]
     delay_seconds: float = 0.0
 
     def run(self) -> None:
@@ -238,7 +221,7 @@ class Worker:
             flats = client.read() if self.stop > 0 else []
             while client.clock < self.stop:
                 begun, waited = time.perf_counter(), client.waited_seconds
-                clock, versions = client.clock, client.versions
+                clock = client.clock
                 first = work.begin(flats)
                 if first is not None:
                     client.push(first)
@@ -251,10 +234,14 @@ class Worker:
                     client.push(changes, tokens=measured["loss"][1])
                 if client.clock < self.stop:
                     flats = client.read()
-                took = time.perf_counter() - begun
-                more = client.waited_seconds - waited
-                counts = client.received_bytes, client.sent_bytes
-                self.tell(Clocked(clock, took, more, versions, *counts))
+                report: JsonObject = {
+                    "clock": clock,
+                    "seconds": time.perf_counter() - begun,
+                    "waited_seconds": client.waited_seconds - waited,
+                    "received_bytes": client.received_bytes,
+                    "sent_bytes": client.sent_bytes,
+                }
+                self.tell(report)
         client.drain()
 
     def _hold_back(self, model: Consistency) -> None:

@@ -238,7 +238,7 @@ class HostedProcess:
             own["config"] = str(run / CONFIG)
         log = self.run / "logs" / f"{role}_{number}.log"
         given = {**setup, **own, "host": self.host, "stays": self.stays}
-        return RunProcess(role, number, given, forks=forks, log=log, events=self._events)
+        return RunProcess(role, number, given, begin=forks.begin, log=log, events=self._events)
 
     def _kill(self) -> None:
         if self._server is not None:

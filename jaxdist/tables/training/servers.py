@@ -124,7 +124,8 @@ def start_team(
     ) -> RunProcess:
         given = {**setup, "number": number, "leads": leads}
         name = log / f"table_{number}.log"
-        return RunProcess("table", number, given, forks=remote or forks, log=name, events=events)
+        start = (remote or forks).begin
+        return RunProcess("table", number, given, begin=start, log=name, events=events)
 
     team, token = TableTeam(strategy, begin, note, partial(take_request, run)), read_token(path)
     if not strategy.processes.port:  # A run with fixed ports takes no further servers.
