@@ -98,7 +98,7 @@ def begun(run: Path, gate: Any) -> tuple[RunProcess, SimpleQueue[Event]]:
     """The server as the run sees it, which says first with what it was begun."""
     events: SimpleQueue[Event] = SimpleQueue()
     setup = {"run": {"id": "a", "path": "elsewhere"}, "token": "elsewhere", "number": 3}
-    given: Any = {"forks": gate.get(timeout=SECONDS), "log": run / "a.log", "events": events}
+    given: Any = {"begin": gate.get(timeout=SECONDS).begin, "log": run / "a.log", "events": events}
     return RunProcess("table", 3, setup, **given), events
 
 
@@ -153,7 +153,7 @@ def test_a_command_that_is_stopped_before_its_turn(tmp_path: Path, gate: Any) ->
     assert "was stopped before the run had a server" in errors[0]
     assert remote.wait(SECONDS) == -9
     events: SimpleQueue[Event] = SimpleQueue()
-    given: Any = {"forks": remote, "log": tmp_path / "a.log", "events": events}
+    given: Any = {"begin": remote.begin, "log": tmp_path / "a.log", "events": events}
     child = RunProcess("table", 3, {}, **given)
     assert events.get(timeout=SECONDS) == (child, {}, -9)
 
