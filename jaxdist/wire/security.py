@@ -82,11 +82,12 @@ def _context(tls: Tls) -> ssl.SSLContext:
     """
     context = ssl.create_default_context(cadata=tls.authority.decode("ascii", "replace"))
     context.set_alpn_protocols(["h2"])
-    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
-        # `load_cert_chain` reads only files; this folder has mode 700.
-        chain = Path(folder) / "chain.pem"
-        chain.write_bytes(tls.certificate + b"\n" + tls.key)
-        context.load_cert_chain(chain)
+    if tls.certificate is not None and tls.key is not None:
+        with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
+            # `load_cert_chain` reads only files; this folder has mode 700.
+            chain = Path(folder) / "chain.pem"
+            chain.write_bytes(tls.certificate + b"\n" + tls.key)
+            context.load_cert_chain(chain)
     return context
 
 

@@ -181,7 +181,7 @@ def test_who_is_late_is_named():
         given = {"deadline": 1.0}
         with racked.client(0, **given) as first, racked.client(1, **given) as second:
             first.push([one * 0 for one in first.read()])
-            with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for clients 1$"):
+            with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for clients 1 "):
                 first.read()
             second.push([one * 0 for one in second.read()])
             with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for server 0$"):

@@ -210,7 +210,7 @@ def test_a_run_with_masked_batches_trains_and_is_replayed(model, codec, tmp_path
 
 def test_a_log_does_not_grow_while_nothing_happens():
     """Retries that wait or are answered again, refusals, and ticks to which nothing is due."""
-    model, state = BSP(), server.begin(2)
+    model, state = BSP(), RangeState(Clocks(2))
     for client in 0, 1:
         state = server.join(model, state, client).state
     pull, push = Pull(Stamp(0, 0, 1)), Push(Stamp(0, 0, 0), 0, 0)
