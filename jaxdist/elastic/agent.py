@@ -111,8 +111,8 @@ class Agent:
                 failure = team.watch(lost_at)
                 lost_at, self.newest = time.monotonic(), team.newest
                 if failure is not None and failure.process is not None:
-                    lost = assignment.first + failure.process
-                    self._recorder.lost(run_folder, lost, failure.how, assignment.processes)
+                    given = (failure.process, failure.how, assignment.processes)
+                    self._recorder.lost(run_folder, *given)
             finally:
                 # The processes are ended before `release`, because `release` reports that they are
                 # gone.
@@ -127,12 +127,9 @@ class Agent:
             if failure.process is not None:
                 stalled = self.newest <= before
                 restarts_without_progress = restarts_without_progress + 1 if stalled else 0
-                self._check(assignment, failure, restarts_without_progress)
-            if failure.process is None:
-                self.hosts.release(assignment)
-            else:
-                stuck = failure.code is None
-                self.hosts.release(assignment, _named(assignment, failure), stuck=stuck)
+                self._check(failure, restarts_without_progress)
+            stuck = failure.process is not None and failure.code is None
+            self.hosts.release(assignment, failure.named, stuck=stuck)
 
     def _report(self, run_folder: RunFolder, assignment: Assignment, failure: Failure) -> None:
         at = f"at step {max(self.newest, 0)}"
@@ -140,29 +137,26 @@ class Agent:
             self._journal.add(run_folder, "ended", how=failure.how, step=self.newest)
             self.say(f"generation {assignment.generation} ended, {at}: {failure.how}")
             return
-        process = assignment.first + failure.process
         if self._stop_reason is not None:
             # This machine was asked to stop, so no generation follows that could repeat the work.
-            raise RunError(f"process {process} {failure.how}: {failure.words}")
-        event = {"process": process, "how": failure.how, "step": self.newest}
+            raise RunError(f"{failure.named}: {failure.words}")
+        event = {"process": failure.process, "how": failure.how, "step": self.newest}
         named = self.hosts.named()
         self._journal.add(run_folder, "lost", **event, words=failure.words, **named)
         if failure.code == CONFIG_ERROR:
             return  # The caller raises the error; no generation follows.
         on = f" on {named['host']}" if named else ""
-        words = f"process {process} of {assignment.total}{on} {failure.how}"
+        words = f"process {failure.process} of {assignment.total}{on} {failure.how}"
         self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
 
-    def _check(
-        self, assignment: Assignment, failure: Failure, restarts_without_progress: int
-    ) -> None:
+    def _check(self, failure: Failure, restarts_without_progress: int) -> None:
         error: JaxdistError | None = None
         if failure.code == CONFIG_ERROR:
             error = ConfigError(failure.words.removeprefix("error: "))
         elif restarts_without_progress >= self.plan.restarts:
             error = RunError(
                 f"{restarts_without_progress} consecutive generations made no progress; in the "
-                f"last generation: {_named(assignment, failure)}. {failure.words}"
+                f"last generation: {failure.named}. {failure.words}"
             )
         if error is not None:
             self.hosts.fail(error.exit_code, str(error))
@@ -227,8 +221,3 @@ def exit_of(*, asked: bool, team: Team, over: bool) -> int | None:
     if not (asked or over):
         return None
     return STOPPED if team.stopped or (asked and not team.members) else 0
-
-
-def _named(assignment: Assignment, failure: Failure) -> str:
-    assert failure.process is not None
-    return f"process {assignment.first + failure.process} {failure.how}"

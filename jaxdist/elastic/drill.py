@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 
 from jaxdist.heartbeat import intervals
 from jaxdist.heartbeat.flight.recorder import Recorder
@@ -45,6 +45,11 @@ class Strike:
     step: int
     process: int
     stops: bool
+
+    @property
+    def signal(self) -> Signals:
+        """The signal that the process gets."""
+        return Signals.SIGSTOP if self.stops else Signals.SIGKILL
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
@@ -115,8 +120,7 @@ class Striker(Recorder):
             # The process may have ended by itself since it published its status, and needs no
             # signal then.
             with suppress(ProcessLookupError):
-                number = signal.SIGSTOP if strike.stops else signal.SIGKILL
-                os.kill(of[strike.process].pid, number)
+                os.kill(of[strike.process].pid, strike.signal)
 
 
 @dataclass(frozen=True)
@@ -125,15 +129,13 @@ class Recovery:
 
     Attributes:
       seconds: the time from the failure to the first new step, in seconds.
-      detect: the part of `seconds` until the agent detected the failure.
-      parts: the other parts of `seconds` by name. The part for the first step includes the repeated
-        steps.
+      parts: the parts of `seconds` by name, of which the first ends when the agent detects the
+        failure. The part for the first step includes the repeated steps.
       lost_steps: the number of steps that were repeated.
     """
 
     strike: Strike
     seconds: float
-    detect: float
     parts: Mapping[str, float]
     lost_steps: int
 
@@ -159,14 +161,14 @@ def recoveries_of(
         if not later:
             continue
         begun = later[0]
-        parts = {part: float(begun[f"{part}_seconds"]) for part in RECOVERY}
         seconds = float(begun["time"]) - at
+        parts = {part: float(begun[f"{part}_seconds"]) for part in RECOVERY}
+        parts = {"detect": max(seconds - sum(parts.values()), 0.0), **parts}
         lost = next(event for event in events if event["event"] == "lost" and event["time"] > at)
         life = next((one for one in found.lives if one.began + one.wall_seconds > begun["time"]),
                     found.lives[-1])  # fmt: skip
         again = max(int(lost["step"]) - life.first_step, 0)
-        detect = max(seconds - sum(parts.values()), 0.0)
-        recoveries.append(Recovery(strike, seconds, detect, parts, again))
+        recoveries.append(Recovery(strike, seconds, parts, again))
     return recoveries
 
 
@@ -194,9 +196,8 @@ class Drilled:
             {
                 "step": one.strike.step,
                 "process": one.strike.process,
-                "signal": "SIGSTOP" if one.strike.stops else "SIGKILL",
+                "signal": one.strike.signal.name,
                 "seconds": one.seconds,
-                "detect_seconds": one.detect,
                 **{f"{part}_seconds": seconds for part, seconds in one.parts.items()},
                 "lost_steps": one.lost_steps,
             }
@@ -207,10 +208,9 @@ class Drilled:
     def lines(self) -> list[str]:
         """Return the result as text: a line for each recovery, and a line with the shares."""
         rows = [
-            f"step {one.strike.step:>7} process {one.strike.process} "
-            f"{'SIGSTOP' if one.strike.stops else 'SIGKILL'}  {one.seconds:6.2f} s = detect "
-            f"{one.detect:.2f}"
-            + "".join(f" + {part.replace('_', ' ')} {took:.2f}" for part, took in one.parts.items())
+            f"step {one.strike.step:>7} process {one.strike.process} {one.strike.signal.name}  "
+            f"{one.seconds:6.2f} s = "
+            + " + ".join(f"{part.replace('_', ' ')} {took:.2f}" for part, took in one.parts.items())
             + f"; {one.lost_steps} steps repeated"
             for one in self.recoveries
         ]

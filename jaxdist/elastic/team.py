@@ -37,8 +37,7 @@ class Failure:
     """The reason why a generation cannot continue.
 
     Attributes:
-      process: the index of the failed process on this machine, or None if no process failed on this
-        machine.
+      process: the number of the failed process, or None if no process of this machine failed.
       how: the kind of failure, as a phrase that follows the name of the process in a sentence.
       words: the last lines that the process printed.
       code: the exit code of the process, or None if the process is alive but stuck.
@@ -48,6 +47,11 @@ class Failure:
     how: str
     words: str = ""
     code: int | None = None
+
+    @property
+    def named(self) -> str:
+        """The process and its failure in words, or an empty text if no process failed."""
+        return "" if self.process is None else f"process {self.process} {self.how}"
 
 
 @dataclass
@@ -169,7 +173,7 @@ class Team:
             if 0 in codes or self._passed:
                 over = over or time.monotonic() + END_SECONDS
             if over is not None and time.monotonic() > over:
-                late = next(at for at, code in enumerate(codes) if code is None)
+                late = self.members[codes.index(None)].index
                 return Failure(late, f"did not end within {END_SECONDS:g} s after the others")
             # Exit codes are read in every iteration, since this takes little time. Statuses are in
             # files, and are read less often.
@@ -197,7 +201,8 @@ class Team:
 
     def _lost(self, at: int, code: int | None) -> Failure:
         assert code is not None
-        return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
+        member = self.members[at]
+        return Failure(member.index, f"ended ({how_ended(code)})", member.last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
         """Return the exit code of a process, or None while the process runs.
@@ -268,4 +273,4 @@ class Team:
         ]
         event = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
         self.journal.add(self.run_folder, "stuck", **event)
-        return Failure(stuck.process - self.assignment.first, stuck.why)
+        return Failure(stuck.process, stuck.why)

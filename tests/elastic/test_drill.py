@@ -100,7 +100,7 @@ def test_what_a_run_should_keep():
     found = Goodput(lives)
     recoveries = recoveries_of([KILL, STOP], [14.0, 24.0], events, found)
     assert [one.seconds for one in recoveries] == [5.0, 16.0]
-    assert [one.detect for one in recoveries] == [1.0, 12.0]
+    assert [one.parts["detect"] for one in recoveries] == [1.0, 12.0]
     assert [one.lost_steps for one in recoveries] == [5, 5]
     drilled = judge_drill(recoveries, found, every=10, silent_seconds=10.0)
     # 20 s of work, 0.2 s of saves, two failures of 4.5 s and half an interval, one silent for 10 s

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxdist.elastic.hosts.leader_election import LeaderElection
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError
 from jaxdist.elastic.hosts.rendezvous.folder import FolderRendezvous
 from jaxdist.heartbeat.config import MembershipConfig
@@ -64,6 +66,20 @@ def test_a_generation_that_was_ended_is_given_back_by_the_agent_alone(pair):
     assert found.members == ("a", "b")
     assert a.take() == found
     assert not a.pauses
+
+
+def test_a_generation_that_lost_a_host_ends_with_this_reason(pair):
+    a, b, _ = pair
+    turns(a)
+    a.take()
+    turns(a, b)
+    a.release()
+    turns(a, b)
+    assert a.take() == b.take()
+    b.say(leaves=True)
+    turns(a)
+    messages = HostMessages(a, "a", 1.0)
+    assert messages.why(SimpleNamespace(generation=2), a.ends()) == "a host was lost or has joined"
 
 
 def test_processes_are_ended_before_the_lease_is(pair):

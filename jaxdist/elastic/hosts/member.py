@@ -207,7 +207,7 @@ class Membership:
         if self._working is None or heard.generation == self._working:
             self._host = heard
         elif not self._ends:
-            self._ends = "the leader has ended this generation"
+            self._ends = "a host was lost or has joined"
 
     def _check_name(self) -> None:
         if Token.parse(self.rendezvous.token()).name != self.name:

@@ -43,7 +43,7 @@ class HostMessages:
                     return why["words"]
                 if one["facts"].get("leaving"):
                     return f"{one['facts']['name']} leaves"
-        return "a host was lost or has joined" if "registry" in ends else ends
+        return ends
 
     def tell_wait(self, wait: Wait) -> None:
         """Print from time to time which hosts are missing, or what prevents a generation."""
