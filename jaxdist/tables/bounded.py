@@ -57,25 +57,16 @@ class BoundedStore(RowStore):
         found[at[same]] = places[same]
         return sets, tags, found
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values, float32 `[N, D]`, of rows (`KEY` `[N]`), without creating any row."""
-        return self._read(self._looked_up(rows)[2], rows)
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        return self._looked_up(rows)[2]
 
-    def update(self, rows: np.ndarray, grads_ND: np.ndarray, rate: float) -> None:
-        """Update unique rows by their gradients; see `RowStore.update`.
+    def _to_update(self, rows: np.ndarray) -> np.ndarray:
+        """Return the index in the store of each row, and count an update.
 
-        If more than `WAYS` of the rows belong to the same set, the set keeps `WAYS` of them, and
-        the gradients of the other rows have no effect.
+        If more than `WAYS` of the rows belong to the same set, the set keeps `WAYS` of them.
         """
         self.version += 1
-        places = self._placed(rows, np.full(len(rows), self.version, np.uint32))
-        kept = places >= 0
-        if not kept.all():
-            places, grads_ND = places[kept], grads_ND[kept]
-        values = self._values.take(places, 0)
-        self.optimizer.update(values[:, :-1], grads_ND, rate)
-        self._write(places, values)
-        self._changed[places] = True
+        return self._placed(rows, np.full(len(rows), self.version, np.uint32))
 
     def load(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Store the saved rows that belong to this server, with their values, state and versions.

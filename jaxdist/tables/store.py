@@ -50,7 +50,7 @@ class RowStore:
     ) -> None:
         self.form, self.optimizer, self._seed = form, optimizer, np.array(seed, np.uint32)
         self.server, self._servers = server, servers
-        self.columns = form.width + optimizer.state_width(form.width)
+        self.columns = self._updated_columns = form.width + optimizer.state_width(form.width)
         self._reserve(servers)
         # Each element of this view is a complete row, because numpy writes a single large element
         # several times faster than a row of elements.
@@ -76,10 +76,10 @@ class RowStore:
             )
         return None
 
-    def _found(self, rows: np.ndarray) -> np.ndarray:
+    def _to_update(self, rows: np.ndarray) -> np.ndarray:
         """Return the index in the store of each row, and create the rows that do not exist.
 
-        The rows must be unique.
+        The rows must be unique. The index is -1 for a row that the store does not keep.
         """
         places = rows // np.uint32(self._servers)
         slots = self._slots[places]
@@ -97,13 +97,13 @@ class RowStore:
             self.touched += count
         return slots - 1
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the values, float32 `[N, D]`, of rows (uint32 `[N]`), without creating any row."""
-        slots = self._slots.take(rows // np.uint32(self._servers))
-        return self._read(slots - 1, rows)
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        """Return the index in the store of each row, which is -1 for rows that do not exist."""
+        return self._slots.take(rows // np.uint32(self._servers)) - 1
 
-    def _read(self, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the values of rows, given their indices, which are -1 for rows without values."""
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Return the values, float32 `[N, D]`, of rows `[N]`, without creating any row."""
+        places = self._places(rows)
         # For a row that does not exist, the index is -1 and reads the values of another row. These
         # values are replaced below. `take` copies complete rows, which takes a quarter of the time
         # of an index with a slice.
@@ -117,15 +117,19 @@ class RowStore:
         """Update unique rows by their gradients.
 
         Args:
-          rows: the rows, uint32 `[N]`.
-          grads_ND: the gradient of each row, summed over all examples that look it up.
+          rows: the rows `[N]`.
+          grads_ND: the gradient of each row, summed over all examples that look it up. The gradient
+            of a row that the store does not keep has no effect.
           rate: the learning rate.
         """
-        slots = self._found(rows)
-        values = self._values.take(slots, 0)
-        self.optimizer.update(values, grads_ND, rate)
-        self._write(slots, values)
-        self._changed[slots] = True
+        places = self._to_update(rows)
+        kept = places >= 0
+        if not kept.all():
+            places, grads_ND = places[kept], grads_ND[kept]
+        values = self._values.take(places, 0)
+        self.optimizer.update(values[:, : self._updated_columns], grads_ND, rate)
+        self._write(places, values)
+        self._changed[places] = True
 
     def _write(self, places: np.ndarray, values: np.ndarray) -> None:
         """Replace rows, given their indices, by values with state, float32 `[N, columns]`."""
@@ -153,7 +157,7 @@ class RowStore:
           rows: the saved rows of any servers.
         """
         mine = servers_of(rows, self._servers) == self.server
-        self._write(self._found(rows[mine]), values[mine])
+        self._write(self._to_update(rows[mine]), values[mine])
 
 
 def summed(rows: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -167,7 +167,6 @@ class Sessions:
         self.links, self._retry_seconds = tuple(links), retry_seconds
         self._heard, self._failed = heard, failed
         self.changed, self._lost = threading.Condition(lock), threading.Condition(lock)
-        self._left: list[Session] = []
         self._closed = False
         self._keeper = threading.Thread(target=self._keep, name="sessions", daemon=True)
         self._keeper.start()
@@ -178,9 +177,9 @@ class Sessions:
             self._closed = True
             self._lost.notify_all()
         self._keeper.join()
-        for session in (*self._left, *(link.session for link in self.links)):
-            if session is not None:
-                session.close()
+        for link in self.links:
+            if link.session is not None:
+                link.session.close()
 
     def begin(self, link: ServerLink, state: ClientState) -> None:
         """Switch a link to a new client; the caller holds the lock."""
@@ -198,9 +197,9 @@ class Sessions:
     def _leave(self, link: ServerLink) -> None:
         session = link.end()
         if session is not None:
-            # The keeper's thread closes the session, since closing may wait for the lock, which
-            # this thread holds.
-            self._left.append(session)
+            # Another thread closes the session, since closing may wait for the lock, which this
+            # thread holds.
+            threading.Thread(target=session.close, name="left", daemon=True).start()
         self._lost.notify_all()
 
     def wake(self) -> None:
@@ -241,15 +240,10 @@ class Sessions:
                 for link in self.links:
                     link.again(before)
                 away = [link for link in self.links if link.session is None and not link.idle]
-                if not away and not self._left:
+                if not away:
                     # With this interval, a message is repeated at most a quarter of `retry_seconds`
                     # too late.
                     self._lost.wait(self._retry_seconds / 4)
-                left, self._left = self._left, []
-            # This thread does not hold the lock here: `close` waits for the session's reader, which
-            # may wait for the lock in `_hear`.
-            for session in left:
-                session.close()
             for link in away:
                 self._open(link)
                 time.sleep(AWAY_SECONDS)
@@ -280,8 +274,11 @@ class Sessions:
         with self.changed:
             # The session is closed if it is no longer needed: while it was opened, the last worker
             # may have left, or the range may have moved.
-            if link.idle or link.wire is not wire or link.session is not None or self._closed:
-                self._left.append(session)
-                self._lost.notify_all()
-            elif not over.is_set():  # The session may have ended before this thread got the lock.
-                link.opened(session, over)
+            needed = not (link.idle or link.session is not None or self._closed)
+            needed = needed and link.wire is wire
+            if needed and not over.is_set():  # The session may have ended before this thread got
+                link.opened(session, over)  # the lock.
+        if not needed:
+            # This thread does not hold the lock here: `close` waits for the session's reader, which
+            # may wait for the lock in `_hear`.
+            session.close()

@@ -196,7 +196,6 @@ class Worker:
         dies.
       tell: the function that is called with a report when the next computation can begin. The
         seconds of a clock include the seconds of the waits for servers.
-      delay_seconds: the extra duration of each clock, for experiments with stragglers.
     """
 
     client: Client
@@ -207,7 +206,6 @@ class Worker:
     stop: int
     measure: Callable[[int, Measured], None]
     tell: Callable[[JsonObject], None]
-    delay_seconds: float = 0.0
 
     def run(self) -> None:
         """Run until the stop clock, and wait until all pushes are settled.
@@ -227,7 +225,6 @@ class Worker:
                     client.push(first)
                 self._hold_back(model)
                 changes, sums = work.compute(ahead.take(clock), clock)
-                time.sleep(self.delay_seconds)
                 measured = {n: (float(mean.total), float(mean.weight)) for n, mean in sums.items()}
                 self.measure(clock, measured)
                 if first is None:

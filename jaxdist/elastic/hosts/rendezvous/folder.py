@@ -193,8 +193,7 @@ def find_problem(folder: Path) -> str | None:
 
     The test makes about forty renames, while a thread reads.
     """
-    problem = _one_by_one(folder)
-    return problem or _while_read(folder)
+    return _one_by_one(folder) or _while_read(folder)
 
 
 def _one_by_one(folder: Path) -> str | None:
