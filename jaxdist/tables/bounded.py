@@ -57,7 +57,7 @@ class BoundedStore(RowStore):
         found[at[same]] = places[same]
         return sets, tags, found
 
-    def _places(self, rows: np.ndarray) -> np.ndarray:
+    def _indices(self, rows: np.ndarray) -> np.ndarray:
         return self._looked_up(rows)[2]
 
     def _to_update(self, rows: np.ndarray) -> np.ndarray:

@@ -97,13 +97,13 @@ class RowStore:
             self.touched += count
         return slots - 1
 
-    def _places(self, rows: np.ndarray) -> np.ndarray:
+    def _indices(self, rows: np.ndarray) -> np.ndarray:
         """Return the index in the store of each row, which is -1 for rows that do not exist."""
         return self._slots.take(rows // np.uint32(self._servers)) - 1
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return the values, float32 `[N, D]`, of rows `[N]`, without creating any row."""
-        places = self._places(rows)
+        places = self._indices(rows)
         # For a row that does not exist, the index is -1 and reads the values of another row. These
         # values are replaced below. `take` copies complete rows, which takes a quarter of the time
         # of an index with a slice.
