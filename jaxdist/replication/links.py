@@ -11,7 +11,7 @@ from jaxdist.param_server.live.shard import ServerShard
 from jaxdist.replication import codec
 from jaxdist.replication.decision import Copied, Follower, Leader, LogEntry, RangeView
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec, Wire
-from jaxdist.wire.frames import FrameError
+from jaxdist.wire.frames import StrictService
 from jaxdist.wire.kept import KeptSession
 
 MOST_BYTES = 2**40
@@ -37,13 +37,15 @@ class CopyLink(KeptSession):
         super().__init__(wire, opened, hear)
 
 
-class CopyService:
+class CopyService(StrictService):
     """A `jaxdist.wire.contract.Service` that copies a range until its server leads the range.
 
     Args:
       server: the number of this server.
       shard: the arrays of the range, which the first entry overwrites.
     """
+
+    sender = "a leader"
 
     def __init__(self, server: int, shard: ServerShard) -> None:
         self.shard, self.follower = shard, Follower(server)
@@ -56,11 +58,7 @@ class CopyService:
             return self._spec
         if envelope.op in (Op.ENTRY, Op.WHOLE):
             return Spec(self._spec.tensor, np.dtype(np.uint8), MOST_BYTES)
-        raise FrameError(
-            f"a leader may not send {envelope.op.name}: install the same version "
-            "of jaxdist on all hosts",
-            envelope,
-        )
+        raise self.unexpected(envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         with self._lock:
@@ -98,9 +96,6 @@ class CopyService:
             leader = self.follower.takes_over(view)
             self.follower = Follower(self.follower.server, view.epoch, self.follower.index)
             return leader
-
-    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        peer.close()
 
     def left(self, peer: Peer) -> None:
         with self._lock:

@@ -43,6 +43,7 @@ from jaxdist.wire.contract import (
     CARRY_TEXT,
     Envelope,
     Op,
+    Peer,
     Spec,
     WireError,
 )
@@ -94,6 +95,23 @@ class Header(NamedTuple):
     offset: int
     length: int
     slot: int | None
+
+
+class StrictService:
+    """The part of a service that ends the session of a peer after a frame that is refused.
+
+    Attributes:
+      sender: the name of the peers in errors, with its article.
+    """
+
+    sender = "a peer"
+
+    def unexpected(self, envelope: Envelope) -> FrameError:
+        """Return the error for an operation that the service does not have."""
+        return FrameError(f"{self.sender} may not send {envelope.op.name}; {_SAME}", envelope)
+
+    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
+        peer.close()
 
 
 def text_payload(text: str) -> np.ndarray:

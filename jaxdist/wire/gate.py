@@ -32,7 +32,7 @@ from jaxdist.errors import RunError, os_errors_as
 from jaxdist.types import Json
 from jaxdist.wire.config import ProcessesConfig
 from jaxdist.wire.contract import Envelope, Op, Peer, Spec
-from jaxdist.wire.frames import TEXT_BYTES, FrameError
+from jaxdist.wire.frames import TEXT_BYTES, StrictService
 from jaxdist.wire.kept import spec_of_board
 from jaxdist.wire.ports import place_address
 from jaxdist.wire.rpc import RpcServer
@@ -234,7 +234,7 @@ def open_gate(
     stack.callback(partial(path.unlink, missing_ok=True))
 
 
-class Gate:
+class Gate(StrictService):
     """A `jaxdist.wire.contract.Service` for the hosts that offer to start servers or workers.
 
     Args:
@@ -242,17 +242,15 @@ class Gate:
         decides when to begin or refuse this process.
     """
 
+    sender = "a host"
+
     def __init__(self, offered: Callable[[RemoteProcess], None]) -> None:
         self._offered = offered
         self._remotes: dict[Peer, RemoteProcess] = {}
 
     def spec(self, envelope: Envelope) -> Spec | None:
         if envelope.op is not Op.WAITING:
-            raise FrameError(
-                f"a host may not send {envelope.op.name}: install the same version "
-                "of jaxdist on all hosts",
-                envelope,
-            )
+            raise self.unexpected(envelope)
         return spec_of_board(envelope)
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
@@ -263,9 +261,6 @@ class Gate:
         remote = RemoteProcess(peer, **json.loads(envelope.text))
         self._remotes[peer] = remote
         self._offered(remote)
-
-    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        peer.close()
 
     def left(self, peer: Peer) -> None:
         remote = self._remotes.pop(peer, None)

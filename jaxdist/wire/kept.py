@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.wire.contract import Envelope, Hear, Op, Peer, Session, Spec, Wire, WireError
-from jaxdist.wire.frames import TEXT_BYTES, FrameError, text_payload
+from jaxdist.wire.frames import TEXT_BYTES, StrictService, text_payload
 
 AWAY_SECONDS = 0.05
 
@@ -62,8 +62,10 @@ class KeptSession:
             session.close()
 
 
-class Board:
+class Board(StrictService):
     """A `jaxdist.wire.contract.Service` that sends peers a text on request and at each change."""
+
+    sender = "a reader of a board"
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -82,20 +84,13 @@ class Board:
 
     def spec(self, envelope: Envelope) -> Spec | None:
         if envelope.op is not Op.LATE:
-            raise FrameError(
-                f"this service accepts only LATE, not {envelope.op.name}: install "
-                "the same version of jaxdist on all hosts",
-                envelope,
-            )
+            raise self.unexpected(envelope)
         return None
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         with self._lock:
             self._peers.add(peer)
             self._say(peer)
-
-    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
-        peer.close()
 
     def left(self, peer: Peer) -> None:
         with self._lock:

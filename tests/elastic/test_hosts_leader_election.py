@@ -17,7 +17,7 @@ from jaxdist.elastic.hosts.leader_election import (
     encode_registry,
     encode_renewal,
 )
-from jaxdist.elastic.hosts.rendezvous.contract import NOBODY, RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import NOBODY, Rendezvous, RendezvousError, Token
 from jaxdist.elastic.membership import Generation, Grant, Host, Registry, Stop
 from jaxdist.heartbeat.config import MembershipConfig
 
@@ -26,13 +26,13 @@ CONFIG = MembershipConfig(
 )
 
 
-class Memory:
+class Memory(Rendezvous):
     """A rendezvous in a dictionary."""
 
     address = "memory"
 
     def __init__(self) -> None:
-        self.values, self.now = {}, str(Token("r"))
+        self.kept, self.now = {}, str(Token("r"))
 
     def token(self):
         return self.now
@@ -44,16 +44,16 @@ class Memory:
         return True
 
     def put(self, name, value):
-        self.values[name] = value
+        self.kept[name] = value
 
     def get(self, name):
-        return self.values.get(name)
+        return self.kept.get(name)
 
     def names(self, kind):
-        return sorted(k.split("/")[1] for k in self.values if k.startswith(f"{kind}/"))
+        return sorted(k.split("/")[1] for k in self.kept if k.startswith(f"{kind}/"))
 
     def drop(self, name):
-        self.values.pop(name, None)
+        self.kept.pop(name, None)
 
 
 class World:

@@ -147,10 +147,7 @@ class LeaderElection:
         term = self.term
         assert term is not None
         term.answers = {}
-        for host in self.rendezvous.names("host"):
-            told = self.rendezvous.get(f"host/{host}")
-            if told is None:
-                continue
+        for host, told in self.rendezvous.values("host"):
             number, now = told["number"], self.clock()
             term.facts[host] = told["facts"]
             before = term.heard.get(host, (None, now))
@@ -186,7 +183,7 @@ class LeaderElection:
             # The registry is written before the swap. If another host becomes the leader later,
             # that host therefore reads every decision that this host has sent to other hosts.
             self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
-            self._drop_terms(number)
+            self.rendezvous.drop_before("term", number - 1)
             term.saved = told
         following = term.token.next()
         if not self.rendezvous.compare_and_swap(str(term.token), str(following)):
@@ -216,11 +213,6 @@ class LeaderElection:
             self.term.facts.pop(host, None)
         self.rendezvous.drop(f"host/{host}")
         self.rendezvous.drop(f"answer/{host}")
-
-    def _drop_terms(self, number: int) -> None:
-        for name in self.rendezvous.names("term"):
-            if int(name) < number - 1:
-                self.rendezvous.drop(f"term/{name}")
 
 
 def encode_registry(registry: Registry) -> JsonObject:

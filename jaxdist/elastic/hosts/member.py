@@ -161,12 +161,7 @@ class Membership:
 
     def others(self) -> Mapping[str, Any]:
         """Return the last message of each host, this host included, by the host's name."""
-        found = {}
-        for host in self.rendezvous.names("host"):
-            told = self.rendezvous.get(f"host/{host}")
-            if told is not None:
-                found[host] = told
-        return found
+        return dict(self.rendezvous.values("host"))
 
     def finish(self, generation: int, code: int, words: str = "", **more: Json) -> None:
         """Announce to all hosts that the run is over.

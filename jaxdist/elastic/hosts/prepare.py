@@ -69,9 +69,7 @@ class Preparing:
         resume = self.resume or run.path is not None
         address = self.address
         port = free_port("127.0.0.1" if address in ("127.0.0.1", "localhost") else "")
-        for name in self.members.rendezvous.names("plan"):
-            if int(name) < number - 1:
-                self.members.rendezvous.drop(f"plan/{name}")
+        self.members.rendezvous.drop_before("plan", number - 1)
         own = {"coordinator": address_of(address, port), "resume": resume, "run": run.plain}
         self.members.rendezvous.put(key, {"plan": asdict(plan), **own})
         return None

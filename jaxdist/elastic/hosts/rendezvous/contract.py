@@ -7,8 +7,10 @@ is a folder, a Redis server or an etcd cluster that all hosts can access.
 from __future__ import annotations
 
 import ipaddress
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from jaxdist.errors import RunError
 from jaxdist.types import Json
@@ -76,7 +78,7 @@ class Token:
         return replace(self, beat=self.beat + 1)
 
 
-class Rendezvous(Protocol):
+class Rendezvous(ABC):
     """A small shared store that all hosts can access; several threads may call its methods.
 
     A value's full name is `kind/name`. If the store cannot be reached, each method raises
@@ -85,14 +87,19 @@ class Rendezvous(Protocol):
 
     address: str
 
+    @abstractmethod
     def token(self) -> str:
         """Return the token of the rendezvous, which names the leader."""
-        ...
 
     def secret(self) -> bytes:
-        """Return a secret that only users of the store can read, for hosts without a token file."""
-        ...
+        """Return a secret that only users of the store can read, for hosts without a token file.
 
+        By default the secret is the name of the rendezvous, if only clients of a server can read
+        this name.
+        """
+        return Token.parse(self.token()).name.encode()
+
+    @abstractmethod
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Replace the token by `new` if the token is `seen`; return whether the token was replaced.
 
@@ -104,23 +111,35 @@ class Rendezvous(Protocol):
           seen: the token that the caller expects.
           new: the token that replaces it.
         """
-        ...
 
+    @abstractmethod
     def put(self, name: str, value: Json) -> None:
         """Write a value atomically: a reader gets either the old value or the new value."""
-        ...
 
+    @abstractmethod
     def get(self, name: str) -> Json:
         """Return the value with the given name, or None if there is no such value."""
-        ...
 
+    @abstractmethod
     def names(self, kind: str) -> list[str]:
         """Return the sorted names of all values of a kind, without the kind."""
-        ...
 
+    @abstractmethod
     def drop(self, name: str) -> None:
         """Delete the value with the given name, if it exists."""
-        ...
+
+    def values(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each value of a kind, without the kind, and the value."""
+        for name in self.names(kind):
+            value = self.get(f"{kind}/{name}")
+            if value is not None:
+                yield name, value
+
+    def drop_before(self, kind: str, number: int) -> None:
+        """Delete all values of a kind whose names are smaller numbers."""
+        for name in self.names(kind):
+            if int(name) < number:
+                self.drop(f"{kind}/{name}")
 
 
 def is_loopback(address: str) -> bool:

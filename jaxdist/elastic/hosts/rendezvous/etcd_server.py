@@ -19,7 +19,13 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError, Token, is_loopback
+from jaxdist.elastic.hosts.rendezvous.contract import (
+    LostError,
+    Rendezvous,
+    RendezvousError,
+    Token,
+    is_loopback,
+)
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
@@ -29,7 +35,7 @@ SECONDS = 5.0
 asked."""
 
 
-class EtcdRendezvous:
+class EtcdRendezvous(Rendezvous):
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on an etcd cluster.
 
     Args:
@@ -59,10 +65,6 @@ class EtcdRendezvous:
         if not found:
             raise LostError(self.address)
         return found[0][1]
-
-    def secret(self) -> bytes:
-        """Return the name of the rendezvous, which only clients of the cluster can read."""
-        return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Compare and swap the token in a transaction, and return whether the swap succeeded.

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.elastic.hosts.rendezvous.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.rendezvous.contract import Rendezvous, RendezvousError, Token
 from jaxdist.errors import os_errors_as
 from jaxdist.types import Json
 
@@ -31,7 +31,7 @@ PROBES = 40
 _TRIES, _PAUSE_SECONDS = 50, 0.01
 
 
-class FolderRendezvous:
+class FolderRendezvous(Rendezvous):
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` in a folder.
 
     Args:

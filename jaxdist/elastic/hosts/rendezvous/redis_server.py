@@ -17,7 +17,13 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.rendezvous.contract import LostError, RendezvousError, Token, is_loopback
+from jaxdist.elastic.hosts.rendezvous.contract import (
+    LostError,
+    Rendezvous,
+    RendezvousError,
+    Token,
+    is_loopback,
+)
 from jaxdist.errors import ConfigError, os_errors_as
 from jaxdist.types import Json
 
@@ -33,7 +39,7 @@ return 0
 """
 
 
-class RedisRendezvous:
+class RedisRendezvous(Rendezvous):
     """A `jaxdist.elastic.hosts.rendezvous.contract.Rendezvous` on a Redis server.
 
     Args:
@@ -81,10 +87,6 @@ class RedisRendezvous:
         if found is None:
             raise LostError(self.address)
         return found
-
-    def secret(self) -> bytes:
-        """Return the name of the rendezvous, which only clients of the Redis server can read."""
-        return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
         """Compare and swap the token in a script, which the server runs atomically.
