@@ -193,12 +193,10 @@ class Consistency(Config):
     @abstractmethod
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         """Return the next update from the pending changes, or None if nothing is due."""
-        ...
 
     @abstractmethod
     def fresh(self, floor: int, clock: int) -> bool:
         """Return whether a worker at `clock` may compute from a version whose floor is `floor`."""
-        ...
 
     def admits(self, clocks: Clocks, client: int) -> bool:
         """Return whether a member may read the current version for its next computation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Timeouts:
     retry_seconds: float = 30.0
 
 
-class LinkedClient:
+class LinkedClient(AbstractContextManager):
     """A worker's sessions with all servers: a context manager, used by one thread.
 
     Subclasses process the replies of servers in `_heard`.
@@ -76,9 +76,6 @@ class LinkedClient:
             secured=self._secured,
         )
         self._changed = self._exchange.changed
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -127,12 +127,10 @@ class PlacementRule(Config):
         Raises:
           ConfigError: the rule does not support this number of servers.
         """
-        ...
 
     @abstractmethod
     def law(self, servers: int) -> str:
         """Return what this rule guarantees about each server's bytes, as a sentence."""
-        ...
 
 
 def least_bytes(sizes: Sequence[int], servers: int) -> int:

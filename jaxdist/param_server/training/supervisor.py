@@ -83,13 +83,12 @@ class Supervisor:
     def run(self) -> TrainState:
         """Run all remaining clocks of the run, and return the last training state."""
         state = self.prepared.state
-        self._gather()
-        if self.first >= self.last:
-            self.offers.close()
-            return state
-        due = {self.cluster.clocks(step) for step in self._due_steps()}
-        self.forks = self._forks()
         try:
+            self._gather()
+            if self.first >= self.last:
+                return state
+            due = {self.cluster.clocks(step) for step in self._due_steps()}
+            self.forks = self._forks()
             for forks in {*self.forks.values()}:
                 # The imports of the fork servers take seconds. Meanwhile this process writes the
                 # files of the shards.
@@ -109,11 +108,7 @@ class Supervisor:
         (self.directory / LOGS).mkdir(exist_ok=True)
         self.offers.open(self.directory, settings, read_token(self.token), mesh.devices.size)
         stopped = partial(getattr, self.prepared.hooks, "told_to_stop")
-        try:
-            self.offers.gather(self.prepared.note, settings.deadline_seconds, stopped)
-        except BaseException:
-            self.offers.close()
-            raise
+        self.offers.gather(self.prepared.note, settings.deadline_seconds, stopped)
 
     def _due_steps(self) -> Iterator[int]:
         for step in range(self.step_of(self.first) + 1, self.total_steps + 1):
@@ -328,7 +323,7 @@ class Supervisor:
             self.prepared.account.switch(Activity.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1
-            asked = hooks.due(step) and clock not in due
+            asked = hooks.due(step)
             if clock in due:
                 state = self._boundary(state, clock)
                 if hooks.stopped:

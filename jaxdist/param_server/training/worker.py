@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -259,7 +260,7 @@ class Worker:
         self.client.wait_until(small, what)
 
 
-class _Ahead:
+class _Ahead(AbstractContextManager):
     """A loader of batches by clock.
 
     While clocks are taken in order, the loader loads the batches of the next clocks in advance.
@@ -269,9 +270,6 @@ class _Ahead:
         self._loader, self._steps = loader, steps
         self._batches: Batches | None = None
         self._next = -1
-
-    def __enter__(self) -> _Ahead:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._batches is not None:
