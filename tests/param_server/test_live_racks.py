@@ -184,7 +184,7 @@ def test_who_is_late_is_named():
             with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for clients 1 "):
                 first.read()
             second.push([one * 0 for one in second.read()])
-            with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for server 0$"):
+            with pytest.raises(RunError, match=r"aggregator 0 of server 0 waits for server 0 "):
                 first.read()
 
 

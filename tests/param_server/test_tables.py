@@ -285,7 +285,7 @@ def test_a_server_that_does_not_answer_is_named() -> None:
         ):
             late.pull(rows)
         late.fail("table server 0 ended")
-        with pytest.raises(RunError, match="worker 0: table server 0 ended"):
+        with pytest.raises(RunError, match="client 0: table server 0 ended"):
             late.drain()
         late.close()
 
