@@ -50,6 +50,15 @@ class Identity:
         """The id and the path as plain data, for another process."""
         return {"id": self.id, "path": None if self.path is None else str(self.path)}
 
+    def publish(self, file: Path) -> None:
+        """Write the absolute path and the id to a file atomically, for `of` in other processes.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        assert self.path is not None
+        replace_text(file, json.dumps({**self.plain, "path": str(self.path.absolute())}))
+
     @classmethod
     def of(cls, plain: JsonObject) -> Self:
         """Return the identity with the id and the path that the property `plain` returned.

@@ -6,8 +6,6 @@ DIRECTORY/gpt-86bcf769a1b2c3d4/step_*  see `jaxdist.checkpoint.snapshots`
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +39,6 @@ def claim(directory: Path, run: Identity) -> Path:
     Raises:
       CheckpointError: the folder cannot be created.
     """
-    assert run.path is not None
     folder = local_folder(directory, run)
     with os_errors_as(
         CheckpointError,
@@ -49,11 +46,7 @@ def claim(directory: Path, run: Identity) -> Path:
         "choose another checkpoint.local.directory",
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        staging = folder / f".{OWNER}_{os.getpid()}"
-        staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
-        # All processes of a machine write this file at the same time, so each process writes a
-        # temporary file and renames it.
-        staging.rename(folder / OWNER)
+        run.publish(folder / OWNER)
     for other in directory.iterdir():
         if other != folder and _is_needless(other):
             shutil.rmtree(other, ignore_errors=True)

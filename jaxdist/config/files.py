@@ -60,14 +60,21 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write or replace a text file atomically, so that a kill leaves no file with a part of it.
+    """Write or replace a text file atomically; see `replace_bytes`."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write or replace a file atomically, so that a kill leaves no file with a part of it.
+
+    Several processes may write the same file at the same time.
 
     Raises:
       OSError: the file cannot be written.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        staging.write_text(text, encoding="utf-8")
+        staging.write_bytes(content)
         os.replace(staging, path)
     except BaseException:
         with suppress(OSError):

@@ -69,20 +69,3 @@ def check_published(content: bytes, sha256: str, name: str) -> bytes:
             f"{sha256}; remove the file and fetch it again"
         )
     return content
-
-
-def write_file(target: Path, content: bytes) -> None:
-    """Write or replace a file atomically.
-
-    Raises:
-      OSError: the folder cannot be written.
-    """
-    # The temporary file is in the same folder: a rename is atomic only within a file system.
-    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

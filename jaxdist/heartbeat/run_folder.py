@@ -52,11 +52,7 @@ class RunFolder:
 
     def tell_run(self, run: Identity) -> None:
         """Publish the path and the id of the run, for the agent and for later generations."""
-        assert run.path is not None
-        # Because of the rename, readers never see a file that is only partly written.
-        staging = self.folder / f".run_{os.getpid()}"
-        staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
-        staging.rename(self.run)
+        run.publish(self.run)
 
     def known_run(self) -> Identity | None:
         """Return the path and the id of the run, or None until a process has published them."""

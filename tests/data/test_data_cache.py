@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.data.cache import cache_directory, publish_folder, write_file
+from jaxdist.config.files import replace_bytes
+from jaxdist.data.cache import cache_directory, publish_folder
 
 
 def test_where_the_cache_is() -> None:
@@ -47,10 +48,10 @@ def test_of_several_writers_one_wins(tmp_path: Path) -> None:
 
 def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
     target = tmp_path / "number"
-    write_file(target, b"1")
-    write_file(target, b"2")
+    replace_bytes(target, b"1")
+    replace_bytes(target, b"2")
     assert target.read_bytes() == b"2"
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
-        write_file(tmp_path / "folder", b"3")
+        replace_bytes(tmp_path / "folder", b"3")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "number"]

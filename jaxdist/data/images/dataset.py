@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from pydantic import model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.data.images.arrays import CIFAR, Labelled, cifar, labelled, npz
 from jaxdist.data.images.fashion_mnist import fashion_mnist
-from jaxdist.data.images.files import check_folder, image_files
+from jaxdist.data.images.files import check_folder, describe_images, image_files
 from jaxdist.data.images.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.data.transform import TransformConfig, transformed
@@ -95,29 +95,8 @@ class ImagesConfig(Config):
             return _dataset(f"arrays of {folder}", *npz(folder))
         if self.source == "idx":
             return _dataset(f"IDX files in {folder}", *_idx_folder(folder))
-        return self._files(folder)
-
-    def _files(self, folder: Path) -> Dataset:
         tars = self.source == "tars"
-        train, heldout, classes, note = image_files(
-            folder, self.size, skip_broken=self.skip_broken, tars=tars
-        )
-        shape = train[0]["image"].shape
-        examples = [len(split) for split in (train, heldout) if split is not None]
-        what = f"{'tars' if tars else 'files'} in {folder}"
-        return Dataset(
-            train=train,
-            heldout=heldout,
-            classes=len(classes),
-            description=_description(what, examples, shape, len(classes)) + note,
-        )
-
-
-def _description(name: str, examples: Sequence[int], shape: tuple[int, ...], classes: int) -> str:
-    return (
-        f"images: {name}: {' + '.join(f'{n:,}' for n in examples)} of "
-        f"{' x '.join(map(str, shape))} in {classes} classes"
-    )
+        return image_files(folder, self.size, skip_broken=self.skip_broken, tars=tars)
 
 
 def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
@@ -137,13 +116,11 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
             f"lack, such as {heldout.label.max()}; the training labels are 0 to {classes - 1}. "
             "Remove these held-out images, or add training images of their classes"
         )
-    examples = [len(split.label) for split in splits]
-    return Dataset(
-        train=ArraySource(**train._asdict()),
-        heldout=None if heldout is None else ArraySource(**heldout._asdict()),
-        classes=classes,
-        description=_description(name, examples, train.image.shape[1:], classes),
-    )
+    train_source = ArraySource(**train._asdict())
+    heldout_source = None if heldout is None else ArraySource(**heldout._asdict())
+    sources = train_source, heldout_source
+    described = describe_images(name, sources, train.image.shape[1:], classes)
+    return Dataset(*sources, classes=classes, description=described)
 
 
 def _digits() -> tuple[Labelled, Labelled]:

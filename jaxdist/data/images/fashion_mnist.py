@@ -9,7 +9,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jaxdist.data.cache import cache_directory, check_published, write_file
+from jaxdist.config.files import replace_bytes
+from jaxdist.data.cache import cache_directory, check_published
 from jaxdist.data.images.idx import read_idx_content, unpack_gzip
 from jaxdist.errors import DataError
 
@@ -94,4 +95,4 @@ def _fetch(name: str, target: Path) -> None:
     # The digest also protects the download, which is by plain HTTP.
     source = f"{HOME}{target.name}"
     check_published(unpack_gzip(packed, source), SHA256[name], source)
-    write_file(target, packed)
+    replace_bytes(target, packed)

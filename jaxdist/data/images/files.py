@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.data.source import BatchSource, Example
+from jaxdist.data.source import BatchSource, Dataset, Example, Source
 from jaxdist.errors import DataError, os_errors_as, some_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -144,9 +144,7 @@ def check_folder(folder: Path) -> None:
         raise DataError(f"data.directory: {folder} is not a folder: name the folder of the files")
 
 
-def image_files(
-    folder: Path, size: int | None, *, skip_broken: bool, tars: bool
-) -> tuple[EncodedImages, EncodedImages | None, Sequence[str], str]:
+def image_files(folder: Path, size: int | None, *, skip_broken: bool, tars: bool) -> Dataset:
     """List the training and the held-out images in a folder.
 
     Args:
@@ -155,10 +153,8 @@ def image_files(
       tars: whether the folder holds tars of the webdataset format; otherwise it holds a folder for
         each class.
 
-    Returns:
-      Four values: the training split; the held-out split, or None without held-out images; the
-      names of the classes, in the order of the labels; and a note on classes without held-out
-      images and on broken files that were left out, or "".
+    The description of the data set also names the classes without held-out images, and broken files
+    that were left out.
 
     Raises:
       DataError: the folder has no images or a single class, held-out images have classes that
@@ -199,7 +195,17 @@ def image_files(
     absent = [] if heldout is None else sorted({*classes} - {*heldout.names})
     note = f"; without held-out images: {some_of(absent, _SHOWN)}" if absent else ""
     note += f"; {len(broken)} broken files left out: {some_of(broken, _SHOWN)}" if broken else ""
-    return splits[0], splits[1], classes, note
+    name = f"{'tars' if tars else 'files'} in {folder}"
+    described = describe_images(name, splits, splits[0][0]["image"].shape, len(classes))
+    return Dataset(splits[0], splits[1], classes=len(classes), description=described + note)
+
+
+def describe_images(
+    name: str, splits: Sequence[Source | None], shape: tuple[int, ...], classes: int
+) -> str:
+    """Return a line with the number of images of each split, their shape and their classes."""
+    counts = " + ".join(f"{len(split):,}" for split in splits if split is not None)
+    return f"images: {name}: {counts} of {' x '.join(map(str, shape))} in {classes} classes"
 
 
 def _whole(listing: Listing) -> tuple[Listing, list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,41 +17,25 @@ from jaxdist.data.records.example import parse_example
 from jaxdist.errors import DataError
 
 
-class Reader(Protocol):
+@dataclass(frozen=True)
+class Reader:
     """A split of records: mappings from names of columns to values.
 
     Attributes:
       name: the name of the split in error messages.
+      length: the number of records.
       classes: by column, the number of classes, if the files declare this number for the column.
+      read: the function that returns the records at int64 indices; encoded images and texts are
+        returned as bytes.
     """
 
     name: str
+    length: int
     classes: Mapping[str, int]
+    read: Callable[[np.ndarray], list[Mapping[str, Any]]]
 
     def __len__(self) -> int:
-        """Return the number of records."""
-        ...
-
-    def read(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
-        """Return the records at `indices`; encoded images and texts are returned as bytes."""
-        ...
-
-
-@dataclass
-class HuggingFaceSplit:
-    """A split of a data set of the package `datasets`; its images stay encoded."""
-
-    name: str
-    split: Any
-    classes: Mapping[str, int]
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def read(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
-        columns = self.split[indices.tolist()]
-        rows = ({key: _plain(columns[key][i]) for key in columns} for i in range(len(indices)))
-        return list(rows)
+        return self.length
 
 
 def _plain(value: Any) -> Any:
@@ -88,31 +72,20 @@ def hugging_face(folder: Path) -> Mapping[str, Reader]:
     return {name: _opened(datasets, f"{folder}, {name}", split) for name, split in splits.items()}
 
 
-def _opened(datasets: Any, name: str, split: Any) -> HuggingFaceSplit:
+def _opened(datasets: Any, name: str, split: Any) -> Reader:
     classes = {}
     for column, feature in split.features.items():
         if isinstance(feature, datasets.Image):
             split = split.cast_column(column, datasets.Image(decode=False))
         elif isinstance(feature, datasets.ClassLabel):
             classes[column] = feature.num_classes
-    return HuggingFaceSplit(name, split.with_format("numpy"), classes)
+    split = split.with_format("numpy")
 
+    def read(indices: np.ndarray) -> list[Mapping[str, Any]]:
+        columns = split[indices.tolist()]
+        return [{key: _plain(columns[key][i]) for key in columns} for i in range(len(indices))]
 
-@dataclass
-class ArrayRecordSplit:
-    """The records of ArrayRecord files, each a `tf.train.Example`."""
-
-    name: str
-    source: Any
-    classes: Mapping[str, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, indices: np.ndarray) -> list[Mapping[str, Any]]:
-        records = self.source.__getitems__(indices.tolist())
-        named = zip(indices.tolist(), records, strict=True)
-        return [parse_example(record, f"record {i} of {self.name}") for i, record in named]
+    return Reader(name, len(split), classes, read)
 
 
 _FILE = re.compile(
@@ -151,14 +124,19 @@ def _declared(folder: Path) -> Iterator[tuple[str, int]]:
         yield path.name.removesuffix(".labels.txt"), len(path.read_text().split("\n")) - 1
 
 
-def _records(
-    folder: Path, split: str, paths: Sequence[Path], classes: Mapping[str, int]
-) -> ArrayRecordSplit:
+def _records(folder: Path, split: str, paths: Sequence[Path], classes: Mapping[str, int]) -> Reader:
     import grain  # The import takes 1.6 s, so only runs that read records pay for it.
 
+    name = f"{folder}, {split}"
+
+    def read(indices: np.ndarray) -> list[Mapping[str, Any]]:
+        records = source.__getitems__(indices.tolist())
+        named = zip(indices.tolist(), records, strict=True)
+        return [parse_example(record, f"record {i} of {name}") for i, record in named]
+
     try:
-        source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
-        return ArrayRecordSplit(f"{folder}, {split}", source, classes)
+        source: Any = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
+        return Reader(name, len(source), classes, read)
     except Exception as error:  # The package raises errors of many kinds on damaged files.
         raise DataError(
             f"data.directory: {folder}: the ArrayRecord files of {split} cannot be read: "

@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from jaxdist.config.files import replace_text
 from jaxdist.config.schema import LARGEST
-from jaxdist.data.cache import cache_directory, publish_folder, write_file
+from jaxdist.data.cache import cache_directory, publish_folder
 from jaxdist.data.source import Dataset
 from jaxdist.data.text import ngram
 from jaxdist.data.text.documents import TextFile, TextFilesConfig, split_documents
@@ -238,7 +239,7 @@ def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
     loss = model.loss(streams.heldout)
     if kept:
         try:
-            write_file(kept, json.dumps(loss).encode())
+            replace_text(kept, json.dumps(loss))
         except OSError as error:
             _log.warning("the trigram loss cannot be saved in the cache: %s", error)
     return {"trigram": loss}
