@@ -36,7 +36,7 @@ from jaxdist.checkpoint.restore import (
     restore_as,
     valid_manifests,
 )
-from jaxdist.checkpoint.retention import Saved, to_delete
+from jaxdist.checkpoint.retention import to_delete
 from jaxdist.checkpoint.structure import describe_arrays
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.types import Json, PyTree
@@ -84,8 +84,7 @@ class CheckpointStore:
       directory: the directory of the checkpoints, which is created if it is missing. The store
         removes the remains of a crash from this directory.
       keep: the number of newest checkpoints to keep, at least 1.
-      keep_best: whether to keep the checkpoint with the best metric as well.
-      lower_is_better: whether a lower metric is better.
+      keep_best: whether to keep the checkpoint with the lowest metric as well.
       chunk_bytes: the largest size, in bytes, of a file of a divided array, as in `ArrayWriter`. If
         a file has the content of a file of an earlier step, it becomes a link to that file.
       on_event: the function that is called with a line about each event that concerns the user,
@@ -103,7 +102,6 @@ class CheckpointStore:
         *,
         keep: int,
         keep_best: bool,
-        lower_is_better: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
         on_event: Callable[[str], None],
         fence: FencedBy | None = None,
@@ -112,7 +110,6 @@ class CheckpointStore:
         self._fence = fence
         self._keep = keep
         self._keep_best = keep_best
-        self._lower_is_better = lower_is_better
         self._on_event = on_event
         self._primary = jax.process_index() == 0
         self._thread: threading.Thread | None = None
@@ -380,13 +377,8 @@ class CheckpointStore:
                 f"{self.directory} holds steps {later}, later than step {step} just saved: the "
                 "later steps are kept, and --resume uses the latest complete checkpoint"
             )
-        doomed = to_delete(
-            [Saved(m.step, m.metric) for m in manifests if m.step <= step],
-            keep=self._keep,
-            keep_best=self._keep_best,
-            lower_is_better=self._lower_is_better,
-        )
-        for old in doomed:
+        metrics = {m.step: m.metric for m in manifests if m.step <= step}
+        for old in to_delete(metrics, keep=self._keep, keep_best=self._keep_best):
             path = layout.step_directory(self.directory, old)
             try:
                 layout.delete(path)

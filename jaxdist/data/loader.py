@@ -66,7 +66,6 @@ class Loader:
         sharding: Shardings,
         seed: int = 0,
         shuffle: bool = True,
-        start_example: int = 0,
         prefetch: int = 2,
         threads: int = 2,
         allowed: Allowed = ANY_FINITE,
@@ -77,29 +76,24 @@ class Loader:
         Args:
           source: the source of the examples.
           batch_size: the number of examples in a global batch.
-          sharding: the sharding of each array: a mapping from names, or a function of (name,
-            shape).
+          sharding: the function from the name and the shape of an array to its sharding.
           seed: the seed of the order of the examples, any integer >= 0.
           shuffle: whether each epoch has a different random order; False keeps the source's order.
-          start_example: the number of examples that were used before step 0, in batches of any
-            size.
           prefetch: the number of batches that are loaded ahead, in addition to the batch in use.
           threads: the number of threads that load different batches at the same time.
           allowed: the allowed values, which are checked when a batch is read.
           split: the name of the source in error messages.
 
         Raises:
-          DataError: the source is empty or has no length, the batch size is below 1, the start is
-            below 0, or example 0 has values that are not allowed.
-          ShardingError: an array has no sharding, or the batch does not divide over devices.
+          DataError: the source is empty or has no length, the batch size is below 1, or example 0
+            has values that are not allowed.
+          ShardingError: the batch does not divide over devices.
         """
         length(source, "the source")
         if batch_size < 1:
             raise DataError(f"batch_size is {batch_size}: use 1 or more")
-        if start_example < 0:
-            raise DataError(f"start_example is {start_example}: use 0 or more")
         self._source = source
-        self._start_example = start_example
+        self._start_example = 0
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
@@ -132,7 +126,12 @@ class Loader:
         return found
 
     def resized(self, batch_size: int, *, start_example: int) -> Loader:
-        """Return a loader of the same examples in batches of another size, from an example on."""
+        """Return a loader of the same examples in batches of another size.
+
+        Args:
+          start_example: the number of examples that were used before step 0, in batches of any
+            size.
+        """
         found = copy(self)
         found._batch_size, found._start_example = batch_size, start_example
         found._lay_out(batch_size)

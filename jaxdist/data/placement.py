@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import numpy as np
 
-from jaxdist.errors import DataError, ShardingError
+from jaxdist.errors import ShardingError
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sharding.Sharding]
+Shardings = Callable[[str, Shape], jax.sharding.Sharding]
 
 
 def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
@@ -57,14 +57,11 @@ class BatchPlacement:
           sharding: the sharding of each array; see `Loader`.
 
         Raises:
-          DataError: `sharding` has no entry for a name.
           ShardingError: the sharding cannot split the batch.
         """
         self._batch_size = batch_size
         self._shapes = {name: (batch_size, *shape) for name, shape in shapes.items()}
-        self._shardings = {
-            name: _sharding_of(name, shape, sharding) for name, shape in self._shapes.items()
-        }
+        self._shardings = {name: sharding(name, shape) for name, shape in self._shapes.items()}
         self.rows = rows_needed(
             self._batch_size,
             (
@@ -88,18 +85,6 @@ class BatchPlacement:
             return cut_block(local, self.rows, self._batch_size, index)
 
         return jax.make_array_from_callback(self._shapes[name], self._shardings[name], local_block)
-
-
-def _sharding_of(name: str, shape: Shape, sharding: Shardings) -> jax.sharding.Sharding:
-    if callable(sharding):
-        return sharding(name, shape)
-    if name not in sharding:
-        raise DataError(
-            f"data: the array {name!r} {shape} has no sharding: add its sharding; the arrays "
-            "with shardings are "
-            f"{', '.join(sorted(sharding))}"
-        )
-    return sharding[name]
 
 
 def _blocks(name: str, shape: Shape, sharding: jax.sharding.Sharding) -> list[Index]:

@@ -203,14 +203,6 @@ def test_the_last_n_and_the_best_stay(new_store: Factory) -> None:
     assert names == {"step_00000002", "step_00000005", "step_00000006"}
 
 
-def test_higher_can_be_better(new_store: Factory) -> None:
-    store = new_store(keep=1, keep_best=True, lower_is_better=False)
-    for step, metric in enumerate([0.1, 0.9, 0.5, float("inf"), 0.2], start=1):
-        store.save(step, small(step), metadata={}, metric=metric)
-    store.wait()
-    assert store.steps() == (2, 5)
-
-
 def test_saving_a_step_again_replaces_it(new_store: Factory) -> None:
     store = new_store()
     store.save(5, small(1), metadata={"n": 1})

@@ -32,9 +32,8 @@ def train(size: int, **given: object) -> TrainConfig:
 def indices(size: int, start: int, steps: int) -> list[int]:
     place = SingleDeviceSharding(jax.devices()[0])
     source = [{"x": np.int32(at)} for at in range(EXAMPLES)]
-    loader = Loader(
-        source, batch_size=size, start_example=start, sharding=lambda name, shape: place
-    )
+    loader = Loader(source, batch_size=1, sharding=lambda name, shape: place)
+    loader = loader.resized(size, start_example=start)
     return [int(one) for step in range(steps) for one in loader.indices(step)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,10 @@ class ChatTemplate:
                 "data.type chat formats conversations with the tokenizer's chat template, which "
                 "needs the package jinja2: pip install 'jaxdist[chat]'"
             ) from error
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
         self._failed = TemplateError
         settings, text = _template(folder)
         self._tokens = {name: _content(settings.get(name)) for name in _NAMED}
@@ -57,7 +61,7 @@ class ChatTemplate:
         )
         # Templates rely on the settings, filters and functions that transformers provides.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _raiser(TemplateError)
+        environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(text)
@@ -132,10 +136,3 @@ def _template(folder: Path) -> tuple[Mapping[str, Any], str]:
 
 def _content(token: Any) -> str:
     return token.get("content", "") if isinstance(token, dict) else token or ""
-
-
-def _raiser(kind: type[Exception]) -> Callable[[str], NoReturn]:
-    def refuse(message: str) -> NoReturn:
-        raise kind(message)
-
-    return refuse
