@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jaxdist.hlo.flops import valid_pairs
 from jaxdist.jaxprs import inner_jaxprs
 
 
@@ -117,40 +117,17 @@ def _convolution_flops(equation: JaxprEqn) -> float:
     left, kernel = map(_shape, equation.invars)
     out = _shape(equation.outvars[0])
     pairs = [
-        _window_pairs(
+        valid_pairs(
             left[numbers.lhs_spec[2 + i]],
             kernel[numbers.rhs_spec[2 + i]],
             out[numbers.out_spec[2 + i]],
-            stride=params["window_strides"][i],
-            low=params["padding"][i][0],
-            left_dilation=params["lhs_dilation"][i],
-            kernel_dilation=params["rhs_dilation"][i],
+            params["window_strides"][i],
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
         )
         for i in range(len(out) - 2)
     ]
     batch, features = (out[numbers.out_spec[i]] for i in (0, 1))
     per_position = batch * features * kernel[numbers.rhs_spec[1]]
     return 2.0 * per_position * math.prod(pairs)
-
-
-def _window_pairs(
-    left: int,
-    kernel: int,
-    out: int,
-    *,
-    stride: int,
-    low: int,
-    left_dilation: int,
-    kernel_dilation: int,
-) -> int:
-    """Return the number of pairs (output, kernel position) along a dim that read an input element.
-
-    Padding, and the zeros between the elements of a dilated input, do not count.
-
-    Args:
-      left, kernel, out: the lengths of the input, the kernel and the output.
-      low: the padding before the input.
-    """
-    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - low
-    inside = (position >= 0) & (position <= (left - 1) * left_dilation)
-    return int(np.count_nonzero(inside & (position % left_dilation == 0)))

@@ -7,12 +7,12 @@ products that it compiles separately: with the vector memory of `parallel.xla.pr
 
 from __future__ import annotations
 
-import bisect
 import json
-import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 TABLE = Path(__file__).with_name("products.json")
 Shares = Mapping[tuple[int, int], float]
@@ -61,25 +61,10 @@ def product_share(
     table = shares(family, scoped=scoped)
     if table is None:
         return None
-    low_k, high_k, part_k = _between(sorted({k for k, _ in table}), contracted)
-    low_n, high_n, part_n = _between(sorted({n for _, n in table}), columns)
-    low = table[low_k, low_n] * (1 - part_n) + table[low_k, high_n] * part_n
-    high = table[high_k, low_n] * (1 - part_n) + table[high_k, high_n] * part_n
-    return low * (1 - part_k) + high * part_k
+    depths, widths = (sorted(set(sizes)) for sizes in zip(*table, strict=True))
+    along = [_interpolated(columns, widths, [table[k, n] for n in widths]) for k in depths]
+    return _interpolated(contracted, depths, along)
 
 
-def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the lengths below and above `length` in a table, and the position between these two.
-
-    The position is from 0 to 1, and linear in the logarithm of `length`. A `length` outside the
-    table is clamped to the edge of the table.
-
-    Args:
-      lengths: the lengths in the table, in increasing order.
-      length: the length to find.
-    """
-    length = min(max(length, lengths[0]), lengths[-1])
-    # The index is at least 1, since `index - 1` must be in the table.
-    index = max(1, bisect.bisect_left(lengths, length))
-    low, high = lengths[index - 1], lengths[index]
-    return low, high, math.log(length / low) / math.log(high / low)
+def _interpolated(size: int, sizes: list[int], known: list[float]) -> float:
+    return float(np.interp(np.log(size), np.log(sizes), known))

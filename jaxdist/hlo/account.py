@@ -5,20 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jaxdist.hlo.collective import CallerContext, describe_collective
+from jaxdist.hlo.collective import Collectives
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.loops import Frame
-from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.parse import Instruction, Module
 from jaxdist.hlo.records import Collective
-from jaxdist.hlo.schedule import (
-    CALLED,
-    FUSED_DONE,
-    FUSED_START,
-    channels_in_flight,
-    collective_kind,
-    launch_of,
-)
 
 MOST_TURNS = 256
 """The largest number of iterations that are counted one by one, for a loop with inner loops."""
@@ -74,7 +66,7 @@ def account(module: Module, layout: MeshLayout) -> Totals:
 
     The totals have a single record for each collective instruction.
     """
-    found = _Walk(module, layout).computation(Frame(module, module.entry), CallerContext())
+    found = _Walk(module, layout).computation(Frame(module, module.entry))
     merged: dict[str, Collective] = {}
     # Several callers may share a computation, whose collectives are then found several times.
     for one in found.collectives:
@@ -98,74 +90,28 @@ class _Walk:
 
     def __init__(self, module: Module, layout: MeshLayout) -> None:
         self.module = module
-        self.layout = layout
-        self.in_flight = channels_in_flight(module)
+        self.collectives = Collectives(module, layout)
 
-    def computation(self, frame: Frame, surroundings: CallerContext) -> Totals:
-        parts = self._parts(frame, surroundings)
-        return in_sequence([part for part in parts if part != Totals()])
+    def computation(self, frame: Frame) -> Totals:
+        return in_sequence([part for part in self._parts(frame) if part != Totals()])
 
-    def _parts(self, frame: Frame, surroundings: CallerContext) -> Iterator[Totals]:
+    def _parts(self, frame: Frame) -> Iterator[Totals]:
         computation = frame.computation
         for instruction in computation.instructions:
-            if flops := instruction_flops(instruction, computation):
-                yield Totals((flops, flops))
-            if collective_kind(instruction) is not None:
-                # The computation in a reduction's `to_apply` has no dots, and is not entered.
-                if self._begins(instruction, computation, surroundings):
-                    place = (instruction, computation, surroundings, self.module, self.layout)
-                    yield Totals(collectives=(describe_collective(*place),))
-                continue
-            match instruction.opcode.removesuffix("-start"):
-                case "fusion" | "call" | "async":
-                    callee = frame.enter(instruction)
-                    inside = self._inside(instruction, frame, callee, surroundings)
-                    yield self.computation(callee, inside)
-                # Within an asynchronous start, a custom call runs a collective on SparseCores.
-                case "custom-call" if surroundings.start and instruction.called(CALLED):
-                    yield self.computation(frame.enter(instruction), surroundings)
+            parts = self.module.parts(instruction, computation)
+            flops = sum(instruction_flops(one, inside) for one, inside in parts)
+            yield Totals((flops, flops), self.collectives.begun(instruction, computation))
+            match instruction.opcode:
+                case "call":
+                    yield self.computation(frame.enter(instruction))
                 case "while":
                     yield self._loop(frame, instruction)
                 case "conditional":
                     yield self._conditional(frame, instruction)
 
-    def _inside(
-        self, caller: Instruction, frame: Frame, callee: Frame, surroundings: CallerContext
-    ) -> CallerContext:
-        """Return the context of the computation that `caller` calls.
-
-        Args:
-          caller: the instruction that calls the computation.
-          frame: the frame that contains `caller`.
-          callee: the frame of the called computation.
-          surroundings: the context of `frame`.
-        """
-        fused_start = FUSED_START in callee.computation.custom_call_targets
-        begins = caller.opcode.endswith("-start") or fused_start
-        return CallerContext(
-            is_fusion=caller.opcode.startswith("fusion"),
-            start=(launch_of(caller, frame.computation), frame.computation)
-            if begins
-            else surroundings.start,
-            source=caller.source or surroundings.source,
-        )
-
-    def _begins(
-        self, instruction: Instruction, computation: Computation, surroundings: CallerContext
-    ) -> bool:
-        """Return whether a collective begins at this instruction.
-
-        The result is false if an earlier instruction began the collective, and this instruction is
-        a TPU fusion that continues or ends it.
-        """
-        if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
-            return True
-        ends = FUSED_DONE in computation.custom_call_targets
-        return not ends and instruction.number("channel_id") not in self.in_flight
-
     def _loop(self, frame: Frame, loop: Instruction) -> Totals:
-        body = self.computation(frame.enter_loop(loop, "body"), CallerContext())
-        condition = self.computation(frame.enter_loop(loop, "condition"), CallerContext())
+        body = self.computation(frame.enter_loop(loop, "body"))
+        condition = self.computation(frame.enter_loop(loop, "condition"))
         trips = frame.trips(loop)
         if trips is not None:
             each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
@@ -192,7 +138,7 @@ class _Walk:
             return None
         parts = []
         for turn in frame.turns(loop, trips):
-            part = self.computation(turn, CallerContext())
+            part = self.computation(turn)
             if part.unknown_loops:
                 return None
             parts.append(part)
@@ -201,7 +147,7 @@ class _Walk:
     def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
         return one_of(
             [
-                self.computation(frame.enter_branch(name, operand), CallerContext())
+                self.computation(frame.enter_branch(name, operand))
                 for name, operand in instruction.branches
             ]
         )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from jaxdist.hlo.flops import instruction_flops
-from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
+from jaxdist.hlo.parse import ArrayShape, Computation, Instruction, Module
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**62  # XLA writes 2^63 - 1 for an unknown estimate. Known estimates are smaller.
@@ -75,7 +75,7 @@ def takes_no_time(instruction: Instruction) -> bool:
     return not any(shape.dims for shape in instruction.shapes)
 
 
-def effort(instruction: Instruction, computation: Computation) -> Effort:
+def effort(instruction: Instruction, computation: Computation, module: Module) -> Effort:
     """Return the FLOPs and bytes of an instruction that has no estimate."""
     shapes = [s for operand in computation.operand_shapes(instruction) for s in operand]
     moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
@@ -84,7 +84,9 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
     return Effort(
         what=" ".join(filter(None, (instruction.custom_call_target, kernel_name(instruction))))
         or instruction.opcode,
-        flops=float(instruction_flops(instruction, computation)),
+        flops=float(
+            sum(instruction_flops(*part) for part in module.parts(instruction, computation))
+        ),
         bytes=int(stated[1]) if stated else moved_bytes,
         kernel=kernel_name(instruction),
         operands=tuple(shapes),

@@ -89,7 +89,7 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
         def field(name: str, default: str, number: int = number) -> str:
             return fields[name].split("x")[number] if name in fields else default
 
-        pairs *= _valid_pairs(
+        pairs *= valid_pairs(
             left.dims[labels[1].index(label)],
             kernel.dims[labels[2].index(label)],
             result.dims[labels[3].index(label)],
@@ -103,7 +103,7 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
 
 
 @lru_cache(maxsize=4096)
-def _valid_pairs(
+def valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
     """Count the pairs (output, kernel position), along a dim, whose product reads an input element.
@@ -115,7 +115,7 @@ def _valid_pairs(
       stride, pad: the stride, and the padding before the input.
       dilate, kernel_dilate: the dilation of the input and of the kernel.
 
-    >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
+    >>> valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82
     """
     starts = np.arange(result) * stride - pad

@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.scalars import Moved, TuplePath, Value, compute, is_integer, wrapped
-from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
 """A function from the number of a parameter and a path in the parameter to the value at the path,
@@ -36,10 +35,6 @@ _CONSTANTS = {"true": 1, "false": 0}
 
 def _unknown(number: int, path: TuplePath) -> Value | None:
     return None
-
-
-CALLS = ("calls", CALLED, "to_apply")
-"""The attributes that name the computation that an instruction calls."""
 
 
 class Frame:
@@ -110,10 +105,9 @@ class Frame:
         A custom call may call a computation too.
         """
         operands = caller.operands
-        attribute = next(one for one in CALLS if caller.called(one))
         return Frame(
             self.module,
-            self.called(caller, attribute),
+            self.module.computations[caller.callee],
             # The start of work on SparseCores has no operands; a later update passes the operands.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None

@@ -19,6 +19,11 @@ from jaxdist.errors import LedgerError
 BITS = {"pred": 8, "token": 0, "opaque": 0}
 """The size in bits of each dtype whose name does not contain its size."""
 
+CALLED = "called_computations"
+"""The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
+CALLS = ("calls", CALLED, "to_apply")
+"""The attributes that name the computation that an instruction calls."""
+_WITH_PARTS = ("fusion", "fusion-start", "async-start", "call-start")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
@@ -117,6 +122,11 @@ class Instruction:
         return tuple(_NAME.findall(found[1])) if found else ()
 
     @property
+    def callee(self) -> str:
+        """The name of the computation that the instruction calls, or an empty string."""
+        return next((name for attribute in CALLS for name in self.called(attribute)), "")
+
+    @property
     def custom_call_target(self) -> str:
         """The target of a custom call, or an empty string for other instructions."""
         if self.opcode != "custom-call":
@@ -190,6 +200,26 @@ class Module:
     @property
     def devices(self) -> int:
         return self.replicas * self.partitions
+
+    def parts(
+        self, whole: Instruction, around: Computation
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """Yield an instruction, and the instructions inside of a fusion or asynchronous start.
+
+        Each item is a pair of an instruction and the computation that contains the instruction.
+
+        Args:
+          whole: the instruction, which is the first item.
+          around: the computation that contains `whole`.
+        """
+        yield whole, around
+        pending = [whole.callee] if whole.opcode in _WITH_PARTS else []
+        while pending:
+            callee = self.computations[pending.pop()]
+            for inner in callee.instructions:
+                yield inner, callee
+                if inner.opcode in ("call", "custom-call", "fusion") and inner.callee:
+                    pending.append(inner.callee)
 
 
 def _closing(text: str, start: int) -> int:

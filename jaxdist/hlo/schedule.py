@@ -30,8 +30,6 @@ KINDS: dict[str, CollectiveKind] = {
 """The kind of collective of each HLO operation."""
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """The custom calls in the fusions that start and end a collective on TPU."""
-CALLED = "called_computations"
-"""The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
 # Operations that keep no compute unit busy. `_computes` recognizes operations on scalars by shape.
 _IDLE = {
@@ -52,24 +50,6 @@ _IDLE = {
 def collective_kind(instruction: Instruction) -> CollectiveKind | None:
     """Return the kind of collective that an instruction begins, or None for other instructions."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
-
-
-def collective_in(
-    computation: Computation, module: Module
-) -> tuple[Instruction, Computation] | None:
-    """Return the first collective of a computation or of its custom calls.
-
-    The result is a pair of the collective and the computation that contains the collective, or None
-    if there is no collective.
-    """
-    for instruction in computation.instructions:
-        if collective_kind(instruction) is not None:
-            return instruction, computation
-        if instruction.opcode == "custom-call" and (called := instruction.called(CALLED)):
-            found = collective_in(module.computations[called[0]], module)
-            if found is not None:
-                return found
-    return None
 
 
 def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:

@@ -22,16 +22,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxdist.hlo.collective import CallerContext, describe_collective
+from jaxdist.hlo.collective import Collectives
 from jaxdist.hlo.entries import Basis, Entry, ProgramTimeline, Rates, Resource
-from jaxdist.hlo.estimates import (
-    Effort,
-    effort,
-    estimated_cycles,
-    is_on_host,
-    takes_no_time,
-)
-from jaxdist.hlo.flops import instruction_flops
+from jaxdist.hlo.estimates import effort, estimated_cycles, is_on_host, takes_no_time
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.lockstep import Choices, Lockstep, conditional_name, place_of, tick_loops
 from jaxdist.hlo.loops import Frame
@@ -40,9 +33,6 @@ from jaxdist.hlo.records import Collective
 from jaxdist.hlo.schedule import (
     FUSED_DONE,
     FUSED_START,
-    channels_in_flight,
-    collective_in,
-    collective_kind,
     done_of,
     launch_of,
     targets_of,
@@ -97,13 +87,10 @@ class _Player:
         choose: Callable[..., _Piece],
         lockstep: Lockstep | None,
     ) -> None:
-        self.module, self.layout, self.rates, self.choose = module, layout, rates, choose
-        self.lockstep = lockstep
+        self.module, self.rates, self.choose, self.lockstep = module, rates, choose, lockstep
         self.loop = tick_loops(module)[0].name if lockstep else ""
         self.choices: Mapping[str, float] = {}
-        self.in_flight = channels_in_flight(module)
-        # Collectives are cached, since a computation may be simulated many times.
-        self.collectives: dict[Instruction, Collective | None] = {}
+        self.collectives = Collectives(module, layout)
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
         return _Run(self, frame, pending).piece()
@@ -188,16 +175,10 @@ class _Run:
             seconds = self.player.rates.cycles(cycles)
             self._add(instruction, "compiler", instruction.opcode, seconds, seconds)
         elif not takes_no_time(instruction):
-            seconds, assumption = self.player.rates.work(self._effort(instruction))
+            seconds, assumption = self.player.rates.work(
+                effort(instruction, self.body, self.player.module)
+            )
             self._add(instruction, "assumed", assumption, seconds, seconds)
-
-    def _effort(self, instruction: Instruction) -> Effort:
-        found = effort(instruction, self.body)
-        if instruction.opcode != "fusion":
-            return found
-        inside = self.frame.called(instruction, "calls")
-        flops = sum(instruction_flops(inner, inside) for inner in inside.instructions)
-        return dataclasses.replace(found, flops=float(flops))
 
     def _inline(self, piece: _Piece, times: float = 1) -> None:
         timeline = piece.timeline.scaled(times)
@@ -278,35 +259,8 @@ class _Run:
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """Return the collective that an instruction or its callee begins, or None without one."""
-        known = self.player.collectives
-        if instruction not in known:
-            known[instruction] = self._described(instruction)
-        return known[instruction]
-
-    def _described(self, instruction: Instruction) -> Collective | None:
-        player = self.player
-        if collective_kind(instruction) is not None:
-            return describe_collective(
-                instruction, self.body, CallerContext(), player.module, player.layout
-            )
         launched = self._launched(instruction) or instruction
-        if launched.opcode not in ("fusion", "async-start"):
-            return None
-        found = collective_in(self.frame.called(launched, "calls"), player.module)
-        if found is None:
-            return None
-        inner, callee = found
-        is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
-        if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            # This fusion contains computation, and continues a collective that an earlier
-            # instruction started.
-            return None
-        around = CallerContext(
-            is_fusion=is_fusion,
-            start=(instruction, self.body) if starts else None,
-            source=instruction.source,
-        )
-        return describe_collective(inner, callee, around, player.module, player.layout)
+        return next(iter(self.player.collectives.begun(launched, self.body)), None)
 
     def _starts(self, instruction: Instruction) -> bool:
         is_start = instruction.opcode.endswith("-start") or bool(self._launched(instruction))
