@@ -10,15 +10,16 @@ to the buffer assignments of compiled programs (`jaxdist.planner.laid_out`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.zero import padded_dim, split_dim
-from jaxdist.planner.model import Decoder, PlannedParameter
+from jaxdist.planner.model import Decoder, PlannedModel, PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.train.offload import GROUPS
 
@@ -164,22 +165,14 @@ class RestingBytes:
     copied: float = 0.0
 
 
-def resting_bytes(
-    tensors: Iterable[tuple[PlannedParameter, int]], plan: Plan, param_bytes: float, across: int
-) -> RestingBytes:
-    """Return the bytes of the parameters that the host's memory holds between steps.
-
-    Args:
-      tensors: pairs of a parameter and its number of stacked layers on a device.
-      plan: the plan that selects these parameters.
-      param_bytes: the bytes of an element of a parameter.
-      across: the size of the axis that splits parameters within a layer (tensor or expert).
-    """
+def resting_bytes(model: PlannedModel, plan: Plan) -> RestingBytes:
+    """Return the bytes of the parameters that the host's memory holds between steps."""
     held = passing = copied = 0.0
-    for one, count in tensors:
+    for one in model.tensors:
         if plan.resting and one.resting:
-            mine, shard = elements_of(one, across, plan.state_parts, count)
-            size = count * (shard if plan.zero == 3 else mine) * param_bytes
+            mine, shard = elements_of(one, splits_of(plan))
+            count = one.count(plan.stage)
+            size = count * (shard if plan.zero == 3 else mine) * model.param_bytes
             held += size
             passing += size * min(1.0, 2 / count) if one.stacked else size
             copied += size * (plan.microbatches * (1 + one.stacked) + 2 * one.trained)
@@ -215,66 +208,75 @@ class Share:
     trained_ends: int
 
 
-def share(model: Decoder, plan: Plan) -> Share:
+class Splits(NamedTuple):
+    """The numbers of devices over which a plan splits parameters.
+
+    Attributes:
+      within: the size of the axis that splits parameters within a layer (tensor or expert).
+      stage: the number of pipeline stages.
+      parts: the number of devices over which ZeRO splits.
+      shared: the number of devices over which a sharding rule splits dim embed.
+    """
+
+    within: int
+    stage: int
+    parts: int
+    shared: int
+
+
+def splits_of(plan: Plan) -> Splits:
+    """Return the numbers of devices over which a plan splits parameters."""
+    shared = plan.context * plan.expert if plan.shares_embed else 1
+    return Splits(plan.tensor * plan.expert, plan.stage, plan.state_parts, shared)
+
+
+def share(model: PlannedModel, plan: Plan) -> Share:
     """Return the numbers of parameter elements on a device with a plan."""
-    context = plan.context if plan.shares_embed else 1
-    return _share(model, plan.tensor, plan.stage, plan.state_parts, context)
+    return _share(model.tensors, splits_of(plan))
 
 
 # The cache has few entries, since many plans of a search have the same arguments.
 @lru_cache(maxsize=65536)
-def _share(model: Decoder, tensor: int, stage: int, parts: int, context: int) -> Share:
-    whole = shard = layer = ends = ends_shard = matrices = matrices_shard = 0
-    trained = trained_shard = trained_ends = 0
-    for one in model.tensors:
-        mine, split = elements_of(one, tensor, parts, model.layers // stage, context)
-        count = model.layers // stage if one.stacked else 1
-        all_mine, all_split = mine * count, split * count
-        whole, shard = whole + all_mine, shard + all_split
-        if one.stacked:
-            layer += mine
-        else:
-            ends, ends_shard = ends + mine, ends_shard + split
-        if one.trained:
-            trained, trained_shard = trained + all_mine, trained_shard + all_split
-            trained_ends += 0 if one.stacked else mine
-            if one.matrix:
-                matrices, matrices_shard = matrices + all_mine, matrices_shard + all_split
+def _share(tensors: tuple[PlannedParameter, ...], splits: Splits) -> Share:
+    sizes = [(one, one.count(splits.stage), *elements_of(one, splits)) for one in tensors]
+
+    def both(chosen: Callable[[PlannedParameter], bool]) -> tuple[int, int]:
+        found = [(count * mine, count * held) for one, count, mine, held in sizes if chosen(one)]
+        return sum(mine for mine, _ in found), sum(held for _, held in found)
+
+    whole, shard = both(lambda one: True)
+    ends, ends_shard = both(lambda one: not one.stacked)
+    matrices, matrices_shard = both(lambda one: one.trained and one.matrix)
+    trained, trained_shard = both(lambda one: one.trained)
+    layer = sum(mine for one, _, mine, _ in sizes if one.stacked)
+    trained_ends = both(lambda one: one.trained and not one.stacked)[0]
     held = ends, ends_shard, matrices, matrices_shard
     return Share(whole, shard, layer, *held, trained, trained_shard, trained_ends)
 
 
-def optimizer_bytes(model: Decoder, plan: Plan) -> int:
+def optimizer_bytes(model: PlannedModel, plan: Plan) -> float:
     """Return the bytes of the optimizer's state on a device, which ZeRO 1 to 3 split."""
     mine = share(model, plan)
     whole, matrices = mine.trained, mine.matrices
-    if plan.zero >= 1:
+    if plan.zero >= 1 or plan.shares_embed:
         whole, matrices = mine.trained_shard, mine.matrices_shard
     return whole * model.state_bytes - matrices * model.spared_bytes
 
 
-def elements_of(
-    one: PlannedParameter, tensor: int, parts: int, layers: int, context: int = 1
-) -> tuple[int, int]:
+def elements_of(one: PlannedParameter, splits: Splits) -> tuple[int, int]:
     """Return the numbers of a parameter's elements that a device computes with and stores.
 
     The first is the number of elements that the device computes with, and the second is the number
     of elements that the device stores if ZeRO splits the parameter. For a stacked parameter, both
     are numbers of a single layer.
-
-    Args:
-      one: the parameter.
-      tensor: the size of axis tensor.
-      parts: the number of devices over which ZeRO splits.
-      layers: the number of layers of a stacked parameter.
-      context: the number of devices over which a sharding rule splits dim embed.
     """
-    mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
-    held = mine // context
-    if parts == 1 or math.prod(one.shape) * (layers if one.stacked else 1) < WHOLE_BELOW:
+    mine = math.prod(one.shape) // (splits.within if one.split is not None else 1)
+    shared, parts = 1 if one.embed is None else splits.shared, splits.parts
+    held = mine // shared
+    if parts == 1 or math.prod(one.shape) * one.count(splits.stage) < WHOLE_BELOW:
         return mine, held
-    taken = {one.embed_dim: "context"} if context > 1 else {}
-    if tensor > 1 and one.split is not None:
+    taken = {one.embed: "context"} if shared > 1 else {}
+    if splits.within > 1 and one.split is not None:
         taken[one.split] = "tensor"
     spec = PartitionSpec(*(taken.get(i) for i in range(len(one.shape))))
     dims = tuple(f"dim{i}" for i in range(len(one.shape)))
@@ -292,17 +294,7 @@ def elements_of(
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
     """Return the number of bytes that a block keeps for the backward pass of `rows` sequences."""
     tokens, tensor = rows * model.window / plan.context, plan.tensor
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    sizes = {
-        "query": query,
-        "key": key,
-        "value": key,
-        "attention": query,
-        "attention_out": model.embed,
-        "mlp_gate": model.mlp,
-        "mlp_up": model.mlp,
-    }
-    kept = sum(sizes[name] for name in plan.kept)
+    kept = sum(model.activations[name] for name in plan.kept)
     return tokens * (model.embed + kept) * model.width / tensor
 
 
@@ -312,8 +304,7 @@ def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
     `LiveFactors.block` and other factors are multiplied by this number.
     """
     tokens = rows * model.window / plan.context
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    inside = 2 * query + 2 * key + 3 * model.mlp + 2 * model.embed
+    inside = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp + 2 * model.embed
     return tokens * inside * model.width / plan.tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdist.config import Document
@@ -35,35 +35,76 @@ class PlannedParameter:
       shape: the shape in a single layer, without the dim of layers.
       split: the index of the dim that axis tensor splits, or None for a parameter that is not
         split. In a traced model, `split` is the dim that axis expert splits.
-      stacked: whether each layer has a parameter of this name.
+      layers: the number of blocks that each have the parameter, or 0 for a parameter outside of
+        blocks.
       trained: whether the parameter has gradients and optimizer state.
       resting: whether plans with ZeRO keep the parameter in the host's memory between steps.
-      embed: the index of dim embed in `shape` for a parameter of a traced model, or None.
+      embed: the index of dim embed in `shape`, or None if a plan cannot split this dim.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None
-    stacked: bool = True
+    layers: int = 0
     trained: bool = True
     resting: bool = False
     embed: int | None = None
 
     @property
-    def embed_dim(self) -> int:
-        """The index of dim embed in the shape of a parameter."""
-        if self.embed is not None:
-            return self.embed
-        return len(self.shape) - 1 if self.name in ("out", "down", "embedding") else 0
+    def stacked(self) -> bool:
+        """Whether the parameter belongs to blocks."""
+        return self.layers > 0
 
     @property
     def matrix(self) -> bool:
         """Whether the parameter belongs to blocks and has at least two dims."""
         return self.stacked and len(self.shape) > 1
 
+    def count(self, stage: int = 1) -> int:
+        """Return the number of arrays of this shape on each of `stage` pipeline stages."""
+        return self.layers // stage if self.stacked else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """The numbers of a model and its training that all formulas for plans need.
+
+    Attributes:
+      batch: the number of sequences or examples in a step.
+      narrow: whether activations and the factors of matrix products have two bytes per number.
+      param_bytes: the mean number of bytes of a parameter element.
+      state_bytes: the mean number of bytes of the optimizer's state per parameter element.
+      spared_bytes: the bytes per element by which the state of a block's matrices is smaller than
+        `state_bytes`. Muon keeps no second moment for these matrices.
+      steps: the number of steps of the run, or None if the config gives epochs instead.
+      offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
+      resting: the patterns of the parameters that plans with ZeRO keep in the host's memory.
+      tensors: all parameters.
+    """
+
+    batch: int
+    narrow: bool = True
+    param_bytes: float = 4
+    state_bytes: float = 8
+    spared_bytes: int = 0
+    steps: int | None = None
+    offload: bool = False
+    resting: tuple[str, ...] = ()
+    tensors: tuple[PlannedParameter, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """The number of bytes of each element of an activation."""
+        return 2 if self.narrow else 4
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the model."""
+        return sum(math.prod(one.shape) * one.count() for one in self.tensors)
+
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(PlannedModel):
     """The sizes of a decoder, and the settings of its training that plans depend on.
 
     Attributes:
@@ -71,25 +112,16 @@ class Decoder:
       embed, heads, kv_heads, head_dim, mlp: the sizes of a block's dims.
       vocab: the size of the padded vocabulary.
       window: the number of positions in a sequence.
-      batch: the number of sequences in a step.
       tied: whether the head shares its weights with the embedding.
-      narrow: whether activations and the factors of matrix products have two bytes per number.
-      param_bytes: the bytes of an element of a parameter in the model.
-      state_bytes: the bytes of the optimizer's state per parameter element.
-      spared_bytes: the bytes per element by which the state of a block's matrices is smaller than
-        `state_bytes`. Muon keeps no second moment for these matrices.
       newton_schulz: the number of Newton-Schulz steps of Muon, or 0 for other optimizers.
       span: the number of positions that a position attends to, including itself, or None if it
         attends to all positions before it.
       loss_chunks: the number of chunks of the sequence whose logits are computed separately.
-      steps: the number of steps of the run, or None if the config gives epochs instead.
       scoped: whether `parallel.xla` gives products more vector memory than libtpu's default.
       gated: whether the MLP has a gate.
       frozen: the names of the parameters that are not trained.
       adapters: the parameters of low-rank adapters.
-      offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
-      resting: the patterns of the parameters that plans with ZeRO keep in the host's memory.
-      on_host: the names of these parameters.
+      on_host: the names of the parameters that plans with ZeRO keep in the host's memory.
       tensors: all parameters, which are derived from the other fields.
     """
 
@@ -101,41 +133,19 @@ class Decoder:
     mlp: int
     vocab: int
     window: int
-    batch: int
     tied: bool = True
-    narrow: bool = True
-    param_bytes: int = 4
-    state_bytes: int = 8
-    spared_bytes: int = 0
     newton_schulz: int = 0
     span: int | None = None
     loss_chunks: int = 1
-    steps: int | None = None
     scoped: bool = True
     gated: bool = True
     frozen: frozenset[str] = frozenset()
     adapters: tuple[PlannedParameter, ...] = ()
-    offload: bool = False
-    resting: tuple[str, ...] = ()
     on_host: frozenset[str] = frozenset()
     tensors: tuple[PlannedParameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = (
-            replace(one, trained=one.name not in self.frozen, resting=one.name in self.on_host)
-            for one in self._tensors()
-        )
-        object.__setattr__(self, "tensors", (*own, *self.adapters))
-
-    @property
-    def width(self) -> int:
-        """The number of bytes of each element of an activation."""
-        return 2 if self.narrow else 4
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the model."""
-        return sum(math.prod(t.shape) * (self.layers if t.stacked else 1) for t in self.tensors)
+        object.__setattr__(self, "tensors", (*self._tensors(), *self.adapters))
 
     @property
     def tokens(self) -> int:
@@ -155,7 +165,21 @@ class Decoder:
     @property
     def layer_flops(self) -> float:
         """The forward FLOPs per token of a block's products with its weights."""
-        return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.stacked and len(t.shape) > 1)
+        return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.matrix)
+
+    @property
+    def activations(self) -> dict[str, int]:
+        """The number of elements per token of each activation of a block that remat may keep."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "query": query,
+            "key": key,
+            "value": key,
+            "attention": query,
+            "attention_out": self.embed,
+            "mlp_gate": self.mlp,
+            "mlp_up": self.mlp,
+        }
 
     @property
     def attention_flops(self) -> float:
@@ -182,30 +206,36 @@ class Decoder:
         """The FLOPs of Newton-Schulz for all matrices of blocks in a step, or 0 without Muon."""
         if not self.newton_schulz:
             return 0.0
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = [
-            (self.embed, width)
-            for width in (query, key, key, query, *(self.mlp,) * (3 if self.gated else 2))
-        ]
-        each = (newton_schulz_flops(size, self.newton_schulz) for size in sizes)
-        return self.layers * sum(each)
+        sizes = (
+            (self.embed, math.prod(t.shape) // self.embed) for t in self._tensors() if t.matrix
+        )
+        return self.layers * sum(newton_schulz_flops(size, self.newton_schulz) for size in sizes)
 
     def _tensors(self) -> Iterator[PlannedParameter]:
         d, h, k, e, f = self.embed, self.heads, self.kv_heads, self.head_dim, self.mlp
-        yield PlannedParameter("query", (d, h, e), 1)
-        yield PlannedParameter("key", (d, k, e), 1)
-        yield PlannedParameter("value", (d, k, e), 1)
-        yield PlannedParameter("out", (h, e, d), 0)
-        if self.gated:
-            yield PlannedParameter("gate", (d, f), 1)
-        yield PlannedParameter("up", (d, f), 1)
-        yield PlannedParameter("down", (f, d), 0)
-        yield PlannedParameter("attention_norm", (d,), None)
-        yield PlannedParameter("mlp_norm", (d,), None)
-        yield PlannedParameter("embedding", (self.vocab, d), 0, stacked=False)
-        if not self.tied:
-            yield PlannedParameter("output", (d, self.vocab), 1, stacked=False)
-        yield PlannedParameter("norm", (d,), None, stacked=False)
+        for name, shape, split, layers in (
+            ("query", (d, h, e), 1, self.layers),
+            ("key", (d, k, e), 1, self.layers),
+            ("value", (d, k, e), 1, self.layers),
+            ("out", (h, e, d), 0, self.layers),
+            *([("gate", (d, f), 1, self.layers)] if self.gated else []),
+            ("up", (d, f), 1, self.layers),
+            ("down", (f, d), 0, self.layers),
+            ("attention_norm", (d,), None, self.layers),
+            ("mlp_norm", (d,), None, self.layers),
+            ("embedding", (self.vocab, d), 0, 0),
+            *([] if self.tied else [("output", (d, self.vocab), 1, 0)]),
+            ("norm", (d,), None, 0),
+        ):
+            yield PlannedParameter(
+                name,
+                shape,
+                split,
+                layers,
+                trained=name not in self.frozen,
+                resting=name in self.on_host,
+                embed=len(shape) - 1 if split == 0 else 0,
+            )
 
 
 def check_plannable(config: ExperimentConfig, document: Document) -> None:
@@ -319,7 +349,7 @@ def _part(
             name,
             tuple(shape),
             _split(dims),
-            stacked=one.layers is not None,
+            layers=one.layers or 0,
             resting=name in chosen,
         )
         for one in model.adapters

@@ -15,7 +15,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.planner.formulas.contract import Formulas
 from jaxdist.planner.formulas.decoder import DecoderFormulas
 from jaxdist.planner.formulas.traced import Traced, TracedFormulas, traced_of
-from jaxdist.planner.memory import PlanMemory
+from jaxdist.planner.memory import PlanMemory, resting_bytes
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, inner_meshes, meshes, wide_meshes
@@ -154,7 +154,7 @@ def judge_plan(model: Model, plan: Plan, places: Places, target: Target) -> Judg
     used, spent = formulas.memory(plan), formulas.seconds(plan, places, target)
     if plan.offload or plan.resting:
         used, rate = used.offloaded() if plan.offload else used, target.device.host_bytes_per_second
-        used = used.resting(formulas.resting(plan))
+        used = used.resting(resting_bytes(model, plan))
         if rate is None:
             raise ConfigError(
                 f"{target.words}: the bandwidth between the host's memory and a "

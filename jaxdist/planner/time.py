@@ -165,7 +165,6 @@ def seconds(
     places: Places,
     target: Target,
     ticks: Ticks | None = None,
-    rates: _Rates = RATES,
 ) -> Seconds:
     """Return the time of a decoder's step, by part.
 
@@ -175,7 +174,6 @@ def seconds(
       places: the layout of the plan's mesh on the torus.
       target: the chips.
       ticks: the ticks of the plan's pipeline, or None without a pipeline.
-      rates: the constants of the formulas.
     """
     device, width = target.device, model.width
     peak = peak_of(target, narrow=model.narrow)
@@ -188,23 +186,23 @@ def seconds(
     # `split` tokens.
     split = tokens / plan.tensor
 
-    product = block_seconds(model, plan, target, split, rates.product)
+    product = block_seconds(model, plan, target, split, RATES.product)
     pairs = split * model.attention_flops / peak
     ahead_passes, back_passes = piecewise(model, plan, target, rows) or (
-        _attention_passes(model, target, rates, ("fwd",)),
-        _attention_passes(model, target, rates, ("dq", "dkv")),
+        _attention_passes(model, target, ("fwd",)),
+        _attention_passes(model, target, ("dq", "dkv")),
     )
     forward, backward = pairs * ahead_passes, pairs * back_passes
     again = _recomputed_share(model, plan) * product
     if "attention" not in plan.kept:
         again += forward
-    element_rate = min(memory_rate, peak * rates.elements)
-    element = rates.passes * split * _width(model) * width / element_rate
+    element_rate = min(memory_rate, peak * RATES.elements)
+    element = RATES.passes * split * _width(model) * width / element_rate
     # Only a third of the bytes is added, since `element` is later multiplied by the number of
     # passes, 3.
     element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
     logits = [(model.embed, model.vocab // plan.tensor)]
-    head_share = mean_share(target, logits, rates.product, scoped=model.scoped)
+    head_share = mean_share(target, logits, RATES.product, scoped=model.scoped)
     head = 3 * split * model.head_flops / (peak * head_share)
     waits_tensor = _tensor_waits(model, plan, places, target, tokens)
     per_layer_data = _layer_waits(model, plan, places, target)
@@ -234,7 +232,7 @@ def seconds(
         attention=count * layers * (forward + backward),
         recomputed=count * layers * again,
         elements=count * layers * 3 * element,
-        update=_update_bytes(model, plan, rates) / memory_rate
+        update=_update_bytes(model, plan) / memory_rate
         + _orthogonalized_seconds(model, plan, places, target),
         data=count * layers * per_layer_data + once_data,
         slow=slow,
@@ -244,13 +242,13 @@ def seconds(
     )
 
 
-def _update_bytes(model: Decoder, plan: Plan, rates: _Rates) -> float:
+def _update_bytes(model: Decoder, plan: Plan) -> float:
     """Return the bytes that a device reads and writes in a step for the optimizer's update.
 
     Sums of gradients over microbatches and casts of parameters are included.
     """
     count, mine = plan.microbatches, share(model, plan)
-    each = 2 * model.param_bytes + rates.update
+    each = 2 * model.param_bytes + RATES.update
     found = (mine.trained_shard if plan.zero else mine.trained) * each
     found += 2 * optimizer_bytes(model, plan)
     # Each microbatch reads its gradients and their sum, and writes the sum. Each microbatch also
@@ -287,9 +285,7 @@ def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: 
     return model.update_flops / sharing / peak + sent
 
 
-def _attention_passes(
-    model: Decoder, target: Target, rates: _Rates, kernels: Sequence[str]
-) -> float:
+def _attention_passes(model: Decoder, target: Target, kernels: Sequence[str]) -> float:
     """Return the time of the named kernels of attention, in units of an ideal forward pass.
 
     The ideal forward pass computes the two products of attention at the peak, including products
@@ -302,7 +298,7 @@ def _attention_passes(
         block = model.window
         if model.window % LANES == 0:
             block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
-        share_of_peak = rates.attention
+        share_of_peak = RATES.attention
         if target.is_tpu:
             share_of_peak = splash_share(name, family, block, model.head_dim)
         computed = computed_share(model.window, block, window)
@@ -318,20 +314,10 @@ def _width(model: Decoder) -> int:
 
 def _recomputed_share(model: Decoder, plan: Plan) -> float:
     """Return the fraction of a block's matrix products that the backward pass recomputes."""
-    kept = plan.kept
-    d, f, e = model.embed, model.mlp, model.head_dim
-    again = 0.0
-    for name, flops in (
-        ("query", 2.0 * d * model.heads * e),
-        ("key", 2.0 * d * model.kv_heads * e),
-        ("value", 2.0 * d * model.kv_heads * e),
-        ("attention_out", 2.0 * d * model.heads * e),
-        ("mlp_gate", 2.0 * d * f),
-        ("mlp_up", 2.0 * d * f),
-    ):
-        if name not in kept:
-            again += flops
-    return again / model.layer_flops
+    # The product for attention's output has as many elements as the product for the query.
+    sizes = model.activations | {"attention": 0, "attention_out": model.activations["query"]}
+    again = sum(size for name, size in sizes.items() if name not in plan.kept)
+    return 2.0 * model.embed * again / model.layer_flops
 
 
 def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:

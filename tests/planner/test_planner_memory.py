@@ -17,8 +17,8 @@ from jaxdist.experiment import build, load
 from jaxdist.experiment.flops import step_flops
 from jaxdist.models.bert import BertConfig
 from jaxdist.planner.explain import remedies
-from jaxdist.planner.formulas.decoder import DecoderFormulas, plan_refusal, ticks_of
-from jaxdist.planner.memory import kept_bytes, plan_memory, share
+from jaxdist.planner.formulas.decoder import plan_refusal, ticks_of
+from jaxdist.planner.memory import kept_bytes, plan_memory, resting_bytes, share
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import RESTING, judge_plan, search
@@ -88,7 +88,7 @@ def test_parameters_on_the_host_are_those_of_the_experiment(plan: Plan, tmp_path
     model = decoder_of(config, document)
     assert model.resting == plan.resting
     program = build(config, document, devices=jax.devices()).program
-    resting = DecoderFormulas(model).resting(plan)
+    resting = resting_bytes(model, plan)
     assert resting.held == bytes_per_device(program.state_shapes.params, host=True) > 0
     assert resting.copied == copied_bytes(program)
     whole = plan_memory(model, plan)
@@ -102,6 +102,13 @@ def test_parameters_on_the_host_are_those_of_the_experiment(plan: Plan, tmp_path
     places = next(p for p in meshes(target) if p.sizes == (1, plan.data, plan.tensor))
     seconds = judge_plan(model, plan, places, target).seconds
     assert seconds.host == pytest.approx(resting.copied / 1.6e10)
+
+
+def test_parameters_on_the_host_are_split_over_axis_context_as_on_the_devices() -> None:
+    on_host = frozenset(one.name for one in MODEL.tensors)
+    model = dataclasses.replace(MODEL, resting=("*",), on_host=on_host)
+    plan = Plan(data=2, context=4, zero=3, resting=("*",))
+    assert resting_bytes(model, plan).held == plan_memory(model, plan).parameters
 
 
 @pytest.mark.parametrize(

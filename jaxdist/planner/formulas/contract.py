@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.planner.memory import PlanMemory, RestingBytes
+from jaxdist.planner.memory import PlanMemory
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target
 from jaxdist.planner.time import Seconds
@@ -40,10 +40,6 @@ class Formulas(Protocol):
 
     def memory(self, plan: Plan) -> PlanMemory:
         """Return the memory of a valid plan on each device."""
-        ...
-
-    def resting(self, plan: Plan) -> RestingBytes:
-        """Return the bytes of the parameters that a valid plan keeps in the host's memory."""
         ...
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:

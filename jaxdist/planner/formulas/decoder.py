@@ -16,7 +16,7 @@ from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.planner.formulas.context import LONG, context_refusal
 from jaxdist.planner.formulas.contract import counts_of, invalid
-from jaxdist.planner.memory import PlanMemory, RestingBytes, plan_memory, resting_bytes
+from jaxdist.planner.memory import PlanMemory, plan_memory
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
 from jaxdist.planner.target import Places, Target
@@ -45,11 +45,6 @@ class DecoderFormulas:
 
     def memory(self, plan: Plan) -> PlanMemory:
         return plan_memory(self.model, plan, ticks_of(plan))
-
-    def resting(self, plan: Plan) -> RestingBytes:
-        layers = self.model.layers // plan.stage
-        tensors = ((one, layers if one.stacked else 1) for one in self.model.tensors)
-        return resting_bytes(tensors, plan, self.model.param_bytes, plan.tensor)
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
         return seconds(self.model, plan, places, target, ticks_of(plan))

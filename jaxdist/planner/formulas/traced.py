@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -28,8 +27,8 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.formulas.experts import PlannedExperts
-from jaxdist.planner.memory import PlanMemory, RestingBytes, elements_of, resting_bytes
-from jaxdist.planner.model import PlannedParameter
+from jaxdist.planner.memory import PlanMemory, optimizer_bytes, share
+from jaxdist.planner.model import PlannedModel, PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
@@ -43,17 +42,13 @@ ROWS = (2, 4)
 example."""
 
 
-@dataclass(frozen=True)
-class Traced:
+@dataclass(frozen=True, kw_only=True)
+class Traced(PlannedModel):
     """The numbers of a model and its training that a trace of the step gives.
 
     Attributes:
       unit: the unit of data, "tokens" or "examples".
-      batch: the number of examples in a step.
       units_per_example: the number of tokens in an example, or 1 if the unit is "examples".
-      tensors: pairs of a parameter and its number of stacked layers.
-      param_bytes: the mean number of bytes of a parameter element.
-      state_bytes: the mean number of bytes of the optimizer's state per parameter element.
       buffer_bytes: the bytes of the model's state that is not trained, such as running statistics.
       example_bytes: the bytes of an example of the data.
       kept_bytes: the bytes that an example's forward pass keeps for the backward pass.
@@ -62,20 +57,12 @@ class Traced:
         pass reads, from which the memory traffic of activations is estimated.
       flops: the FLOPs of an example's matrix products and convolutions, without recomputation.
       step_flops: the FLOPs of an example in the actual step, with recomputation.
-      narrow: whether activations and the factors of products have two bytes per number.
-      steps: the number of steps of the run, or None if the config gives epochs instead.
       update_flops: the FLOPs of the optimizer's update of all parameters in a step.
       experts: the layers with experts, or None if there are none.
-      offload: whether plans keep the optimizer's state that ZeRO splits in the host's memory.
-      resting: the patterns of the parameters that plans with ZeRO keep in the host's memory.
     """
 
     unit: str
-    batch: int
     units_per_example: int
-    tensors: tuple[tuple[PlannedParameter, int], ...]
-    param_bytes: float
-    state_bytes: float
     buffer_bytes: int
     example_bytes: float
     kept_bytes: float
@@ -83,27 +70,13 @@ class Traced:
     factor_bytes: float
     flops: float
     step_flops: float
-    narrow: bool = False
-    steps: int | None = None
     update_flops: float = 0.0
     experts: PlannedExperts | None = None
-    offload: bool = False
-    resting: tuple[str, ...] = ()
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the model."""
-        return sum(math.prod(tensor.shape) * count for tensor, count in self.tensors)
 
     @property
     def tokens(self) -> int:
         """The number of tokens in a step, or of examples if the data has no tokens."""
         return self.batch * self.units_per_example
-
-    @property
-    def width(self) -> int:
-        """The number of bytes of each element of an activation."""
-        return 2 if self.narrow else 4
 
     @property
     def sent_bytes(self) -> float:
@@ -129,50 +102,10 @@ class Traced:
         """
         return self.batch * self.flops
 
-    def elements(self, plan: Plan, *, split: bool = False, stacked: bool = False) -> int:
-        """Return the number of parameter elements on a device.
-
-        Args:
-          plan: the plan that divides the parameters.
-          split: whether ZeRO splits the parameters.
-          stacked: whether only parameters of stacked layers count.
-        """
-        shared = plan.expert if plan.shares_embed else 1
-        return _elements(
-            self.tensors, plan.state_parts if split else 1, plan.expert, shared, stacked
-        )
-
-    def layer_elements(self, expert: int = 1) -> int:
-        """Return the number of parameter elements of a stacked layer, before ZeRO splits them.
-
-        Args:
-          expert: the size of axis expert, which splits the parameters of experts.
-        """
-        return sum(elements_of(t, expert, 1, 1)[0] for t, _ in self.tensors if t.stacked)
-
     @property
     def shared_elements(self) -> int:
         """The number of parameter elements that do not belong to experts."""
-        return sum(math.prod(t.shape) * count for t, count in self.tensors if t.split is None)
-
-
-@lru_cache(maxsize=1024)
-def _elements(
-    tensors: tuple[tuple[PlannedParameter, int], ...],
-    parts: int,
-    expert: int,
-    shared: int,
-    stacked: bool,
-) -> int:
-    found = 0
-    for tensor, count in tensors:
-        if stacked and not tensor.stacked:
-            continue
-        # The parameters of experts are split over axis expert. Other parameters with a dim embed
-        # are split over `shared` devices.
-        others = 1 if tensor.split is not None or tensor.embed is None else shared
-        found += count * elements_of(tensor, expert, parts, count, others)[1]
-    return found
+        return sum(math.prod(t.shape) * t.count() for t in self.tensors if t.split is None)
 
 
 @dataclass(frozen=True)
@@ -220,16 +153,15 @@ class TracedFormulas:
         return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
 
     def memory(self, plan: Plan) -> PlanMemory:
-        model, count = self.model, plan.microbatches
-        whole, shard = model.elements(plan), model.elements(plan, split=True)
-        stored = shard if plan.zero == 3 else whole
+        model, count, mine = self.model, plan.microbatches, share(self.model, plan)
+        split = plan.zero == 3 or plan.shares_embed
+        stored, ends = (mine.shard, mine.ends_shard) if split else (mine.whole, mine.ends)
         # Gradients have the dtype of the computation. Three kinds have the dtype of the parameters:
         # gradients that a scan over layers stacks, sums over microbatches, and all gradients of
         # ZeRO 0 with a single microbatch.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
-        stacked = model.elements(plan, split=plan.zero == 3, stacked=True)
-        gradients = (stored - stacked) * alone + stacked * model.param_bytes
-        summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
+        gradients = ends * alone + (stored - ends) * model.param_bytes
+        summed = (mine.shard if plan.zero else stored) * model.param_bytes * (count > 1)
         # A device keeps the activations of only one microbatch, but the data of all microbatches.
         rows = model.batch // (plan.replicas * count)
         # Values that are kept outside scans, such as logits, are freed before the blocks' backward
@@ -237,14 +169,11 @@ class TracedFormulas:
         block = max(0.0, self._block_bytes(plan, rows) - rows * model.ends_bytes)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,
-            optimizer=(shard if plan.zero else whole) * model.state_bytes,
+            optimizer=optimizer_bytes(model, plan),
             gradients=gradients + summed,
             activations=rows * model.kept_bytes + self._spare_bytes(plan, rows),
             working=rows * count * model.example_bytes + stored * model.cast_bytes + block,
         )
-
-    def resting(self, plan: Plan) -> RestingBytes:
-        return resting_bytes(self.model.tensors, plan, self.model.param_bytes, plan.expert)
 
     def _spare_bytes(self, plan: Plan, rows: int) -> float:
         """Return the kept bytes of the empty rows in the experts' buffers; see `spare_rows`."""
@@ -261,7 +190,7 @@ class TracedFormulas:
         """
         model, experts = self.model, self.model.experts
         gathers = plan.zero == 3 or plan.shares_embed
-        gathered = model.layer_elements(plan.expert) * model.sent_bytes if gathers else 0.0
+        gathered = share(model, plan).layer * model.sent_bytes if gathers else 0.0
         if experts is None:
             return gathered
         return gathered + experts.block_elements(rows, plan.expert) * model.width
@@ -298,12 +227,12 @@ class TracedFormulas:
 
         Sums of gradients over microbatches are included.
         """
-        model, count = self.model, plan.microbatches
-        whole, shard = model.elements(plan), model.elements(plan, split=True)
-        each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
-        summed = shard if plan.zero == 3 else whole
-        sums = 3 * count * summed * model.param_bytes if count > 1 else 0.0
-        return (shard if plan.zero else whole) * each + sums
+        model, count, mine = self.model, plan.microbatches, share(self.model, plan)
+        stored = mine.shard if plan.zero == 3 or plan.shares_embed else mine.whole
+        updated = mine.shard if plan.zero else stored
+        sums = 3 * count * stored * model.param_bytes if count > 1 else 0.0
+        state = 2 * optimizer_bytes(model, plan)
+        return state + updated * (2 * model.param_bytes + RATES.update) + sums
 
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
         """Return the seconds that a step waits for the fast network and for the slow network.
@@ -315,8 +244,7 @@ class TracedFormulas:
         """
         model, count = self.model, plan.microbatches
         dims, shared = places.dims[1], model.shared_elements
-        own = sum(math.prod(t.shape) * n for t, n in model.tensors) - shared
-        size = shared + own // plan.expert
+        size = shared + (model.parameters - shared) // plan.expert
 
         def once(elements: int, number_bytes: float) -> float:
             return gather_seconds(target, dims, plan.data, elements * number_bytes)
@@ -401,20 +329,19 @@ def _experts(config: ExperimentConfig, length: int) -> PlannedExperts | None:
 
 def _tensor(
     name: str, shape: tuple[int, ...], dims: tuple[str | None, ...], *, resting: bool
-) -> tuple[PlannedParameter, int]:
-    """Return a parameter in the form that plans use, and its number of stacked layers.
+) -> PlannedParameter:
+    """Return a parameter in the form that plans use.
 
     The shape of the result has no dim of layers, because ZeRO never splits this dim. Axis expert
     splits the dim of experts if there is one.
     """
     stacked = dims[:1] == ("layers",)
-    own = shape[1:] if stacked else shape
-    inner = dims[1:] if stacked else dims
+    own, inner = (shape[1:], dims[1:]) if stacked else (shape, dims)
     split = inner.index("experts") if "experts" in inner else None
-    embed = inner.index("embed") if "embed" in inner else None
-    return PlannedParameter(name, own, split, stacked, resting=resting, embed=embed), shape[
-        0
-    ] if stacked else 1
+    # Devices with different experts share the dim embed of all other parameters.
+    embed = inner.index("embed") if "embed" in inner and split is None else None
+    layers = shape[0] if stacked else 0
+    return PlannedParameter(name, own, split, layers, resting=resting, embed=embed)
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
