@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import sys
 
 import pytest
 from rich.console import Console
@@ -274,12 +273,3 @@ def test_the_cpu_quota_of_a_container(tmp_path, files, quota):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert facts_module._cpu_quota(tmp_path) == quota
-
-
-def test_fashion_mnist_is_looked_for_where_packages_put_data(tmp_path, monkeypatch):
-    environ = {"XDG_DATA_DIRS": str(tmp_path), "JAXDIST_CACHE": str(tmp_path / "cache")}
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "none"))
-    assert not facts_module._has_fashion_mnist(environ)
-    (tmp_path / "datasets" / "fashion-mnist").mkdir(parents=True)
-    (tmp_path / "datasets/fashion-mnist/train-images-idx3-ubyte.gz").write_bytes(b"")
-    assert facts_module._has_fashion_mnist(environ)

@@ -101,7 +101,7 @@ def per_cycle(family: str) -> int:
 
 def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
     """Return the cycles of a turn, from the listing of a kernel's final bundles."""
-    product_cycles = SPLASH[kernel].products * block * block * WIDTH // per_cycle(family)
+    product_cycles = SPLASH[kernel]["products"] * block * block * WIDTH // per_cycle(family)
     parts = sorted(regions(listing.splitlines()), key=lambda part: -part[1])
     each = sum(count for label, count in parts[1:] if label)
     row = sum(count for label, count in parts[1:] if not label)

@@ -20,7 +20,6 @@ from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted
 from jaxdist.inspect.text import program_digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
-from jaxdist.runtime.topology import topology_devices
 
 OptionVerdict = Literal["changes", "same program", "refused"]
 ALL = "all of them"
@@ -71,9 +70,8 @@ def audit_options(
     Raises:
       JaxdistError: the config or the topology is invalid, or the file cannot be written.
     """
-    devices = None if topology is None else topology_devices(topology)
     given = load(path, overrides)[1].parallel.xla.options
-    subject = open_subject(path, overrides, devices)
+    subject = open_subject(path, overrides, topology)
     console.print(f"options of {subject.name}", soft_wrap=True, markup=False)
     found: list[OptionEffect] = []
     for effect in _effects(subject, given):

@@ -16,7 +16,6 @@ from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
 from jaxdist.metrics.report import write_json
-from jaxdist.runtime.topology import topology_devices
 
 _STYLES = {"ok": "green", "NO EFFECT": "bold red"}
 
@@ -49,11 +48,10 @@ def audit(
       JaxdistError: the config or the topology is invalid, the step is too large for the device, or
         the file cannot be written.
     """
-    devices = None if topology is None else topology_devices(topology)
     document, config = load(path, overrides)
     for text in foreign_code(document.values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)
-    step = AuditedStep(document, config, open_subject(path, overrides, devices))
+    step = AuditedStep(document, config, open_subject(path, overrides, topology))
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
     findings: list[KnobEffect] = []
     for knob in written_settings(document.values):

@@ -395,7 +395,7 @@ def _inspected(config: Path) -> JsonObject:
             "the mesh of the run's config leaves the size of an axis open (-1), so the number of "
             "devices is unknown: run `jaxdist inspect` with the config and --devices N"
         )
-    found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"], None))
+    found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"]))
     return inspection_json(found)
 
 

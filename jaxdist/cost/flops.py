@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -22,7 +24,7 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
       elementwise: whether other operations count too, as one FLOP for each element of a result.
 
     >>> import jax
-    >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))
+    >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[jax.numpy.ones((4, 4))] * 2))
     128.0
     """
     equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
@@ -40,7 +42,7 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr, *, scans: bool = True) -> float:
       scans: whether the bodies of scans count.
 
     >>> import jax
-    >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4), np.float32)] * 2))
+    >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[jax.numpy.ones((4, 4))] * 2))
     192.0
     """
     arrays: dict[Any, int] = {}
@@ -51,11 +53,8 @@ def product_bytes(jaxpr: Jaxpr | ClosedJaxpr, *, scans: bool = True) -> float:
                 aval: Any = var.aval
                 arrays[id(var)] = math.prod(aval.shape) * aval.dtype.itemsize
             continue
-        inner = [product_bytes(part, scans=scans) for part in inner_jaxprs(equation)]
-        if equation.primitive.name == "scan":
-            inside += equation.params["length"] * sum(inner) if scans else 0.0
-        else:
-            inside += max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner)
+        if scans or equation.primitive.name != "scan":
+            inside += _inside(equation, partial(product_bytes, scans=scans))
     return inside + sum(arrays.values())
 
 
@@ -84,19 +83,25 @@ def scanned_results(jaxpr: Jaxpr | ClosedJaxpr) -> list[bool]:
 
 
 def _flops(equation: JaxprEqn, elementwise: bool) -> float:
-    inner = [jaxpr_flops(part, elementwise=elementwise) for part in inner_jaxprs(equation)]
     name = equation.primitive.name
     if name == "dot_general":
         return _dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
-    if name == "scan":
-        return equation.params["length"] * sum(inner)
-    if name == "cond":
-        return max(inner)
-    if inner or not elementwise or name in ("sharding_constraint", "name"):
-        return sum(inner)
+    if [*inner_jaxprs(equation)] or not elementwise or name in ("sharding_constraint", "name"):
+        return _inside(equation, partial(jaxpr_flops, elementwise=elementwise))
     return float(sum(math.prod(_shape(var)) for var in equation.outvars))
+
+
+def _inside(equation: JaxprEqn, count: Callable[[Any], float]) -> float:
+    """Return the number that a function counts in the programs that an equation calls.
+
+    The body of a scan is multiplied by the scan's length, and a `cond` counts as its most expensive
+    branch.
+    """
+    inner, name = [count(part) for part in inner_jaxprs(equation)], equation.primitive.name
+    total = max(inner) if name == "cond" else sum(inner)
+    return total * equation.params["length"] if name == "scan" else total
 
 
 def _shape(var: Any) -> tuple[int, ...]:

@@ -17,9 +17,10 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from operator import le
 from pathlib import Path
+from typing import Any
 
 from jaxdist.hlo.estimates import Effort
 
@@ -31,34 +32,13 @@ _GROUPED = re.compile(r"(?:^|_)(t?gmm)(?:_|$)")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel of splash attention.
-
-    Attributes:
-      products: the number of matrix products for a block of queries and a block of keys.
-      side: the name, in the kernel's metadata, of the block length along queries.
-      efficiency: for each family, the fraction of the peak on computed blocks, by block length.
-    """
-
-    products: int
-    side: str
-    efficiency: Mapping[str, Mapping[int, float]]
-
-
 _TABLE = tomllib.loads(Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8"))
-SPLASH = {
-    name: _Kernel(
-        kernel["products"],
-        kernel["side"],
-        {
-            family: {int(block): share for block, share in shares.items()}
-            for family, shares in kernel["efficiency"].items()
-        },
-    )
-    for name, kernel in _TABLE["splash"].items()
-}
-"""The kernels of jax's splash attention for heads of size `HEAD`."""
+SPLASH: Mapping[str, Any] = _TABLE["splash"]
+"""The kernels of jax's splash attention for heads of size `HEAD`.
+
+A kernel has the number of its matrix products for a block of queries and a block of keys
+("products"), the name of the block length along queries in the kernel's metadata ("side"), and for
+each family the fraction of the peak on computed blocks, by block length ("efficiency")."""
 GROUPED = {
     name: {(rows, depth, width): share for rows, depth, width, share in tiles}
     for name, tiles in _TABLE["grouped"].items()
@@ -186,13 +166,13 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     if found is None:
         return effort.flops, OTHERS, f"{effort.what}: {OTHERS:.0%} of peak"
     kernel = SPLASH[found[1]]
-    block = effort.blocks.get(kernel.side, 512)
+    block = effort.blocks.get(kernel["side"], 512)
     query, key = [s for s in effort.operands if len(s.dims) > 2 and s.dtype in _FLOATS][:2]
     # A fused backward kernel also computes the gradient of the queries, a part for each block of
     # keys. The gradients of the keys may have the shape of the queries too, but not a dim of parts.
     parts = [r for r in effort.results if len(r.dims) > len(key.dims)]
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in parts)
-    products = kernel.products + int(fused)
+    products = kernel["products"] + int(fused)
     # Devices that share a sequence are assumed to compute equal numbers of its causal blocks.
     share_computed = computed_share(key.dims[-2], block)
     flops = products * 2.0 * query.elements * key.dims[-2] * share_computed
@@ -241,7 +221,9 @@ def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
     return by_block[nearest] * min(1.0, head_dim / HEAD)
 
 
+@cache
 def _rates(kernel: str, family: str) -> Mapping[int, float]:
     """Return a kernel's fraction of the peak for each compiled block length."""
-    by_family = SPLASH[kernel].efficiency
-    return by_family.get(family, by_family["v5p"])
+    by_family = SPLASH[kernel]["efficiency"]
+    rates = by_family.get(family, by_family["v5p"])
+    return {int(block): share for block, share in rates.items()}

@@ -84,8 +84,7 @@ class TpuRates:
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
         """Return the seconds of a collective whose links carry nothing else, and these links."""
-        found = self.torus.transfer(collective)
-        return found.seconds, frozenset(found.links)
+        return self.torus.transfer(collective)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
         """Return the seconds of a copy, within the device's memory or to or from the host."""

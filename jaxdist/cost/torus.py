@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from jaxdist.runtime.hardware import CHIPLET_LINKS, Link
 from jaxdist.runtime.topology import FAMILIES, rings
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A collective's time and links.
 
     Attributes:

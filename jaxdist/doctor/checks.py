@@ -39,6 +39,11 @@ class Check:
     remedy: str = ""
 
 
+def _check(name: str, value: str, remedy: str = "", status: Status = "warning") -> Check:
+    """Return a check whose status is ok if it has no remedy."""
+    return Check(name, status if remedy else "ok", value, remedy)
+
+
 def checks(facts: MachineFacts) -> list[Check]:
     """Return all checks of a machine, the most basic check first."""
     return [
@@ -66,21 +71,17 @@ def _software(facts: MachineFacts) -> Iterator[Check]:
         yield _versioned(name, facts.versions[name], facts.ranges.get(name, ""))
     jax, jaxlib = facts.versions["jax"], facts.versions["jaxlib"]
     if jax and jaxlib and Version(jax).release[:3] != Version(jaxlib).release[:3]:
-        yield Check(
-            "jax and jaxlib",
-            "warning",
-            f"jax {jax} runs on jaxlib {jaxlib}",
-            f"pip install 'jax=={jax}' 'jaxlib=={jax}'",
-        )
+        remedy = f"pip install 'jax=={jax}' 'jaxlib=={jax}'"
+        yield _check("jax and jaxlib", f"jax {jax} runs on jaxlib {jaxlib}", remedy)
 
 
 def _versioned(name: str, version: str | None, allowed: str) -> Check:
-    remedy = f"pip install '{name}{allowed}'"
-    if version is None:
-        return Check(name, "error", "not installed", remedy)
-    if Version(version) not in SpecifierSet(allowed, prereleases=True):
-        return Check(name, "error", f"{version}, but jaxdist needs {allowed}", remedy)
-    return Check(name, "ok", version)
+    value, remedy = version or "not installed", f"pip install '{name}{allowed}'"
+    if version and Version(version) in SpecifierSet(allowed, prereleases=True):
+        remedy = ""
+    elif version:
+        value = f"{version}, but jaxdist needs {allowed}"
+    return _check(name, value, remedy, "error")
 
 
 def _backend(facts: MachineFacts) -> Check:
@@ -100,12 +101,8 @@ def _accelerator(facts: MachineFacts) -> Iterator[Check]:
     """Check that jax does not run on the CPU by default although there is a GPU."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
-        yield Check(
-            "accelerator",
-            "warning",
-            "an NVIDIA driver is loaded, but jax runs on the CPU",
-            "pip install 'jax[cuda13]' (cuda12 for drivers before 580)",
-        )
+        remedy = "pip install 'jax[cuda13]' (cuda12 for drivers before 580)"
+        yield _check("accelerator", "an NVIDIA driver is loaded, but jax runs on the CPU", remedy)
 
 
 def _memory(facts: MachineFacts) -> Check:
@@ -114,9 +111,8 @@ def _memory(facts: MachineFacts) -> Check:
     if facts.memory_bytes is None or facts.available_bytes is None:
         return Check("memory", "ok", f"the size of the host's memory is unknown{device}")
     value = f"{_gib(facts.available_bytes)} free of {_gib(facts.memory_bytes)} on the host{device}"
-    if facts.available_bytes < _LEAST_MEMORY_BYTES:
-        return Check("memory", "warning", value, "end other programs, or train a smaller model")
-    return Check("memory", "ok", value)
+    few = facts.available_bytes < _LEAST_MEMORY_BYTES
+    return _check("memory", value, "end other programs, or train a smaller model" if few else "")
 
 
 def _cpus(facts: MachineFacts) -> Check:
@@ -127,7 +123,7 @@ def _cpus(facts: MachineFacts) -> Check:
     if facts.planned.get("NPROC", "").isdigit():
         return Check("cpus", "ok", f"{value}; NPROC is {facts.planned['NPROC']}")
     remedy = f"export NPROC={max(round(quota), 1)}, or XLA starts a thread for each visible CPU"
-    return Check("cpus", "warning", value, remedy)
+    return _check("cpus", value, remedy)
 
 
 def _fake_devices(facts: MachineFacts) -> Iterator[Check]:
@@ -136,15 +132,14 @@ def _fake_devices(facts: MachineFacts) -> Iterator[Check]:
         return
     if not count.isdigit():
         remedy = f"give a whole number: XLA_FLAGS={COUNT_FLAG}=8"
-        yield Check("fake devices", "error", f"{COUNT_FLAG}={count}", remedy)
+        yield _check("fake devices", f"{COUNT_FLAG}={count}", remedy, "error")
         return
     needed = THREADS_PER_FAKE_DEVICE * int(count)
     set_by_user = COUNT_FLAG in parse_xla_flags(facts.environ.get("XLA_FLAGS", ""))
     present = facts.environ.get("NPROC", "")
     if set_by_user and int(count) > 1 and not (present.isdigit() and int(present) >= needed):
-        yield Check(
+        yield _check(
             "fake devices",
-            "warning",
             f"XLA_FLAGS requests {count} devices, but NPROC is {present or 'not set'}",
             f"jaxdist commands set NPROC; before scripts of your own run export NPROC={needed}, or "
             "collectives can deadlock",
@@ -159,15 +154,11 @@ def _xla_flags(facts: MachineFacts) -> Check:
     for flag in text.split():
         values.setdefault(flag.partition("=")[0], set()).add(flag)
     twice = sorted(name for name, flags in values.items() if len(flags) > 1)
-    if twice:
-        value = "; ".join(" and ".join(sorted(values[name])) for name in twice)
-        return Check(
-            "XLA_FLAGS",
-            "warning",
-            value,
-            ("only the last of these flags has an effect: remove the other flags"),
-        )
-    return Check("XLA_FLAGS", "ok", text or "not set")
+    if not twice:
+        return _check("XLA_FLAGS", text or "not set")
+    value = "; ".join(" and ".join(sorted(values[name])) for name in twice)
+    remedy = "only the last of these flags has an effect: remove the other flags"
+    return _check("XLA_FLAGS", value, remedy)
 
 
 def _timeouts(facts: MachineFacts) -> Check:
@@ -180,55 +171,49 @@ def _timeouts(facts: MachineFacts) -> Check:
             f"set {broken[0]} to whole seconds in XLA_FLAGS, or the loss of another process hangs "
             "the run"
         )
-        return Check("collective timeout", "warning", shown, remedy)
+        return _check("collective timeout", shown, remedy)
     seconds = max(int(value) for value in given.values())
     if seconds > _LONGEST_TIMEOUT_SECONDS:
         remedy = f"set both flags to at most {_LONGEST_TIMEOUT_SECONDS} in XLA_FLAGS"
         value = f"the loss of another process is noticed only after {seconds} s"
-        return Check("collective timeout", "warning", value, remedy)
-    return Check("collective timeout", "ok", f"{seconds} s")
+        return _check("collective timeout", value, remedy)
+    return _check("collective timeout", f"{seconds} s")
 
 
 def _compilation_cache(facts: MachineFacts) -> Check:
     name, folder = "compilation cache", facts.compilation_cache
     if folder is None:
         address = facts.planned.get("JAX_COMPILATION_CACHE_DIR")
-        return Check(name, "ok", address or "runs keep their programs in the jaxdist cache")
+        return _check(name, address or "runs keep their programs in the jaxdist cache")
+    value, remedy = f"{folder.path}, {_gib(folder.free_bytes)} free", ""
     if not folder.writable:
+        value = f"{folder.path} cannot be written"
         remedy = "make it writable, or set JAX_COMPILATION_CACHE_DIR to another folder"
-        return Check(name, "warning", f"{folder.path} cannot be written", remedy)
-    if not folder.exists:
-        remedy = f"mkdir -m 700 -p {folder.path}"
-        return Check(name, "warning", f"{folder.path} does not exist", remedy)
-    if folder.mode is not None and folder.mode & 0o077:
-        return Check(
-            name,
-            "warning",
-            f"{folder.path} has mode {folder.mode:04o}",
-            (
-                "use a folder of mode 0700: anyone who can write there can run code in your "
-                "processes"
-            ),
+    elif not folder.exists:
+        value, remedy = f"{folder.path} does not exist", f"mkdir -m 700 -p {folder.path}"
+    elif folder.mode is not None and folder.mode & 0o077:
+        value = f"{folder.path} has mode {folder.mode:04o}"
+        remedy = (
+            "use a folder of mode 0700: anyone who can write there can run code in your processes"
         )
-    return Check(name, "ok", f"{folder.path}, {_gib(folder.free_bytes)} free")
+    return _check(name, value, remedy)
 
 
 def _cache(folder: Folder) -> Check:
-    value = f"{folder.path}, {_gib(folder.free_bytes)} free"
+    value, remedy = f"{folder.path}, {_gib(folder.free_bytes)} free", ""
     if not folder.writable:
+        value = f"{folder.path} cannot be written"
         remedy = "make it writable, or set JAXDIST_CACHE to another folder"
-        return Check("jaxdist cache", "warning", f"{folder.path} cannot be written", remedy)
-    if folder.free_bytes < _LEAST_DISK_BYTES:
+    elif folder.free_bytes < _LEAST_DISK_BYTES:
         remedy = "free some space, or set JAXDIST_CACHE to a folder on a larger disk"
-        return Check("jaxdist cache", "warning", value, remedy)
-    return Check("jaxdist cache", "ok", value)
+    return _check("jaxdist cache", value, remedy)
 
 
 def _open_files(facts: MachineFacts) -> Check:
     value = f"at most {facts.open_files}" if facts.open_files >= 0 else "no limit"
-    if 0 <= facts.open_files < _LEAST_OPEN_FILES:
-        return Check("open files", "warning", value, "ulimit -n 4096: checkpoints open many files")
-    return Check("open files", "ok", value)
+    few = 0 <= facts.open_files < _LEAST_OPEN_FILES
+    remedy = "ulimit -n 4096: checkpoints open many files" if few else ""
+    return _check("open files", value, remedy)
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from jaxdist.data.cache import cache_directory
+from jaxdist.data.images.fashion_mnist import candidate_folders, find_folder
 from jaxdist.runtime import environment
 
 COMPANIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "chex", "numpy")
@@ -133,7 +134,7 @@ def gather_facts(devices: int | None = None) -> MachineFacts:
         compilation_cache=look_at(Path(compilation_cache)) if on_disk else None,
         cache=look_at(cache_directory(environ)),
         nvidia_driver=shutil.which("nvidia-smi") is not None,
-        fashion_mnist=_has_fashion_mnist(environ),
+        fashion_mnist=find_folder(candidate_folders(environ)) is not None,
     )
 
 
@@ -222,10 +223,3 @@ def _host_memory() -> tuple[int | None, int | None]:
         return None, None
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in lines)}
     return kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
-
-
-def _has_fashion_mnist(environ: Mapping[str, str]) -> bool:
-    shares = (environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share").split(":")
-    folders = [Path(share) / "datasets" for share in (*shares, f"{sys.prefix}/share")]
-    folders.append(cache_directory(environ))
-    return any(any(folder.glob("fashion-mnist/train-images*")) for folder in folders)

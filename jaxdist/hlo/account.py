@@ -107,7 +107,8 @@ class _Walk:
                 case "while":
                     yield self._loop(frame, instruction)
                 case "conditional":
-                    yield self._conditional(frame, instruction)
+                    branches = (frame.enter_branch(*branch) for branch in instruction.branches)
+                    yield one_of([self.computation(branch) for branch in branches])
 
     def _loop(self, frame: Frame, loop: Instruction) -> Totals:
         body = self.computation(frame.enter_loop(loop, "body"))
@@ -143,11 +144,3 @@ class _Walk:
                 return None
             parts.append(part)
         return in_sequence(parts)
-
-    def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
-        return one_of(
-            [
-                self.computation(frame.enter_branch(name, operand))
-                for name, operand in instruction.branches
-            ]
-        )

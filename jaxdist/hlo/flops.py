@@ -17,6 +17,7 @@ from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_WINDOW_FIELDS = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _STATED = re.compile(r'"flops":"?(\d+)')
 # The convolution's input, kernel and output for each cuDNN direction, as indices into the arrays
@@ -80,23 +81,20 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
     labels = _DIM_LABELS.search(attributes)
     assert labels, f"no dim_labels in {attributes[:120]!r}"
     window = _WINDOW.search(attributes)
-    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}
+    found = re.findall(r"(\w+)=([\dx_\-]+)", window[1]) if window else []
+    fields = {name: text.split("x") for name, text in found}
     spatial = [label for label in labels[3] if label.isdigit()]
     pairs = 1
     for label in sorted(spatial, key=int):
         number = int(label)
-
-        def field(name: str, default: str, number: int = number) -> str:
-            return fields[name].split("x")[number] if name in fields else default
-
         pairs *= valid_pairs(
             left.dims[labels[1].index(label)],
             kernel.dims[labels[2].index(label)],
             result.dims[labels[3].index(label)],
-            int(field("stride", "1")),
-            int(field("pad", "0_0").split("_")[0]),
-            int(field("lhs_dilate", "1")),
-            int(field("rhs_dilate", "1")),
+            *(
+                int(fields[name][number].split("_")[0]) if name in fields else default
+                for name, default in _WINDOW_FIELDS.items()
+            ),
         )
     batch_feature = (result.dims[labels[3].index(label)] for label in "bf")
     return 2 * pairs * kernel.dims[labels[2].index("i")] * math.prod(batch_feature)

@@ -8,6 +8,7 @@ For other loops, up to `FOLLOWED` iterations are evaluated one after another.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -54,10 +55,9 @@ class Frame:
             self._known[name, path] = self._evaluated(name, path)
         return self._known[name, path]
 
-    @property
-    def result(self) -> Value | None:
-        """The result of the computation, or None if it is unknown or not an integer."""
-        return self.value(self.computation.root.name)
+    def result(self, path: TuplePath = ()) -> Value | None:
+        """Return the integer at `path` in the computation's result, or None if it is unknown."""
+        return self.value(self.computation.root.name, path)
 
     def _evaluated(self, name: str, path: TuplePath) -> Value | None:
         instruction = self.computation.by_name[name]
@@ -76,8 +76,7 @@ class Frame:
         if opcode in _SAME:
             return self.value(operands[0], path)
         if opcode in ("fusion", "call"):
-            callee = self.enter(instruction)
-            return callee.value(callee.computation.root.name, path)
+            return self.enter(instruction).result(path)
         return self._scalar(instruction)
 
     def _scalar(self, instruction: Instruction) -> Value | None:
@@ -169,13 +168,23 @@ class Frame:
         The values of the loop's counters are known in the frame, so that the length of an inner
         loop that depends on the counters can be computed.
         """
-        now: Mapping[TuplePath, Value | None] = {
-            path: self.value(loop.operands[0], path) for path in self._moves(loop)
-        }
-        for _ in range(trips):
+        start = {path: self.value(loop.operands[0], path) for path in self._moves(loop)}
+        for now in itertools.islice(self._states(loop, start), trips):
+            yield self.enter_loop(loop, "body", now.get)
+
+    def _states(
+        self, loop: Instruction, now: Mapping[TuplePath, Value | None]
+    ) -> Iterator[Mapping[TuplePath, Value | None]]:
+        """Yield the values of a loop's counters before each iteration, without end.
+
+        Args:
+          loop: the while instruction.
+          now: the values before the first iteration.
+        """
+        while True:
+            yield now
             body = self.enter_loop(loop, "body", now.get)
-            yield body
-            now = {path: body.value(body.computation.root.name, path) for path in now}
+            now = {path: body.result(path) for path in now}
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
         """Return the integers on which the condition depends, with their values after an iteration.
@@ -190,14 +199,14 @@ class Frame:
             asked[path] = None
             return Moved(path, 0)
 
-        _ = self.enter_loop(loop, "condition", state).result
+        _ = self.enter_loop(loop, "condition", state).result()
         body = self.enter_loop(loop, "body", state)
         moves: dict[TuplePath, Value | None] = {}
         # A counter may depend on integers of the loop's state that are not in `asked` yet.
         # `body.value` then adds these integers to `asked`, and the loop below computes them too.
         while rest := asked.keys() - moves.keys():
             for path in rest:
-                moves[path] = body.value(body.computation.root.name, path)
+                moves[path] = body.result(path)
         return moves
 
     def _by_equal_steps(
@@ -229,7 +238,7 @@ class Frame:
                 path: wrapped(start[path] + step * turns, types[path])
                 for path, step in steps.items()
             }
-            holds = self.enter_loop(loop, "condition", now.get).result
+            holds = self.enter_loop(loop, "condition", now.get).result()
             if not isinstance(holds, np.ndarray):
                 return None
             if not holds.all():
@@ -242,16 +251,12 @@ class Frame:
         The result is None if there are more than `FOLLOWED` iterations, or if the condition cannot
         be computed.
         """
-        now: Mapping[TuplePath, Value | None] = start
-        for turn in range(FOLLOWED + 1):
-            goes_on = self.enter_loop(loop, "condition", now.get).result
+        for turn, now in enumerate(itertools.islice(self._states(loop, start), FOLLOWED + 1)):
+            goes_on = self.enter_loop(loop, "condition", now.get).result()
             if not isinstance(goes_on, int):
                 return None
             if not goes_on:
                 return turn
-            body = self.enter_loop(loop, "body", now.get)
-            root = body.computation.root.name
-            now = {path: body.value(root, path) for path in now}
         return None
 
 

@@ -60,15 +60,6 @@ class Collective:
     array_bytes: tuple[int, ...] = ()
     """The bytes of each combined operand, which add up to `payload_bytes`."""
 
-    @property
-    def times(self) -> str:
-        """The number of executions as text, which is a range for a collective in a conditional."""
-        if not self.bounded:
-            return f"{self.times_low:,} or more"
-        if self.times_low == self.times_high:
-            return f"{self.times_high:,}"
-        return f"{self.times_low:,}-{self.times_high:,}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

@@ -15,6 +15,7 @@ The ledger counts only the start, so that each execution is counted once.
 
 from __future__ import annotations
 
+from jaxdist.hlo.estimates import IDLE_TARGETS, NO_TIME
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.records import CollectiveKind
 
@@ -32,19 +33,7 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """The custom calls in the fusions that start and end a collective on TPU."""
 
 # Operations that keep no compute unit busy. `_computes` recognizes operations on scalars by shape.
-_IDLE = {
-    "after-all",
-    "bitcast",
-    "constant",
-    "copy",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "reshape",
-    "tuple",
-}
+_IDLE = NO_TIME | {"copy", "reshape"}
 
 
 def collective_kind(instruction: Instruction) -> CollectiveKind | None:
@@ -164,7 +153,7 @@ def _computes(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode in ("while", "conditional", "call"):
         return True
     if instruction.opcode == "custom-call":
-        return instruction.shapes != () and "AllocateBuffer" not in instruction.attributes
+        return instruction.shapes != () and instruction.custom_call_target not in IDLE_TARGETS
     moves = instruction.opcode.endswith(("-start", "-done", "-update"))
     if instruction.opcode in _IDLE or moves or collective_kind(instruction):
         return False

@@ -123,7 +123,9 @@ class _Run:
         self.lost: dict[str, _Flight] = {}
         self.unknown: dict[str, None] = {}
         self.has_branches = False
-        self._arrive(pending)
+        if pending:
+            parameter = next(i for i in self.body.instructions if i.opcode == "parameter")
+            self._receive(parameter, pending)
 
     def piece(self) -> _Piece:
         for instruction in self.body.instructions:
@@ -208,8 +210,7 @@ class _Run:
             piece = self.player.computation(body, piece.pending)
         if rest:
             self._inline(piece, rest)
-        for index, flight in piece.pending.items():
-            self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
+        self._receive(loop, piece.pending)
 
     def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
         """Simulate the loop of ticks, and add a group's mean work and mean waits to the entries."""
@@ -233,8 +234,7 @@ class _Run:
             self._inline(piece, count / lockstep.groups)
         bubble = max(0.0, end - self.now)
         self._add(loop, "schedule", f"bubble of {lockstep.name}", bubble, bubble)
-        for index, flight in pending.items():
-            self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
+        self._receive(loop, pending)
 
     def _branch(self, instruction: Instruction) -> None:
         taken = self.player.choices.get(conditional_name(instruction) or "")
@@ -344,15 +344,16 @@ class _Run:
         else:
             self.lost[flight.entry] = flight
 
-    def _arrive(self, pending: Mapping[int, _Flight]) -> None:
-        """Record the operations that the previous iteration left in flight.
+    def _receive(self, carrier: Instruction, pending: Mapping[int, _Flight]) -> None:
+        """Record the operations that a loop or an earlier iteration left in flight.
 
         Args:
-          pending: the operations, by index in the result of the previous iteration.
+          carrier: the instruction whose result contains the operations.
+          pending: the operations, by index in the result of the instruction. Their ends are in
+            seconds from now.
         """
-        parameters = [i for i in self.body.instructions if i.opcode == "parameter"]
         for index, flight in pending.items():
-            self._follow(parameters[0], flight, index)
+            self._follow(carrier, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _end(self, done: Instruction) -> None:
         flight = self.ends.pop(done.name, None)

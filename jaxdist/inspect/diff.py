@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from rich.console import Console
@@ -60,10 +60,7 @@ class Difference:
 
     def to_json(self) -> JsonObject:
         """Return the verdict and the changes as JSON values."""
-        changes = [
-            {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes
-        ]
-        return {"verdict": self.verdict, "changes": changes}
+        return {"verdict": self.verdict, "changes": [asdict(one) for one in self.changes]}
 
 
 def difference(before: Inspection, after: Inspection) -> Difference:

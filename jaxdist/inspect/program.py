@@ -34,6 +34,7 @@ from jaxdist.parallel.pipeline.executor.branches import lockstep
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.run.memory import bytes_per_device, copied_bytes, device_memory_bytes
 from jaxdist.runtime.hardware import find_device
+from jaxdist.runtime.topology import topology_devices
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import tree_size
@@ -161,20 +162,22 @@ class InspectedExperiment:
 
 
 def open_subject(
-    path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
+    path: Path, overrides: Sequence[str], on: str | Sequence[Device] | None = None
 ) -> InspectedExperiment:
     """Return the experiment of a config, built for the given devices.
 
     Args:
       path: the configuration file, to which `overrides` are applied.
-      devices: the devices to compile for. None means the devices of jax, or the first devices of
-        jax up to the number of fake devices in the config.
+      on: the devices to compile for, or the topology of TPUs, such as `v5e:2x4`. None means the
+        devices of jax, or the first devices of jax up to the number of fake devices in the config.
 
     Raises:
-      JaxdistError: the configuration cannot be read, or does not fit the devices.
+      JaxdistError: the configuration or the topology cannot be read, or the configuration does not
+        fit the devices.
     """
+    given = topology_devices(on) if isinstance(on, str) else on
     document, config = load(path, overrides)
-    chosen = list(jax.devices()[: config.mesh.fake_devices] if devices is None else devices)
+    chosen = list(jax.devices()[: config.mesh.fake_devices] if given is None else given)
     name = " ".join([str(path), *overrides])
     return InspectedExperiment(name, build(config, document, devices=chosen), chosen)
 

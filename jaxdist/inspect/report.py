@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -15,12 +16,10 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
 from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
-from jaxdist.inspect.servers import servers_json
 from jaxdist.inspect.tables import bound_bytes, print_inspection
 from jaxdist.inspect.times import draw_times, print_times, times_json
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
-from jaxdist.runtime.topology import topology_devices
 from jaxdist.types import JsonObject
 
 
@@ -55,7 +54,6 @@ def inspect(
       JaxdistError: a config or an option is invalid, a program is too large for the device, or a
         file cannot be written.
     """
-    devices = None if topology is None else topology_devices(topology)
     if plot is not None and (topology is None or other is not None or changes):
         raise ConfigError(
             "--plot draws the predicted step of a single program for TPUs: add --topology, and "
@@ -64,7 +62,7 @@ def inspect(
     for file in dict.fromkeys([path, other or path]):
         for text in foreign_code(read(file, overrides).values):
             console.print(f"code   {text}", soft_wrap=True, markup=False)
-    first = open_subject(path, overrides, devices)
+    first = open_subject(path, overrides, topology)
     for text in first.experiment.explained:
         console.print(f"plan   {escape(text)}", soft_wrap=True)
     for notice in first.experiment.notices:
@@ -76,7 +74,7 @@ def inspect(
         report = inspection_json(result)
     else:
         # The second config is checked first, since the compilation of the first may take minutes.
-        second = open_subject(other or path, [*overrides, *changes], devices)
+        second = open_subject(other or path, [*overrides, *changes], topology)
         result = difference(inspect_step(first), inspect_step(second))
         print_difference(result, console)
         report = {
@@ -114,7 +112,7 @@ def inspection_json(inspection: Inspection) -> JsonObject:
         "compile_seconds": inspection.compile_seconds,
         "program_sha256": inspection.program_sha256,
         "axes": [_axes_json(inspection, row) for row in by_axes(ledger, inspection.gradient_axes)],
-        "collectives": [_row_json(row) | {"kind": row.kind} for row in by_kind(ledger)],
+        "collectives": [_row_json(row) for row in by_kind(ledger)],
         "flops": {
             "low": ledger.flops_low,
             "high": ledger.flops_high,
@@ -131,23 +129,13 @@ def inspection_json(inspection: Inspection) -> JsonObject:
             "arguments": _snake(inspection.arguments),
             **ledger.to_json()["memory"],
         },
-        "servers": None if inspection.worker is None else servers_json(inspection.worker),
+        "servers": inspection.worker and [asdict(one) for one in inspection.worker.servers],
         "ledger": ledger.to_json(),
     }
 
 
 def _row_json(row: CollectiveRow) -> JsonObject:
-    return {
-        "axes": None if row.axes is None else list(row.axes),
-        "times_low": row.times_low,
-        "times_high": row.times_high,
-        "bounded": row.bounded,
-        "dtypes": list(row.dtypes),
-        "payload_bytes": row.payload_bytes,
-        "sent_bytes": row.sent_bytes,
-        "overlapped_bytes": row.overlapped_bytes,
-        "exposed_bytes": row.exposed_bytes,
-    }
+    return asdict(row) | {"exposed_bytes": row.exposed_bytes}
 
 
 def _axes_json(inspection: Inspection, row: CollectiveRow) -> JsonObject:

@@ -13,7 +13,6 @@ from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
-from jaxdist.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,3 @@ def _server(sharded: Sharded, at: int) -> ServerCost:
     optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     push = sharded.pushes[at].size_bytes
     return ServerCost(layout.server, size, optimizer, clients * push, clients * size)
-
-
-def servers_json(part: WorkerPart) -> list[JsonObject]:
-    """Return the state and traffic of each server as JSON values."""
-    return [dict(vars(one)) for one in part.servers]

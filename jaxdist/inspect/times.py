@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from jaxdist.cost.step_time import StepTime
 from jaxdist.hlo.entries import Entry
@@ -69,9 +71,7 @@ def source_name(entry: Entry) -> str:
         direction = "backward" if "transpose(" in part else ""
         if part == "rematted_computation":
             direction, part = "recomputed", ""
-        inner = re.sub(r"^(?:jvp|transpose|vmap|remat)\(|\)+$", "", part)
-        while inner != (inner := re.sub(r"^(?:jvp|transpose|vmap|remat)\(|\)+$", "", inner)):
-            pass
+        inner = re.sub(r"^(?:(?:jvp|transpose|vmap|remat)\()+|\)+$", "", part)
         if direction and direction not in parts:
             parts.append(direction)
         if inner and not _WRAPPERS.fullmatch(part):
@@ -121,6 +121,16 @@ def parts_of(found: StepTime) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
+def seconds_table(title: str, parts: Mapping[str, float], total: float) -> Table:
+    """Return a table of the parts of a step's time, with their shares of the total."""
+    made = table(title, "", "seconds", "share")
+    for name, seconds in parts.items():
+        if seconds:
+            made.add_row(name, show_seconds(seconds), f"{seconds / total:.1%}")
+    made.add_row("step", show_seconds(total), "100%")
+    return made
+
+
 def print_times(inspection: Inspection, console: Console) -> None:
     """Print the parts of the predicted step, and its `DEAREST` most expensive operations.
 
@@ -132,11 +142,7 @@ def print_times(inspection: Inspection, console: Console) -> None:
         kind = inspection.device_kind
         console.print(NO_PREDICTION.format(kind=kind), style="dim", soft_wrap=True)
         return
-    made = table("Predicted step of each device", "", "seconds", "share")
-    for name, seconds in parts_of(found).items():
-        made.add_row(name, show_seconds(seconds), f"{seconds / found.seconds:.1%}")
-    made.add_row("step", show_seconds(found.seconds), "100%")
-    console.print(made)
+    console.print(seconds_table("Predicted step of each device", parts_of(found), found.seconds))
     for line in _notes(inspection, found):
         console.print(line, style="dim", soft_wrap=True)
     console.print()
@@ -217,10 +223,7 @@ def times_json(inspection: Inspection) -> JsonObject | None:
         "mfu": inspection.mfu(masked=True),
         "mfu_causal": inspection.mfu(masked=False),
         "per_second_and_device": inspection.tokens / found.seconds / inspection.ledger.devices,
-        "dearest": [
-            {"name": s.name, "times": s.times, "seconds": s.seconds, "assumed": s.assumed}
-            for s in dearest(found)
-        ],
+        "dearest": [asdict(one) for one in dearest(found)],
     }
 
 

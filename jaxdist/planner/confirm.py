@@ -20,7 +20,6 @@ from jaxdist.planner.laid_out import laid_out_bytes
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
 from jaxdist.planner.write import planned
-from jaxdist.runtime.topology import topology_devices
 
 OF_ONE_SLICE = (
     "With several slices, the program of one slice is compiled for the slice's part of the batch, "
@@ -91,7 +90,7 @@ def confirm(
     """
     with _config(path, overrides, plan, target) as file:
         try:
-            subject = open_subject(file, (), topology_devices(target.text))
+            subject = open_subject(file, (), target.text)
             found = inspect_step(subject, QUICK)
         except RunError as error:
             return Confirmed(refusal=str(error).replace(str(file), str(path)))

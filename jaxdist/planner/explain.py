@@ -11,7 +11,7 @@ from rich.markup import escape
 from jaxdist.cost.energy import Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
-from jaxdist.inspect.times import show_seconds
+from jaxdist.inspect.times import seconds_table, show_seconds
 from jaxdist.metrics.columns import table
 from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.planner.model import Decoder
@@ -33,13 +33,7 @@ def print_explained(
     """
     console.print()
     console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)
-    times = table("Time of a step", "", "seconds", "share")
-    total = one.seconds.total
-    for name, seconds in one.seconds.parts().items():
-        if seconds:
-            times.add_row(name, show_seconds(seconds), f"{seconds / total:.1%}")
-    times.add_row("step", show_seconds(total), "100%")
-    console.print(times)
+    console.print(seconds_table("Time of a step", one.seconds.parts(), one.seconds.total))
     console.print()
     limit = one.limit_bytes
     sizes = table(f"Memory of each {target.device.name}", "", "bytes", f"of {show_bytes(limit)}")

@@ -114,10 +114,9 @@ def main(path: str, *rest: str) -> None:
     # jax reads the number of devices when the imports below import jax.
     environment.prepare(fake_devices=1)
     from jaxdist.inspect.program import inspect_step, open_subject
-    from jaxdist.runtime.topology import topology_devices
 
     try:
-        subject = open_subject(Path(path), overrides, topology_devices(topology))
+        subject = open_subject(Path(path), overrides, topology)
         held = inspect_step(subject).ledger.memory
     except JaxdistError as error:
         print(error, file=sys.stderr)

@@ -23,6 +23,11 @@ KEPT: Mapping[str, tuple[str, ...]] = {
 """The activations that each remat policy of the search keeps, in addition to a block's input."""
 
 
+def _given(**settings: Json) -> dict[str, Json]:
+    """Return the settings that are not None, false or empty."""
+    return {name: value for name, value in settings.items() if value}
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan: the settings that spread a step over devices and over time.
@@ -139,46 +144,35 @@ class Plan:
         >>> Plan(data=8, tensor=4).settings()["mesh"]
         {'data': 8, 'tensor': 4}
         """
+        narrow = "bfloat16" if self.bfloat16_reduction else None
+        zero = {"stage": self.zero_stage} | _given(
+            scope="ici" if self.zero and self.scope == "ici" else None,
+            offload=self.offload,
+            offload_parameters=list(self.resting),
+            # XLA gathers parameters in bfloat16 if XLA places the reductions. An explicit reduction
+            # by default gathers parameters in the dtype of their storage.
+            gather_dtype=narrow if self.zero == 3 else None,
+        )
+        pipeline = _given(
+            schedule=_given(
+                type=self.schedule, chunks=self.chunks if self.schedule == "interleaved" else None
+            ),
+            activations="stash" if self.stash else None,
+            ahead=self.ahead,
+        )
+        rules = _given(
+            residual_seq="tensor" if self.tensor > 1 else None,
+            embed=self.shares_embed and ("context" if self.context > 1 else "expert"),
+        )
         remat: Json = dict.fromkeys(_ALL, "save") if self.remat == ALL_NAMED else self.remat
-        zero: dict[str, Json] = {"stage": self.zero_stage}
-        parallel: dict[str, Json] = {"zero": zero}
-        if self.zero and self.scope == "ici":
-            zero["scope"] = "ici"
-        if self.offload:
-            zero["offload"] = True
-        if self.resting:
-            zero["offload_parameters"] = list(self.resting)
-        if self.bfloat16_reduction:
-            parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
-            if self.zero == 3:
-                # XLA gathers parameters in bfloat16 if XLA places the reductions. An explicit
-                # reduction by default gathers parameters in the dtype of their storage.
-                zero["gather_dtype"] = "bfloat16"
-        if self.schedule is not None:
-            schedule: dict[str, Json] = {"type": self.schedule}
-            if self.schedule == "interleaved":
-                schedule["chunks"] = self.chunks
-            pipeline: dict[str, Json] = {"schedule": schedule}
-            if self.stash:
-                pipeline["activations"] = "stash"
-            if self.ahead:
-                pipeline["ahead"] = True
-            parallel["pipeline"] = pipeline
-        rules: dict[str, Json] = {}
-        if self.tensor > 1:
-            rules["residual_seq"] = "tensor"
-        if self.shares_embed:
-            rules["embed"] = "context" if self.context > 1 else "expert"
-        sharding: dict[str, Json] = {"rules": rules} if rules else {}
-        if self.collective_matmul:
-            sharding["collective_matmul"] = True
-        made: dict[str, Json] = {
+        return {
             "mesh": self.mesh(),
-            "sharding": sharding,
-            "parallel": parallel,
+            "sharding": _given(rules=rules, collective_matmul=self.collective_matmul),
+            "parallel": {"zero": zero}
+            | _given(reduce=narrow and {"type": "xla"}, reduce_dtype=narrow, pipeline=pipeline),
             "train.microbatches": self.microbatches,
+            **_given(**{"model.remat": remat}),
         }
-        return made if remat is None else made | {"model.remat": remat}
 
     def words(self) -> str:
         """Return a short line that describes the plan.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from jaxdist.errors import ConfigError
 from jaxdist.planner.confirm import Confirmed
@@ -81,10 +82,7 @@ def first_numbers(results: Sequence[Result]) -> list[int]:
     The numbers of a target's plans follow the numbers of the previous target's plans. The number of
     a target without plans is meaningless.
     """
-    numbers = [1]
-    for one in results[:-1]:
-        numbers.append(numbers[-1] + len(one.top))
-    return numbers
+    return [*accumulate((len(one.top) for one in results[:-1]), initial=1)]
 
 
 def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:

@@ -19,7 +19,7 @@ from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.planner.formulas.context import context_seconds, piecewise
 from jaxdist.planner.memory import optimizer_bytes, rows_of, share
-from jaxdist.planner.model import Decoder
+from jaxdist.planner.model import Decoder, PlannedModel
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import block_seconds, mean_share, peak_of
 from jaxdist.planner.target import Dims, Places, Target, ring_hops
@@ -227,12 +227,14 @@ def seconds(
         )
         head /= plan.stage
     once_data, slow = _step_waits(model, plan, places, target)
+    mine = share(model, plan)
+    summed = mine.trained_shard if plan.zero >= 2 else mine.trained
     return Seconds(
         products=count * (layers * 3 * product + head),
         attention=count * layers * (forward + backward),
         recomputed=count * layers * again,
         elements=count * layers * 3 * element,
-        update=_update_bytes(model, plan) / memory_rate
+        update=(update_bytes(model, plan, summed) + _cast_bytes(model, plan)) / memory_rate
         + _orthogonalized_seconds(model, plan, places, target),
         data=count * layers * per_layer_data + once_data,
         slow=slow,
@@ -242,23 +244,32 @@ def seconds(
     )
 
 
-def _update_bytes(model: Decoder, plan: Plan) -> float:
+def update_bytes(model: PlannedModel, plan: Plan, summed: int) -> float:
     """Return the bytes that a device reads and writes in a step for the optimizer's update.
 
-    Sums of gradients over microbatches and casts of parameters are included.
+    Args:
+      model: the model for which the plan is made.
+      plan: the plan that divides the update.
+      summed: the number of elements of the gradients that are summed over microbatches.
     """
-    count, mine = plan.microbatches, share(model, plan)
+    mine, count = share(model, plan), plan.microbatches
+    updated = mine.trained_shard if plan.zero or plan.shares_embed else mine.trained
+    # Each microbatch reads its gradients and their sum, and writes the sum.
+    sums = 3 * count * summed * model.param_bytes if count > 1 else 0
     each = 2 * model.param_bytes + RATES.update
-    found = (mine.trained_shard if plan.zero else mine.trained) * each
-    found += 2 * optimizer_bytes(model, plan)
-    # Each microbatch reads its gradients and their sum, and writes the sum. Each microbatch also
-    # casts the parameters if their stored dtype is wider than the dtype of the computation.
-    summed = mine.trained_shard if plan.zero >= 2 else mine.trained
-    if count > 1:
-        found += 3 * count * summed * model.param_bytes
-    if plan.zero < 3 and model.param_bytes > model.width:
-        found += 2 * count * mine.whole * (model.param_bytes + model.width)
-    return found
+    return updated * each + 2 * optimizer_bytes(model, plan) + sums
+
+
+def _cast_bytes(model: Decoder, plan: Plan) -> float:
+    """Return the bytes that a device reads and writes in a step to cast parameters.
+
+    Each microbatch casts the parameters if their stored dtype is wider than the dtype of the
+    computation. With ZeRO 3 the result is 0.
+    """
+    if plan.zero == 3 or model.param_bytes <= model.width:
+        return 0.0
+    size = model.param_bytes + model.width
+    return 2 * plan.microbatches * share(model, plan).whole * size
 
 
 def _orthogonalized_seconds(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
@@ -302,7 +313,7 @@ def _attention_passes(model: Decoder, target: Target, kernels: Sequence[str]) ->
         if target.is_tpu:
             share_of_peak = splash_share(name, family, block, model.head_dim)
         computed = computed_share(model.window, block, window)
-        spent += computed * SPLASH[name].products / 2 / share_of_peak
+        spent += computed * SPLASH[name]["products"] / 2 / share_of_peak
     return spent
 
 

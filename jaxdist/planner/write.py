@@ -10,18 +10,17 @@ from jaxdist.config import Document, plain_yaml, validate
 from jaxdist.errors import RunError, os_errors_as
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.planner.plan import Plan
-from jaxdist.types import Json
 
-KEPT_OF_PARALLEL = ("xla", "batch_norm")
-"""The settings of `parallel` that are kept from the config. A plan replaces all other settings of
-this section."""
+KEPT_SETTINGS = {"parallel": ("xla", "batch_norm"), "sharding": ("params",)}
+"""The settings that are kept from the config, by section. They describe the model or the compiler.
+A plan replaces all other settings of these sections."""
 
 
 def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the values of a config with the settings of a plan.
 
     The sections `mesh`, `parallel` and `sharding` come from the plan, except for the settings in
-    `KEPT_OF_PARALLEL` and the names of parameters' dims.
+    `KEPT_SETTINGS`.
 
     >>> planned({"model": {"type": "gpt"}}, Plan(data=8))["mesh"]
     {'data': 8}
@@ -31,12 +30,10 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
         section, _, key = path.partition(".")
         if key:
             made.setdefault(section, {})[key] = value
-        elif section == "parallel":
-            made[section] = _kept(made.get(section)) | value  # pyright: ignore[reportOperatorIssue]
-        elif section == "sharding":
-            made[section] = _named(made.get(section)) | value  # pyright: ignore[reportOperatorIssue]
         else:
-            made[section] = value
+            old, names = made.get(section), KEPT_SETTINGS.get(section, ())
+            kept = {n: old[n] for n in names if n in old} if isinstance(old, dict) else {}
+            made[section] = {**kept, **value}
     if not made["sharding"]:
         del made["sharding"]
     model = made.get("model", {})
@@ -45,22 +42,6 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
         # have.
         del model["remat"]["mlp_gate"]
     return made
-
-
-def _named(sharding: Json) -> dict[str, Json]:
-    """Return the part of a section `sharding` that gives names to the dims of parameters.
-
-    This part describes the model, and no plan changes it.
-    """
-    if not isinstance(sharding, dict) or "params" not in sharding:
-        return {}
-    return {"params": sharding["params"]}
-
-
-def _kept(parallel: Json) -> dict[str, Json]:
-    if not isinstance(parallel, dict):
-        return {}
-    return {name: parallel[name] for name in KEPT_OF_PARALLEL if name in parallel}
 
 
 def write_config(document: Document, plan: Plan, path: Path) -> None:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.hlo import ledger, ledger_of_text
+from jaxdist.inspect.rows import by_kind
 
 
 def mixed_layer(x, w):
@@ -455,4 +456,4 @@ def test_a_count_without_a_bound_has_no_upper_end_in_words(program):
     found = p.ledger(
         lambda x: lax.while_loop(lambda s: s[1] > 0, again, (x, x.sum()))[0], p.array(64, 128)
     )
-    assert {one.times for one in found.collectives if not one.bounded} == {"0 or more"}
+    assert {row.times for row in by_kind(found) if not row.bounded} == {"0 or more"}

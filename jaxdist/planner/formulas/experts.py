@@ -88,6 +88,12 @@ class PlannedExperts:
         room = devices * self.most(rows, devices) * here
         return max(0, room - rows * self.length * self.top_k)
 
+    def spare_bytes(self, rows: int, devices: int, width: int) -> float:
+        """Return the bytes of the empty rows of all layers, for elements of `width` bytes."""
+        # The elements of a row are its input, its output, and three hidden values of the expert.
+        elements = 2 * self.embed + 3 * self.mlp
+        return self.layers * self.spare_rows(rows, devices) * elements * width
+
     def block_elements(self, rows: int, devices: int) -> int:
         """Return the number of temporary elements in the backward pass of a block with experts.
 
@@ -112,13 +118,6 @@ class PlannedExperts:
         hidden = room * self.mlp
         inside = max(3 * hidden, hidden + 2 * kernel)
         return inside + room * 4 * self.embed + tokens * 6 * self.embed
-
-    def row_elements(self) -> int:
-        """Return the number of activation elements for a row.
-
-        The elements of a row are its input, its output, and three hidden values of the expert.
-        """
-        return 2 * self.embed + 3 * self.mlp
 
     def seconds(self, plan: Plan, places: Places, target: Target, rows: int, width: int) -> float:
         """Return the seconds that a layer waits for its exchanges, in all passes.

@@ -32,7 +32,7 @@ from jaxdist.planner.model import PlannedModel, PlannedParameter
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
-from jaxdist.planner.time import RATES, Seconds, across, gather_seconds
+from jaxdist.planner.time import RATES, Seconds, across, gather_seconds, update_bytes
 from jaxdist.sharding.dims import matching_names
 from jaxdist.trees import flatten_with_names
 
@@ -166,22 +166,17 @@ class TracedFormulas:
         rows = model.batch // (plan.replicas * count)
         # Values that are kept outside scans, such as logits, are freed before the blocks' backward
         # passes.
+        experts, spare = model.experts, 0.0
+        if experts is not None and not experts.recomputes:
+            spare = experts.spare_bytes(rows, plan.expert, model.width)
         block = max(0.0, self._block_bytes(plan, rows) - rows * model.ends_bytes)
         return PlanMemory(
             parameters=stored * model.param_bytes + model.buffer_bytes,
             optimizer=optimizer_bytes(model, plan),
             gradients=gradients + summed,
-            activations=rows * model.kept_bytes + self._spare_bytes(plan, rows),
+            activations=rows * model.kept_bytes + spare,
             working=rows * count * model.example_bytes + stored * model.cast_bytes + block,
         )
-
-    def _spare_bytes(self, plan: Plan, rows: int) -> float:
-        """Return the kept bytes of the empty rows in the experts' buffers; see `spare_rows`."""
-        experts = self.model.experts
-        if experts is None or experts.recomputes:
-            return 0.0
-        each = experts.spare_rows(rows, plan.expert) * experts.row_elements() * self.model.width
-        return each * experts.layers
 
     def _block_bytes(self, plan: Plan, rows: int) -> float:
         """Return the temporary bytes of a block's backward pass, for `rows` examples.
@@ -202,18 +197,18 @@ class TracedFormulas:
             own = rows // count
             each = experts.seconds(plan, places, target, own, model.width)
             exchanged = count * experts.layers * each
-            spare = count * experts.layers * experts.spare_rows(own, plan.expert)
-            spare *= experts.row_elements() * model.width
+            spare = count * experts.spare_bytes(own, plan.expert, model.width)
         peak = RATES.product * peak_of(target, narrow=model.narrow)
         memory_rate = target.device.memory_bytes_per_second
         element_rate = min(memory_rate, peak_of(target, narrow=True) * RATES.elements)
         data, slow = self._waits(plan, places, target)
+        mine, split = share(model, plan), plan.zero == 3 or plan.shares_embed
         return Seconds(
             products=rows * model.flops / peak,
             attention=0.0,
             recomputed=rows * max(0.0, model.step_flops - model.flops) / peak,
             elements=3 * (RATES.passes * rows * model.factor_bytes + spare) / element_rate,
-            update=self._update_bytes(plan) / memory_rate
+            update=update_bytes(model, plan, mine.shard if split else mine.whole) / memory_rate
             + model.update_flops / (plan.state_parts if plan.zero else 1) / peak,
             data=data,
             slow=slow,
@@ -221,18 +216,6 @@ class TracedFormulas:
             bubble=0.0,
             expert=exchanged,
         )
-
-    def _update_bytes(self, plan: Plan) -> float:
-        """Return the bytes that a device reads and writes in a step for the optimizer's update.
-
-        Sums of gradients over microbatches are included.
-        """
-        model, count, mine = self.model, plan.microbatches, share(self.model, plan)
-        stored = mine.shard if plan.zero == 3 or plan.shares_embed else mine.whole
-        updated = mine.shard if plan.zero else stored
-        sums = 3 * count * stored * model.param_bytes if count > 1 else 0.0
-        state = 2 * optimizer_bytes(model, plan)
-        return state + updated * (2 * model.param_bytes + RATES.update) + sums
 
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
         """Return the seconds that a step waits for the fast network and for the slow network.

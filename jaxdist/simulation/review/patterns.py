@@ -68,7 +68,7 @@ def patterns(config: ReviewConfig) -> Iterator[Pattern]:
       JaxdistError: the program cannot be built or compiled with some settings.
     """
     for name, overrides in config.patterns.items():
-        subject = open_subject(config.program_file, overrides, None)
+        subject = open_subject(config.program_file, overrides)
         size = 4.0 * tree_size(subject.experiment.program.model.params)
         yield _pattern(name, inspect_step(subject), size)
 
