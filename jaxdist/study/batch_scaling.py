@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, load
+from jaxdist.metrics.figure import save_figure
 from jaxdist.study.definition import BatchScalingStudy, Contender
 from jaxdist.study.files import check_writable, journal_path
 from jaxdist.study.plan import (
@@ -23,7 +24,7 @@ from jaxdist.study.plan import (
     StudyPlan,
     run_plan,
 )
-from jaxdist.study.plot import plot_batch_scaling
+from jaxdist.study.plot import batch_scaling_figure
 from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.table import format_cell, metric_of, study_table, verdict
 from jaxdist.study.trainer import Trainer
@@ -136,7 +137,8 @@ def batch_scaling(
     if plot is not None:
         model, length = experiment.config.model.type, experiment.config.train.epochs
         title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of"
-        plot_batch_scaling(cells, plot, title=f"{title} {study.seeds} seeds")
+        figure = batch_scaling_figure(cells, title=f"{title} {study.seeds} seeds")
+        save_figure(figure, plot, "batch_scaling", what="the study")
     return done
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.metrics.figure import save_figure
 from jaxdist.study.comparison import VariantResult, comparison_table, loss_shown
-from jaxdist.study.comparison_plot import plot_comparison
+from jaxdist.study.comparison_plot import comparison_figure
 from jaxdist.study.compression import SETS, VariantSet, sent_bytes
 from jaxdist.study.definition import VariantsStudy
 from jaxdist.study.files import check_writable, journal_path
@@ -106,7 +107,8 @@ def compare_variants(
     publish(done.text(), done.as_json(), json_file, console)
     if plot is not None:
         title = f"{experiment.config.model.type} on {path.stem}, {experiment.total_steps:,} steps"
-        plot_comparison(rows, plot, name=name, title=f"{title}, {seeds} seeds")
+        figure = comparison_figure(rows, title=f"{title}, {seeds} seeds")
+        save_figure(figure, plot, name, what="the study")
     return done
 
 
@@ -137,7 +139,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         seeds: Sequence[int],
     ) -> None:
         super().__init__(path, overrides)
-        self._variants = {variant.name: variant for variant in variants}
+        self.variants = {variant.name: variant for variant in variants}
         _, config = load(path, overrides)
         self.seeds = tuple(config.seed + seed for seed in seeds)
 
@@ -147,7 +149,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         Raises:
           ConfigError: the variant sets the seed.
         """
-        own = self._variants[trial.variant].overrides
+        own = self.variants[trial.variant].overrides
         for override in own:
             if override.partition("=")[0].strip() == "seed":
                 raise ConfigError(
@@ -155,10 +157,6 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
                     "the seed out, and use --seeds"
                 )
         return (*own, f"seed={trial.seed}")
-
-    def variant(self, name: str) -> Variant:
-        """Return the variant with the given name."""
-        return self._variants[name]
 
     def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
         """Return the experiments of variants by name, and a sentence about each omitted variant.
@@ -174,7 +172,7 @@ class VariantTrainer(ConfigTrainer[VariantTrial]):
         """
         found: dict[str, Experiment] = {}
         refused: dict[str, JaxdistError] = {}
-        for name in self._variants:
+        for name in self.variants:
             try:
                 found[name] = self.experiment(VariantTrial(name, self.seeds[-1]))
             except JaxdistError as error:
@@ -244,7 +242,7 @@ def _run(
             first = rows[0] if rows else None
             base = first.outcomes if first else outcomes
             base_bytes = first.sent_bytes if first else sent
-            rows.append(VariantResult(trainer.variant(name), sent, base_bytes, outcomes, base))
+            rows.append(VariantResult(trainer.variants[name], sent, base_bytes, outcomes, base))
             runs.watch.done(f"{name}: {rows[-1].verdict or 'loss'} {loss_shown(rows[-1])}")
     return tuple(rows)
 

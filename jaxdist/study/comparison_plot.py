@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxdist.metrics.figure import new_figure, save_figure
+from jaxdist.metrics.figure import new_figure
 from jaxdist.study.comparison import MARGIN, VariantResult
 
 if TYPE_CHECKING:
@@ -20,22 +18,13 @@ _GOOD, _BAD, _GREY = "#2a6fb0", "#d1495b", "#6b6b6b"
 _TICKS = (-50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-def plot_comparison(
-    rows: Sequence[VariantResult], directory: str | os.PathLike[str], *, name: str, title: str
-) -> list[Path]:
-    """Draw the change of the loss for every seed and its mean, and return the paths of the files.
+def comparison_figure(rows: Sequence[VariantResult], *, title: str) -> Figure:
+    """Return a figure with the change of the loss for every seed, and its mean.
 
     Args:
       rows: the rows of a comparison. The first row is the baseline.
-      directory: the directory for the files.
-      name: the name of the files, without suffix.
       title: the title of the figure.
     """
-    return save_figure(comparison_figure(rows, title=title), directory, name, what="the study")
-
-
-def comparison_figure(rows: Sequence[VariantResult], *, title: str) -> Figure:
-    """Return the figure that `plot_comparison` saves, for a notebook or another file format."""
     others = rows[1:]
     figure = new_figure((9.6, 1.8 + 0.42 * len(others)))
     axes = figure.subplots()

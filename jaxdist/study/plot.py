@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.metrics.figure import new_figure, save_figure
+from jaxdist.metrics.figure import new_figure
 from jaxdist.study.plan import StudyCell
 from jaxdist.study.table import by_row, metric_of
 
@@ -22,24 +20,15 @@ _MARKERS = ("s", "D", "^", "o", "v", "P")
 _SIZE_INCHES = (9.6, 5.2)
 _ERRORS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 90)
 _PANELS = {False: "learning rate by the rule, untuned", True: "learning rate tuned at each batch"}
-NAME = "batch_scaling"
-
-
-def plot_batch_scaling(
-    cells: Sequence[StudyCell], directory: str | os.PathLike[str], *, title: str
-) -> list[Path]:
-    """Draw the mean and range of the metric by batch size, and return the paths of the files.
-
-    Args:
-      cells: the cells of a study.
-      directory: the directory for the files.
-      title: the title of the figure.
-    """
-    return save_figure(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
 
 def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
-    """Return the figure that `plot_batch_scaling` saves, for a notebook or another file format."""
+    """Return a figure with the mean and the range of the metric by batch size.
+
+    Args:
+      cells: the cells of a study.
+      title: the title of the figure.
+    """
     panels = sorted({cell.tuned for cell in cells})
     figure = new_figure(_SIZE_INCHES)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.metrics.figure import save_figure
 from jaxdist.study.comparison import VariantResult, comparison_table
-from jaxdist.study.comparison_plot import comparison_figure, plot_comparison
+from jaxdist.study.comparison_plot import comparison_figure
 from jaxdist.study.trial import TrialOutcome, VariantTrial
 from jaxdist.study.variants import Variant
 
@@ -81,7 +82,8 @@ def test_without_a_baseline_there_is_no_verdict() -> None:
 
 
 def test_the_picture_shows_every_change(tmp_path: Path) -> None:
-    (axes,) = comparison_figure(ROWS, title="t").axes
+    figure = comparison_figure(ROWS, title="t")
+    (axes,) = figure.axes
     dots = [line for line in axes.lines if line.get_marker() == "o"]
     for line, compared in zip(dots, ROWS[1:-1], strict=True):
         assert list(line.get_xdata()) == pytest.approx([100 * c for c in compared.changes])
@@ -92,7 +94,7 @@ def test_the_picture_shows_every_change(tmp_path: Path) -> None:
     assert high > 20
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
     assert labels[0] == "near\n25% of the bytes"
-    paths = plot_comparison(ROWS, tmp_path / "new", name="found", title="t")
+    paths = save_figure(figure, tmp_path / "new", "found", what="the study")
     assert [path.name for path in paths] == ["found.png", "found.svg"]
     assert all(path.stat().st_size > 5000 for path in paths)
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from study_runs import cell, outcome
 
 from jaxdist.errors import RunError
+from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.study.batch_scaling import _line
 from jaxdist.study.plan import StudyCell
-from jaxdist.study.plot import batch_scaling_figure, plot_batch_scaling
+from jaxdist.study.plot import batch_scaling_figure
 from jaxdist.study.table import study_table, verdict
 from jaxdist.study.trial import Trial, TrialOutcome
 from jaxdist.study.watch import Watch
@@ -98,7 +99,7 @@ def test_the_picture_shows_every_mean_and_marks_what_diverged(tmp_path: Path) ->
     assert labels["98"] == 2.0
     low, high = by_rule.get_ylim()
     assert low > high, "less error lies higher"
-    paths = plot_batch_scaling(CELLS, tmp_path / "new", title="cnn on digits")
+    paths = save_figure(figure, tmp_path / "new", "batch_scaling", what="the study")
     assert [path.name for path in paths] == ["batch_scaling.png", "batch_scaling.svg"]
     assert all(path.stat().st_size > 5000 for path in paths)
 
@@ -106,7 +107,7 @@ def test_the_picture_shows_every_mean_and_marks_what_diverged(tmp_path: Path) ->
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"plot of the study to .*file: File exists"):
-        plot_batch_scaling(CELLS, tmp_path / "file", title="")
+        save_figure(new_figure((1, 1)), tmp_path / "file", "batch_scaling", what="the study")
 
 
 def test_the_time_left_is_that_of_the_nearest_size_so_far() -> None:
