@@ -27,15 +27,13 @@ def collective(rule: Callable[[Op, k.Kind], k.Kind]) -> Rule:
         if op.at.axis not in op.over:
             exchanged = {op.params.get("split_axis"), op.params.get("concat_axis")}
             if isinstance(op.kinds[0], k.Shard) and op.kinds[0].dims & exchanged:
-                return op.undecided(
-                    "no rule covers an all-to-all over another axis along a sharded dim"
-                )
+                return op.no_rule("an all-to-all over another axis along a sharded dim")
             ndim = op.ins[0].ndim
             at = op.params.get("all_gather_dimension", op.params.get("scatter_dimension", 0))
             values = op.values[: len(op.eqn.outvars)]
             return [value.resized(ndim, op.out.ndim - ndim, at) for value in values]
         if op.params.get("axis_index_groups") is not None and not k.passes(op.kinds):
-            return op.undecided(f"no rule covers {op.name} within groups of devices")
+            return op.no_rule(f"{op.name} within groups of devices")
         keeps = op.name.startswith(("psum", "pm", "pperm", "jaxdist_all_reduce"))
         kinds = [k.passes([kind]) or rule(op, kind) for kind in op.kinds]
         pairs = zip(kinds, op.values, strict=True)
@@ -60,13 +58,13 @@ def summed(op: Op, kind: k.Kind) -> k.Kind:
         return k.Multiple(op.at.place(op.eqn))
     if isinstance(kind, k.Shard):
         return op.wrong(f"sums over AXIS rows that belong to different examples ({kind})")
-    return op.undecided(f"no rule covers a sum over {op.at.axis!r} of a value that is {kind}")
+    return op.no_rule(f"a sum over {op.at.axis!r} of a value that is {kind}")
 
 
 def _extreme(name: str, op: Op, kind: k.Kind) -> k.Kind:
     """Return the kind of the result of `pmax` (`name` is "max") or `pmin` (`name` is "min")."""
     if isinstance(kind, k.Part):
-        return op.undecided(f"no rule covers {op.name} of a value that is {kind}")
+        return op.no_rule(f"{op.name} of a value that is {kind}")
     if isinstance(kind, k.Shard):
         return op.wrong(
             f"takes p{name} over AXIS, although each device has rows of different examples"
@@ -101,7 +99,7 @@ def _exchanged(op: Op, kind: k.Kind) -> k.Kind:
     rows = isinstance(kind, k.Shard) and joined in kind.dims and kind.inner == 1
     if rows and split != joined and op.params.get("tiled", False):
         return k.shard(split)
-    return op.undecided(f"no rule covers an all-to-all of a value that is {kind}")
+    return op.no_rule(f"an all-to-all of a value that is {kind}")
 
 
 def _permuted(op: Op, kind: k.Kind) -> k.Kind:
@@ -130,9 +128,8 @@ def parted(op: Op) -> k.Kind:
     starts = {dim for dim, start in enumerate(kinds[1:]) if isinstance(start, k.Part)}
     indexed = name == "dynamic_slice" and isinstance(kinds[0], k.Shard) and kinds[0].dims <= starts
     if not indexed and op.has(UNLIKE):
-        return op.undecided(
-            f"no rule covers {name} of a device's entry of a stack together with other shards or "
-            "partial sums"
+        return op.no_rule(
+            f"{name} of a device's entry of a stack together with other shards or partial sums"
         )
     if k.TALLY not in kinds:
         return k.PART
@@ -197,14 +194,10 @@ def _crossed(op: Op, mark: str, side: str) -> k.Kind:
     (value,), (kind,) = op.values, op.kinds
     states = {"whole": k.WHOLE, "sum": k.OWED}.get(side) or k.shard(int(side))
     if mark == GIVES:
-        made = kind == k.CONTRACT or isinstance(kind, k.Zero)
-        return (
-            states
-            if made
-            else op.undecided(
-                f"the result of a contract is {kind}, although the contract has not computed it"
-            )
-        )
+        if kind == k.CONTRACT or isinstance(kind, k.Zero):
+            return states
+        said = f"the result of a contract is {kind}, although the contract has not computed it"
+        return op.undecided(said)
     if isinstance(kind, k.Owed):
         return op.wrong(
             "gives a contract a partial sum over AXIS, but the contract expects a complete value"

@@ -100,11 +100,9 @@ def _of_joined(op: Op) -> k.Kind:
     """
     all_joined = [kind for kind in op.kinds if isinstance(kind, k.Joined)]
     if len({(kind.dim, kind.sizes) for kind in all_joined}) > 1:
-        return op.undecided(
-            "no rule covers arrays that are joined along different dims or with different sizes"
-        )
+        return op.no_rule("arrays that are joined along different dims or with different sizes")
     if op.has(k.Shard):
-        return op.undecided(f"no rule covers {op.name} of joined arrays and a shard")
+        return op.no_rule(f"{op.name} of joined arrays and a shard")
     parts = []
     for place, size in enumerate(all_joined[0].sizes):
         kinds = [one.parts[place][1] if isinstance(one, k.Joined) else one for one in op.kinds]
@@ -153,9 +151,7 @@ def _of_owed(op: Op) -> k.Kind:
     """
     name, kinds = op.name, op.kinds
     if op.has(k.Own):
-        return op.undecided(
-            f"no rule covers {name} of a partial sum and a value that differs between devices"
-        )
+        return op.no_rule(f"{name} of a partial sum and a value that differs between devices")
     owed = [isinstance(kind, k.Owed) for kind in kinds]
     adds = name in ("add", "sub", "add_any")
     scales = name == "mul" or (name == "div" and owed[0])
@@ -186,7 +182,7 @@ def _of_owed(op: Op) -> k.Kind:
     # For integers the result is undecided, because the code may intend to compute an index from the
     # number of rows on the device.
     if op.ins[owed.index(True)].dtype.kind in "iu":
-        return op.undecided(f"no rule covers {name} of a count of this device's own rows")
+        return op.no_rule(f"{name} of a count of this device's own rows")
     return op.wrong(message)
 
 
@@ -195,7 +191,7 @@ def _of_extreme(op: Op) -> k.Kind:
     keeps = op.name in ("convert_element_type", "stop_gradient", "copy")
     if keeps or (op.name == found.name and {*op.kinds} == {found}):
         return found
-    return op.undecided(f"no rule covers {op.name} of {found} over {op.at.axis!r}")
+    return op.no_rule(f"{op.name} of {found} over {op.at.axis!r}")
 
 
 def common(shards: Sequence[k.Kind]) -> frozenset[int]:

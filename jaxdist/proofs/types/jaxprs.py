@@ -36,16 +36,6 @@ def called_by(eqn: Any) -> Any:
     return None
 
 
-def function_name(eqn: Any, called: Any) -> str:
-    """Return the name of the function that an equation calls, or an empty string.
-
-    Args:
-      eqn: the equation.
-      called: the called program, as `called_by` returns it.
-    """
-    return str(eqn.params.get("name") or called.debug_info.func_name or "")
-
-
 def axes_over(eqn: Any) -> tuple[Any, ...]:
     """Return the mesh axes that a collective spans."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))

@@ -75,6 +75,10 @@ class Op:
         """Return the kind `Unknown` with the reason why no rule applies."""
         return self.at.undecided(self.eqn, message)
 
+    def no_rule(self, what: str) -> k.Kind:
+        """Return the kind `Unknown` with the reason that no rule covers an operation."""
+        return self.undecided(f"no rule covers {what}")
+
 
 def op_of(at: Any, eqn: Any, values: Sequence[k.Value]) -> Op:
     """Return the `Op` of an equation, with the values of its operands."""

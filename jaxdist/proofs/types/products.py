@@ -55,9 +55,7 @@ def _product(op: Op, *uses: Uses) -> Found:
     roles = [{use for dim, use in used.items() if dim in one.held} for used, one in pairs]
     lost = any(isinstance(op.kinds[side], k.Shard) and not roles[side] for side in (0, 1))
     if lost or not op.all(k.Shard | k.SAME):
-        return op.undecided(
-            f"no rule covers {op.name} of operands that are {op.kinds[0]} and {op.kinds[1]}"
-        )
+        return op.no_rule(f"{op.name} of operands that are {op.kinds[0]} and {op.kinds[1]}")
     for side, other in enumerate(op.kinds[::-1]):
         free = [number for role, number in roles[side] if role == "free"]
         if free and isinstance(other, k.Whole | k.Count):
@@ -82,16 +80,14 @@ def gather(op: Op) -> Found:
         shared = {batch[index] for dim, index in pairs if dim in op.values[0].held} & dims
         if isinstance(table, k.Whole) or shared:
             return k.Shard(frozenset(shared)) if shared else k.Shard(dims, indices.inner)
-        return op.undecided(
-            f"no rule covers indices that are {indices} into a table that is {table}"
-        )
+        return op.no_rule(f"indices that are {indices} into a table that is {table}")
     if isinstance(indices, k.APART):
-        return op.undecided("no rule covers indices that differ between devices")
+        return op.no_rule("indices that differ between devices")
     if isinstance(table, k.Shard):
         gone = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
         to = dict(zip(dropped(gone, op.ins[0].ndim), numbers.offset_dims, strict=True))
         if table.dims & {*numbers.start_index_map} or not table.dims & to.keys():
-            return op.undecided("no rule covers indices into a table whose rows are sharded")
+            return op.no_rule("indices into a table whose rows are sharded")
         return k.shard(*(to[dim] for dim in table.dims if dim in to))
     return table
 

@@ -37,22 +37,16 @@ def apart(op: Op, dims: Collection[int]) -> k.Kind:
     if op.all(k.SAME | k.APART):
         return k.OWN if op.has(k.APART) else k.WHOLE
     if not op.all(k.SAME | k.APART | k.Shard):
-        return op.undecided(
-            f"no rule covers {label} of operands that are {' and '.join(map(str, op.kinds))}"
-        )
+        return op.no_rule(f"{label} of operands that are {' and '.join(map(str, op.kinds))}")
     kept, others = common(op.kinds) & {*dims}, " or ".join(map(str, sorted(dims)))
-    said = f"no rule covers {label} of shards along a dim that is not {others}"
-    return k.Shard(kept) if kept else op.undecided(said)
+    said = f"{label} of shards along a dim that is not {others}"
+    return k.Shard(kept) if kept else op.no_rule(said)
 
 
 def bitcast(op: Op) -> Found:
     """Return the kind of an array whose bits are read as another dtype."""
     keeps = op.all(k.SAME | k.Own | k.Shard)
-    return (
-        op.kinds[0]
-        if keeps
-        else op.undecided(f"no rule covers the bits of a value that is {op.kinds[0]}")
-    )
+    return op.kinds[0] if keeps else op.no_rule(f"the bits of a value that is {op.kinds[0]}")
 
 
 def by_default(op: Op) -> Found:

@@ -152,7 +152,7 @@ def additions(op: Op) -> Found:
     pairs = zip(body.invars[:count], body.invars[count:], body.outvars, strict=True)
     zeros = all(isinstance(kind, k.Zero) for kind in op.kinds[count:])
     if added != {("add", *pair) for pair in pairs} or not zeros:
-        return op.undecided("no rule covers a reduce whose function does not only add to zeros")
+        return op.no_rule("a reduce whose function does not only add to zeros")
     return [_reduction(op, number, "sum", op.params["dimensions"]) for number in range(count)]
 
 
@@ -166,7 +166,7 @@ def _reduction(op: Op, number: int, name: str, axes: Sequence[int]) -> k.Value:
         equal = any(dim in value.constant and shape[dim] != 1 for dim in axes)
         kind = k.COUNT if equal else kind
     elif isinstance(kind, k.Joined) or (isinstance(kind, k.Extreme) and kind.name != name):
-        kind = op.undecided(f"no rule covers {op.name} of a value that is {kind}")
+        kind = op.no_rule(f"{op.name} of a value that is {kind}")
     elif isinstance(kind, k.Owed) and name != "sum":
         kind = op.wrong(f"takes {name} of a partial sum over AXIS")
     elif isinstance(kind, k.Zero) and name not in ("sum", "max", "min", "or", "and"):
@@ -186,7 +186,7 @@ def _reduced(op: Op, name: str, kind: k.Shard, shape: Sequence[int], to: dict[in
         removal = all(shape[dim] == 1 for dim in range(len(shape)) if dim not in to)
         return k.DOUBTFUL if doubtful or removal else k.OWED
     made = {"max": k.Extreme(name), "min": k.Extreme(name), "and": k.OWN, "or": k.OWN}
-    return made.get(name) or op.undecided(f"no rule covers {op.name} over a sharded dim")
+    return made.get(name) or op.no_rule(f"{op.name} over a sharded dim")
 
 
 def concatenate(op: Op) -> Found:
@@ -259,7 +259,7 @@ def pad(op: Op) -> Found:
     if isinstance(kind, k.Joined):
         low, high, inner = op.params["padding_config"][kind.dim]
         if inner or min(low, high) < 0 or not zeros:
-            return op.undecided(f"no rule covers a pad of a value that is {kind}")
+            return op.no_rule(f"a pad of a value that is {kind}")
         parts = (low, k.ZERO), *kind.parts, (high, k.ZERO)
         return k.concatenated(kind.dim, [part for part in parts if part[0]])
     if isinstance(kind, k.Zero):
@@ -279,7 +279,7 @@ def _cut(op: Op, joined: k.Joined) -> Found:
         ends = [sum(params["sizes"][: i + 1]) for i in range(len(op.eqn.outvars))]
         pieces = list(zip([0, *ends], ends, strict=False))
     else:
-        return op.undecided(f"no rule covers {op.name} of a value that is {joined}")
+        return op.no_rule(f"{op.name} of a value that is {joined}")
     found = []
     for start, stop in pieces:
         begin, held = 0, []
@@ -303,9 +303,7 @@ def dynamic_slice(op: Op) -> Found:
             return value.of_kind(k.shard(dim) if tiles else k.OWN)
         ranked = isinstance(start, k.Rank) and isinstance(value.kind, k.Owed | k.Whole)
         if ranked or isinstance(start, k.Own | k.Shard):
-            return op.undecided(
-                "no rule covers a slice that begins at a different index on each device"
-            )
+            return op.no_rule("a slice that begins at a different index on each device")
     return value
 
 
@@ -325,9 +323,8 @@ def written(op: Op, target: k.Value, update: k.Value, places: Sequence[k.Kind]) 
     The result is undecided if `places` differ between devices.
     """
     if not all(isinstance(place, k.SAME) for place in places):
-        return op.undecided("no rule covers a write to indices that differ between devices")
-    otherwise = op.undecided(
-        f"no rule covers a write of a value that is {update.kind} into an array that is "
-        f"{target.kind}"
+        return op.no_rule("a write to indices that differ between devices")
+    otherwise = op.no_rule(
+        f"a write of a value that is {update.kind} into an array that is {target.kind}"
     )
     return k.joined(target, update, otherwise).kind

@@ -146,7 +146,7 @@ class Pass:
         if name == "shard_map" and self.axis in eqn.params["newly_manual_axes"]:
             return self._region(eqn, called, values)
         if called is not None:
-            function = jaxprs.function_name(eqn, called)
+            function = str(eqn.params.get("name") or called.debug_info.func_name)
             if values and self._inside and function in OWN_COLLECTIVES:
                 given = {"name": function, "ins": [eqn.invars[-1].aval], "over": axes_of(called)}
                 op = op_of(self, eqn, values).of(values[-1:], **given)
@@ -297,11 +297,8 @@ class Pass:
         """
         kind = value.kind
         if getattr(kind, "dims", None) == {0} or getattr(kind, "dim", None) == 0:
-            value = value.of_kind(
-                self.undecided(
-                    eqn, f"a loop iterates over the leading dim of an array that is {kind}"
-                )
-            )
+            said = f"a loop iterates over the leading dim of an array that is {kind}"
+            value = value.of_kind(self.undecided(eqn, said))
         return value.resized(var.aval.ndim, -1)
 
     def _settle(self, eqn: Any, carry: list[k.Value], turn: Turn) -> tuple[list[k.Value], ...]:
