@@ -198,16 +198,13 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
     """Return the reader of table rows if servers hold the model's tables, else None.
 
     Raises:
-      ConfigError: the model has no tables.
+      ConfigError: the tables have no limit.
     """
-    if not isinstance(config.strategy, Hybrid):
+    # Data without fields are refused when the model is built, with the types of data that have
+    # fields.
+    if not isinstance(config.strategy, Hybrid) or dataset.fields is None:
         return None
-    if not isinstance(config.model, RecommenderConfig) or dataset.fields is None:
-        raise ConfigError(
-            "strategy.type hybrid keeps the embedding tables of a model on servers, but "
-            f"model.type {config.model.type} has no tables: use model.type mf or dlrm, or "
-            "strategy.type parameter_server"
-        )
+    assert isinstance(config.model, RecommenderConfig), "the validity table refuses other models"
     most = config.strategy.most_rows or 0
     free = [name for name, size in dataset.fields.items() if not size]
     if free and not most:

@@ -204,6 +204,10 @@ SECTIONS: Mapping[str, Feature] = {
     "model.attention_window": _setting("model.attention_window"),
     "a loss other than next_token": _setting("loss.type"),
     "a model without attention": _value("model.type", "cnn", "import", "mlp", "resnet"),
+    "a model without tables": Feature(
+        lambda f: f.settings.get("model.type") not in ("mf", "dlrm"),
+        lambda f: f"model.type {f.settings.get('model.type', 'gpt')}",
+    ),
     "a model whose attention is not causal": _value("model.type", "bert"),
 }
 """The features of other sections of a config. Some features depend on two settings."""

@@ -538,7 +538,8 @@ def test_gradients_of_rows_cost_no_second_pass() -> None:
     ("sections", "message"),
     [
         ({"model": {"type": "mlp", "hidden": [8]}, "data": {"type": "images", "source": "digits"}},
-         "model.type mlp has no tables"),
+         "model.type mlp with strategy.type hybrid: .* has no tables"),
+        ({"data": {"type": "images", "source": "digits"}}, "dlrm needs ids of categorical fields"),
         ({"train": {"steps": 4, "batch_size": 64, "microbatches": 2}}, "train.microbatches 2"),
         ({"optim": {**_SECTIONS["optim"], "clip_norm": 1.0}}, "optim.clip_norm"),
         ({"strategy": {**_HYBRID, "consistency": {"type": "ssp", "reads": "lazy"}}}, "each_clock"),
