@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -152,15 +153,11 @@ def recorded(
     Raises:
       RunError: the file cannot be written.
     """
-
-    def note() -> None:
-        if file is not None:
-            write_json(file, report(results), what=what, indent=1, allow_nan=True)
-
-    note()  # A file that cannot be written is refused here, before minutes of training.
+    note = partial(write_json, file, what=what, indent=1, allow_nan=True)
+    note(report(results))  # A file that cannot be written is refused before minutes of training.
     for result in fresh:
         results.append(result)
-        note()
+        note(report(results))
         yield result
 
 
