@@ -138,11 +138,15 @@ class Feature:
 
     Attributes:
       active: the function that returns whether a config has the property.
-      shown: the function that returns the setting as in a config, for a message.
+      text: the setting as in a config, for a message, or the function that returns it.
     """
 
     active: Callable[[Facts], bool]
-    shown: Callable[[Facts], str]
+    text: str | Callable[[Facts], str]
+
+    def shown(self, facts: Facts) -> str:
+        """Return the setting as in a config, for a message."""
+        return self.text if isinstance(self.text, str) else self.text(facts)
 
 
 def shown_mesh(facts: Facts) -> str:
@@ -165,6 +169,11 @@ def shown_stage(facts: Facts) -> str:
 def shown_compression(facts: Facts) -> str:
     kind = getattr(facts.compression, "type", "")
     return f"parallel.compression.type {kind}"
+
+
+def has_strategy(kind: str) -> Feature:
+    """Return the feature of configs with this `strategy.type`."""
+    return Feature(lambda f: f.strategy == kind, f"strategy.type {kind}")
 
 
 def _messages_over(axis: str, *, fed_back: bool | None = None) -> Feature:
@@ -206,10 +215,10 @@ FEATURES: Mapping[str, Feature] = {
     "zero 2": Feature(_at_stage(2), shown_stage),
     "zero 3": Feature(_at_stage(3), shown_stage),
     "parallel.zero.scope: all": Feature(
-        lambda f: f.zero.stage > 0 and f.zero.scope == "all", lambda f: "parallel.zero.scope all"
+        lambda f: f.zero.stage > 0 and f.zero.scope == "all", "parallel.zero.scope all"
     ),
     "parallel.zero.scope: ici": Feature(
-        lambda f: f.zero.stage > 0 and f.zero.scope == "ici", lambda f: "parallel.zero.scope ici"
+        lambda f: f.zero.stage > 0 and f.zero.scope == "ici", "parallel.zero.scope ici"
     ),
     "reduce: null": Feature(lambda f: f.reduce is None, shown_reduce),
     "reduce: xla": Feature(_is("xla"), shown_reduce),
@@ -219,24 +228,22 @@ FEATURES: Mapping[str, Feature] = {
     "compression over data, error_feedback: false": _messages_over("data", fed_back=False),
     "compression over data.dcn": _messages_over("data.dcn"),
     "parallel.zero.secondary": Feature(
-        lambda f: f.zero.stage == 3 and f.zero.secondary, lambda f: "parallel.zero.secondary"
+        lambda f: f.zero.stage == 3 and f.zero.secondary, "parallel.zero.secondary"
     ),
     "deterministic: strict": Feature(
-        lambda f: f.shards is not None, lambda f: "parallel.deterministic.type strict"
+        lambda f: f.shards is not None, "parallel.deterministic.type strict"
     ),
     "train.microbatches": Feature(
         lambda f: f.microbatches > 1, lambda f: f"train.microbatches {f.microbatches}"
     ),
     # No row names this feature. The matrix thus shows that the feature combines with all other
     # features.
-    "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
-    "model.remat: {...: offload}": Feature(
-        lambda f: f.offloads, lambda f: "offload in model.remat"
-    ),
+    "model.remat": Feature(lambda f: True, "model.remat"),
+    "model.remat: {...: offload}": Feature(lambda f: f.offloads, "offload in model.remat"),
     "workers of a parameter server": Feature(
         lambda f: f.workers > 1, lambda f: f"strategy.workers {f.workers}"
     ),
-    "weights in the data": Feature(lambda f: f.weighted, lambda f: "a weight in each example"),
+    "weights in the data": Feature(lambda f: f.weighted, "a weight in each example"),
     "a held-out split in several batches": Feature(
         lambda f: f.evaluation is not None, lambda f: f"held-out evaluation of {f.evaluation}"
     ),
@@ -244,9 +251,7 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: bool(f.scalars),
         lambda f: "a loss that returns a scalar for " + " and ".join(map(repr, f.scalars)),
     ),
-    "strategy: parameter_server": Feature(
-        lambda f: f.strategy == "parameter_server", lambda f: "strategy.type parameter_server"
-    ),
+    "strategy: parameter_server": has_strategy("parameter_server"),
 }
 """The features of the matrix in the docs, in its order. `jaxdist.validity.sections` has the
 features that are not in the matrix.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jaxdist.compression import CompressedMomentum, MomentumCorrection, NoFeedback
 from jaxdist.compression.config import CompressAuto
-from jaxdist.validity.features import FEATURES, Facts, Feature, shown_mesh
+from jaxdist.validity.features import FEATURES, Facts, Feature, has_strategy, shown_mesh
 
 LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
 """The optimizers whose steps are linear in the momentum. An optimizer with a second moment is
@@ -20,10 +20,6 @@ def _setting(path: str) -> Feature:
 
 def _value(path: str, *values: str) -> Feature:
     return Feature(lambda f: f.settings.get(path) in values, lambda f: f"{path} {f.settings[path]}")
-
-
-def _strategy(kind: str) -> Feature:
-    return Feature(lambda f: f.strategy == kind, lambda f: f"strategy.type {kind}")
 
 
 def _feedback(facts: Facts) -> str:
@@ -109,7 +105,7 @@ _PATHS = (
 
 SECTIONS: Mapping[str, Feature] = {
     **{path: _setting(path) for path in _PATHS},
-    "strategy: hybrid": _strategy("hybrid"),
+    "strategy: hybrid": has_strategy("hybrid"),
     "elastic.batch: rescale": _value("elastic.batch", "rescale"),
     "strategy.consistency: elastic": _value("strategy.consistency.type", "elastic"),
     "strategy.aggregation: racks": _value("strategy.aggregation.type", "racks"),
@@ -119,7 +115,7 @@ SECTIONS: Mapping[str, Feature] = {
         lambda f: f"strategy.consistency.type {f.settings['strategy.consistency.type']}",
     ),
     "no optim.scale_from": Feature(
-        lambda f: "optim.scale_from" not in f.settings, lambda f: "optim.scale_from null"
+        lambda f: "optim.scale_from" not in f.settings, "optim.scale_from null"
     ),
     "a mesh axis besides data and tensor": Feature(
         lambda f: bool(_beside(f)),
@@ -130,11 +126,9 @@ SECTIONS: Mapping[str, Feature] = {
     "mesh axis expert": Feature(
         lambda f: any(n > 1 for name, n in f.mesh.items() if _kind(name) == "expert"), shown_mesh
     ),
-    "parallel.zero.prefetch": Feature(
-        lambda f: f.zero.prefetch, lambda f: "parallel.zero.prefetch true"
-    ),
+    "parallel.zero.prefetch": Feature(lambda f: f.zero.prefetch, "parallel.zero.prefetch true"),
     "parallel.zero.offload": Feature(
-        lambda f: f.zero.stage > 0 and f.zero.offload, lambda f: "parallel.zero.offload true"
+        lambda f: f.zero.stage > 0 and f.zero.offload, "parallel.zero.offload true"
     ),
     "parallel.zero.offload_parameters": Feature(
         lambda f: f.zero.stage > 0 and bool(f.zero.offload_parameters),
@@ -143,12 +137,12 @@ SECTIONS: Mapping[str, Feature] = {
     "a strategy besides synchronous": Feature(
         lambda f: f.strategy != "synchronous", lambda f: f"strategy.type {f.strategy}"
     ),
-    "strategy: lookahead": _strategy("lookahead"),
+    "strategy: lookahead": has_strategy("lookahead"),
     "optim: onebit": Feature(lambda f: f.optim.freeze_step is not None, _optim),
     "optim: muon": Feature(lambda f: f.optim.type == "muon", _optim),
     "an optimizer that evaluates other parameters": Feature(
         lambda f: f.optim.averages,
-        lambda f: "an optimizer that evaluates other parameters than it trains",
+        "an optimizer that evaluates other parameters than it trains",
     ),
     "an optimizer with momentum": Feature(
         lambda f: f.optim.momentum > 0,
@@ -172,11 +166,11 @@ SECTIONS: Mapping[str, Feature] = {
     "another error_feedback": Feature(_other_feedback, _feedback),
     "parallel.compression: auto": Feature(
         lambda f: isinstance(f.compression, CompressAuto),
-        lambda f: "parallel.compression.type auto",
+        "parallel.compression.type auto",
     ),
     "parallel.compression.rules": Feature(
         lambda f: f.compression is not None and bool(f.compression.rules),
-        lambda f: "parallel.compression.rules",
+        "parallel.compression.rules",
     ),
     "parallel.compression.warmup_steps": Feature(
         lambda f: f.compression is not None and f.compression.warmup_steps > 0, _warmup
@@ -199,7 +193,7 @@ SECTIONS: Mapping[str, Feature] = {
     "model.attention: splash": _value("model.attention", "splash"),
     "sharding.collective_matmul": Feature(
         lambda f: "sharding.collective_matmul" in f.settings,
-        lambda f: "sharding.collective_matmul true",
+        "sharding.collective_matmul true",
     ),
     "model.attention_window": _setting("model.attention_window"),
     "a loss other than next_token": _setting("loss.type"),
