@@ -27,6 +27,6 @@ def test_a_skipped_step_without_a_loss_goes_on(
 
     program: Any = SimpleNamespace(metrics=("loss", "skipped_in_a_row"), train=step)
     loader = SimpleNamespace(batches=lambda: nullcontext(repeat(None)))
-    experiment: Any = SimpleNamespace(loader=loader, total_steps=3)
-    assert train_trial(experiment, program, 0)[1] == diverged  # pyright: ignore[reportArgumentType]
+    experiment: Any = SimpleNamespace(program=program, loader=loader, total_steps=3)
+    assert train_trial(experiment, 0)[1] == diverged  # pyright: ignore[reportArgumentType]
     assert len(taken) == steps
