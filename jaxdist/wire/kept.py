@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.wire.contract import Envelope, Hear, Op, Peer, Session, Spec, Wire, WireError
+from jaxdist.wire.contract import (
+    Envelope,
+    Hear,
+    Op,
+    Peer,
+    RefusedError,
+    Session,
+    Spec,
+    Wire,
+    WireError,
+)
 from jaxdist.wire.frames import TEXT_BYTES, StrictService, text_payload
 
 AWAY_SECONDS = 0.05
@@ -21,10 +31,18 @@ class KeptSession:
       opened: the function that is called with this object when a session begins; envelopes that
         were sent earlier may be lost.
       hear: the function that is called with each envelope of the peer.
+      ended: the function that is called when a session has ended, or could not begin because the
+        peer denies access. Its arguments are the reason, and whether the peer denies access.
     """
 
-    def __init__(self, wire: Wire, opened: Callable[[Any], None], hear: Hear) -> None:
-        self._wire, self._opened, self._hear = wire, opened, hear
+    def __init__(
+        self,
+        wire: Wire,
+        opened: Callable[[Any], None],
+        hear: Hear,
+        ended: Callable[[str, bool], None] = lambda reason, denied: None,
+    ) -> None:
+        self._wire, self._opened, self._hear, self._ended = wire, opened, hear, ended
         self._session: Session | None = None
         self._lost, self._closed = threading.Event(), threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kept session", daemon=True)
@@ -42,6 +60,10 @@ class KeptSession:
         self._closed.set()
         self._lost.set()
 
+    def join(self) -> None:
+        """Wait until the session that `close` has ended calls no function any more."""
+        self._keeper.join()
+
     def _keep(self) -> None:
         while True:
             # The event is cleared before `open`, because a session may end before `open` returns.
@@ -51,8 +73,12 @@ class KeptSession:
             if self._closed.is_set():
                 return
             try:
-                session = self._wire.open(self._hear, lambda reason: self._lost.set())
-            except WireError:
+                session = self._wire.open(self._hear, self._over)
+            except WireError as error:
+                # The peer may still be starting, or may be about to be replaced. The thread
+                # therefore tries again.
+                if isinstance(error, RefusedError):
+                    self._ended(str(error), True)
                 self._closed.wait(AWAY_SECONDS)
                 continue
             self._session = session
@@ -60,6 +86,13 @@ class KeptSession:
             self._lost.wait()
             self._session = None
             session.close()
+            # A peer may end each session at once, for example if it denies access.
+            self._closed.wait(AWAY_SECONDS)
+
+    def _over(self, reason: str) -> None:
+        # A retry would present the same token, which the peer has refused.
+        self._ended(reason, "UNAUTHENTICATED" in reason)
+        self._lost.set()
 
 
 class Board(StrictService):

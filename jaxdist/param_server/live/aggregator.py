@@ -68,7 +68,7 @@ class Aggregator(Reception):
         self._link = ServerLink(layout.server, wire, ClientState(-1), f"server {layout.server}")
         self._begin()
         for worker in workers:
-            self._join(worker)
+            super()._join(worker)
         self._exchange = Sessions(
             [self._link],
             self._lock,
@@ -114,15 +114,13 @@ class Aggregator(Reception):
         self._payloads.clear()
         self._waiting.clear()
         self._begin()
-        self._link.idle = True
         self._exchange.begin(self._link, self.state.outer)
         self._gone(before)
 
     def _join(self, client: int) -> None:
         super()._join(client)
-        if self._link.idle:
-            self._link.idle = False
-            self._exchange.wake()
+        if self._link.kept is None:
+            self._exchange.open(self._link)
 
     def _late(self) -> str:
         if self.state.answers or self.state.owed:

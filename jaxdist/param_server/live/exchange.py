@@ -1,4 +1,4 @@
-"""A client's sessions with servers; a new session sends unanswered messages again."""
+"""The sessions of a client with servers; a new session sends unanswered messages again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,8 @@ from jaxdist.param_server.live.envelopes import of_message, to_reply
 from jaxdist.param_server.protocol import client as protocol
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Refuse, Reply
-from jaxdist.wire.contract import (
-    NO_SEQUENCE,
-    Envelope,
-    Op,
-    RefusedError,
-    Session,
-    Wire,
-    WireError,
-)
-
-AWAY_SECONDS = 0.05
-"""The seconds between two attempts to reach a server."""
+from jaxdist.wire.contract import NO_SEQUENCE, Envelope, Op, Wire
+from jaxdist.wire.kept import KeptSession
 
 
 class ServerLink:
@@ -41,7 +31,8 @@ class ServerLink:
       payloads: the payloads of pushes that are not settled, by sequence; set by the owner.
       welcome: whether the server has bound the session to this client.
       late: the clients that the server waits for, as named in its last answer to `ask_late`.
-      idle: whether no session is kept open, because the rack has no worker.
+      kept: the session that is kept open, or None if the rack has no worker.
+      opening: the number of sessions that were kept open or given up; it identifies `kept`.
       asked: the unanswered request that is not a message of the protocol, or None if there is none.
     """
 
@@ -49,9 +40,8 @@ class ServerLink:
         self.server, self.wire, self.state, self.name = server, wire, state, name
         self.copy: np.ndarray | None = None
         self.payloads: dict[int, np.ndarray] = {}
-        self.welcome, self.late, self.idle = False, "", False
-        self.session: Session | None = None
-        self._over = threading.Event()
+        self.welcome, self.late, self.opening = False, "", 0
+        self.kept: KeptSession | None = None
         self._asked: dict[int, float] = {}
         self._greeted = self._asked_seconds = 0.0
         self.asked: Envelope | None = None
@@ -60,26 +50,26 @@ class ServerLink:
         """Send a message with its payload, or leave it to the next session if none is open."""
         sequence = message.stamp.sequence
         self._asked[sequence] = time.monotonic()
-        if self.session is not None and self.welcome:
+        if self.kept is not None and self.welcome:
             payload = self.payloads.get(sequence)
-            self.session.send(of_message(message, self.server, payload))
+            self.kept.send([of_message(message, self.server, payload)])
 
     def ask(self, envelope: Envelope) -> None:
         """Replace any earlier request by a request that is repeated until an answer arrives."""
         self.asked, self._asked_seconds = envelope, time.monotonic()
-        if self.session is not None and self.welcome:
-            self.session.send(envelope)
+        if self.kept is not None and self.welcome:
+            self.kept.send([envelope])
 
     def ask_late(self) -> None:
         """Ask the server for which clients it waits."""
-        if self.session is not None and self.welcome:
-            self.session.send(self._envelope(Op.LATE))
+        if self.kept is not None and self.welcome:
+            self.kept.send([self._envelope(Op.LATE)])
 
     def again(self, before: float) -> None:
         """Send again the unanswered messages that were sent before a time of `time.monotonic`."""
         if not self.welcome:
-            if self.session is not None and self._greeted <= before:
-                self._greet(self.session)
+            if self.kept is not None and self._greeted <= before:
+                self.greet(self.kept)
             return
         under_way = protocol.retries(self.state)
         kept = {message.stamp.sequence for message in under_way}
@@ -95,51 +85,24 @@ class ServerLink:
         self.welcome = True
         self.again(math.inf)
 
-    def opened(self, session: Session, over: threading.Event) -> None:
-        """Start to use a new session, and bind the session to the client.
-
-        Args:
-          session: the new session.
-          over: the event that is set when the session has ended.
-        """
-        self.session, self._over = session, over
-        self._greet(session)
-
-    def ended(self, over: threading.Event) -> Session | None:
-        """Mark a session as ended.
-
-        Return the session if the link still uses this session, and otherwise None.
-
-        Args:
-          over: the event of the session, which is set here.
-        """
-        over.set()
-        if over is not self._over:
-            return None
-        session, self.session, self.welcome = self.session, None, False
-        return session
-
     def begin(self, state: ClientState) -> None:
         """Switch the link to a new client with this state; the caller ends the old session."""
         self.state, self.copy, self.late = state, None, ""
         self.payloads, self._asked = {}, {}
 
-    def end(self) -> Session | None:
-        """Stop using the session; return it for the caller to close, or None if none is open."""
-        return self.ended(self._over)
-
-    def _greet(self, session: Session) -> None:
-        self._greeted = time.monotonic()
+    def greet(self, kept: KeptSession) -> None:
+        """Bind the session to the client; messages follow when the server has accepted this."""
+        self.kept, self.welcome, self._greeted = kept, False, time.monotonic()
         # All messages before `first` have had their final replies. A new server must know this.
         first = min(self.state.under_way, default=self.state.sequence)
-        session.send(replace(self._envelope(Op.HELLO), sequence=first))
+        kept.send([replace(self._envelope(Op.HELLO), sequence=first)])
 
     def _envelope(self, op: Op) -> Envelope:
         return Envelope(op, self.state.epoch, self.state.client, tensor=self.server)
 
 
 class Sessions:
-    """The sessions of a client's links, which a thread keeps open.
+    """The sessions of a client's links, each of which a `KeptSession` keeps open.
 
     Args:
       lock: the lock of the owner, held during all callbacks.
@@ -166,52 +129,71 @@ class Sessions:
         self._secured = secured
         self.links, self._retry_seconds = tuple(links), retry_seconds
         self._heard, self._failed = heard, failed
-        self.changed, self._lost = threading.Condition(lock), threading.Condition(lock)
-        self._closed = False
-        self._keeper = threading.Thread(target=self._keep, name="sessions", daemon=True)
-        self._keeper.start()
+        self.changed = threading.Condition(lock)
+        self._closed = threading.Event()
+        self._repeater = threading.Thread(target=self._repeat, name="sessions", daemon=True)
+        with self.changed:
+            for link in self.links:
+                self.open(link)
+        self._repeater.start()
 
     def close(self) -> None:
         """End all sessions; the caller must not hold the lock."""
-        with self._lost:
-            self._closed = True
-            self._lost.notify_all()
-        self._keeper.join()
-        for link in self.links:
-            if link.session is not None:
-                link.session.close()
+        with self.changed:
+            self._closed.set()
+            kept = [link.kept for link in self.links if link.kept is not None]
+            for link in self.links:
+                self._end(link)
+        # This thread does not hold the lock here, because a session that ends may wait for it.
+        for one in kept:
+            one.join()
+        self._repeater.join()
 
     def begin(self, link: ServerLink, state: ClientState) -> None:
-        """Switch a link to a new client; the caller holds the lock."""
+        """Switch a link to a new client without a session; the caller holds the lock."""
+        self._end(link)
         link.begin(state)
-        self._leave(link)
 
     def move(self, link: ServerLink, wire: Wire, epoch: int) -> None:
         """Connect a link to the server that leads in a new epoch; the caller holds the lock."""
         link.wire, link.state = wire, protocol.client_in_epoch(link.state, epoch)
-        self._leave(link)
-        # A new thread opens the session, since the keeper's thread may still wait for the earlier
-        # server, which does not answer.
-        threading.Thread(target=self._open, args=(link,), name="moved", daemon=True).start()
+        self._end(link)
+        self.open(link)
 
-    def _leave(self, link: ServerLink) -> None:
-        session = link.end()
-        if session is not None:
-            # Another thread closes the session, since closing may wait for the lock, which this
-            # thread holds.
-            threading.Thread(target=session.close, name="left", daemon=True).start()
-        self._lost.notify_all()
+    def open(self, link: ServerLink) -> None:
+        """Keep a session of a link open from now on; the caller holds the lock."""
+        if self._closed.is_set():
+            return
+        link.opening += 1
+        number = link.opening
 
-    def wake(self) -> None:
-        """Open a session for a link that is not idle any more; the caller holds the lock."""
-        self._lost.notify_all()
+        def opened(kept: KeptSession) -> None:
+            with self.changed:
+                if link.opening == number:
+                    link.greet(kept)
 
-    def _hear(self, link: ServerLink, over: threading.Event, envelope: Envelope) -> None:
-        with self.changed:
-            # Messages of an ended session are ignored, since the next session repeats them.
-            if not over.is_set():
-                self._take(link, envelope)
-            self.changed.notify_all()
+        def hear(envelope: Envelope) -> None:
+            with self.changed:
+                # Messages of an earlier session are ignored, since the next session repeats them.
+                if link.opening == number:
+                    self._take(link, envelope)
+                self.changed.notify_all()
+
+        def ended(reason: str, denied: bool) -> None:
+            with self.changed:
+                if link.opening == number:
+                    link.welcome = False
+                    if denied:
+                        self._failed(f"{link.name} refuses to admit the client: {reason}")
+                self.changed.notify_all()
+
+        link.kept = KeptSession(link.wire, opened, hear, ended)
+
+    def _end(self, link: ServerLink) -> None:
+        link.opening, link.welcome = link.opening + 1, False
+        if link.kept is not None:
+            link.kept.close()
+            link.kept = None
 
     def _take(self, link: ServerLink, envelope: Envelope) -> None:
         if envelope.client != link.state.client:
@@ -230,55 +212,10 @@ class Sessions:
             elif reply.sequence == NO_SEQUENCE or reply.sequence in link.state.under_way:
                 self._failed(f"{link.name} refused a message: {reply.reason}")
 
-    def _keep(self) -> None:
-        """Reopen sessions that ended, and send again messages that were unanswered for too long."""
-        while True:
-            with self._lost:
-                if self._closed:
-                    return
-                before = time.monotonic() - self._retry_seconds
+    def _repeat(self) -> None:
+        """Send again the messages that were unanswered for too long."""
+        # With this interval, a message is repeated at most a quarter of `retry_seconds` too late.
+        while not self._closed.wait(self._retry_seconds / 4):
+            with self.changed:
                 for link in self.links:
-                    link.again(before)
-                away = [link for link in self.links if link.session is None and not link.idle]
-                if not away:
-                    # With this interval, a message is repeated at most a quarter of `retry_seconds`
-                    # too late.
-                    self._lost.wait(self._retry_seconds / 4)
-            for link in away:
-                self._open(link)
-                time.sleep(AWAY_SECONDS)
-
-    def _open(self, link: ServerLink) -> None:
-        over, wire = threading.Event(), link.wire
-
-        def ended(reason: str) -> None:
-            with self.changed:
-                link.ended(over)
-                # A retry would present the same token, which the server has refused.
-                if "UNAUTHENTICATED" in reason:
-                    self._failed(f"{link.name} refuses to admit the client: {reason}")
-                self.changed.notify_all()
-                self._lost.notify_all()
-
-        try:
-            session = wire.open(lambda envelope: self._hear(link, over, envelope), ended)
-        except RefusedError as error:
-            with self.changed:
-                self._failed(f"{link.name} refuses to admit the client: {error}")
-                self.changed.notify_all()
-            return
-        except WireError:
-            # The server may still be starting, or may be about to be replaced. The thread therefore
-            # tries again.
-            return
-        with self.changed:
-            # The session is closed if it is no longer needed: while it was opened, the last worker
-            # may have left, or the range may have moved.
-            needed = not (link.idle or link.session is not None or self._closed)
-            needed = needed and link.wire is wire
-            if needed and not over.is_set():  # The session may have ended before this thread got
-                link.opened(session, over)  # the lock.
-        if not needed:
-            # This thread does not hold the lock here: `close` waits for the session's reader, which
-            # may wait for the lock in `_hear`.
-            session.close()
+                    link.again(time.monotonic() - self._retry_seconds)
