@@ -125,14 +125,14 @@ class WorkerRows(TableRows):
 
     ends: list[int] = field(default_factory=list)
 
-    def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
+    def touched(self, ids_BF: jax.Array) -> Touched:
         """Return the rows of all devices, one after another; several devices may have a row."""
-        found, places = super().touched(ids_BF)
+        found = super().touched(ids_BF)
         each = [found.rows[at] for at in found.blocks.values()]
         self.ends = [int(end) for end in np.cumsum([len(rows) for rows in each])]
         every = np.split(np.arange(self.ends[-1]), self.ends[:-1])
         blocks = dict(zip(found.blocks, every, strict=True))
-        return Touched(np.concatenate(each), blocks, found.looked_up), places
+        return Touched(np.concatenate(each), blocks, found.places, found.looked_up)
 
 
 @dataclass

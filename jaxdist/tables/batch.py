@@ -32,11 +32,13 @@ class Touched:
       rows: the unique rows, ascending, uint32 or keys (`jaxdist.tables.keys`), `[n]`.
       blocks: for each block on this process's devices, the index in `rows` of each unique row of
         the block. The key of a block is the index of its first example in the batch.
+      places: for each block, the index of each id's row among the unique rows of the block.
       looked_up: the number of ids. A row that several ids look up counts several times.
     """
 
     rows: np.ndarray
     blocks: Mapping[int, np.ndarray]
+    places: Mapping[int, np.ndarray]
     looked_up: int
 
     def gathered(self, grads: jax.Array, per_block: int, examples: int) -> np.ndarray:
@@ -90,12 +92,8 @@ class TableRows:
         ids = jax.ShapeDtypeStruct((examples, fields), np.int32, sharding=self._sharding)
         return {**batch, "ids": ids, PULLED: pulled}
 
-    def touched(self, ids_BF: jax.Array) -> tuple[Touched, dict[int, np.ndarray]]:
-        """Return the rows that a batch touches, and for each id the index of its row in its block.
-
-        The second result has an array of indices for each block. The key of a block is the index of
-        its first example in the batch.
-        """
+    def touched(self, ids_BF: jax.Array) -> Touched:
+        """Return the rows that a batch touches."""
         blocks: dict[int, np.ndarray] = {}
         places: dict[int, np.ndarray] = {}
         looked_up = 0
@@ -110,7 +108,7 @@ class TableRows:
         unique, inverse = unique_rows(np.concatenate([*blocks.values()]))
         ends = np.cumsum([len(rows) for rows in blocks.values()])
         found = dict(zip(blocks, np.split(inverse, ends[:-1]), strict=True))
-        return Touched(unique, found, looked_up), places
+        return Touched(unique, found, places, looked_up)
 
     def filled(self, batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Touched]:
         """Return a batch with the values of the table rows that it looks up, and these rows.
@@ -118,22 +116,18 @@ class TableRows:
         The ids of the batch are replaced by indices in the values of their block.
         """
         assert self.fetch is not None, "no servers and no files to fetch rows from"
-        touched, places = self.touched(batch["ids"])
-        return self.placed(batch, touched, places, self.fetch(touched.rows)), touched
+        touched = self.touched(batch["ids"])
+        return self.placed(batch, touched, self.fetch(touched.rows)), touched
 
     def placed(
-        self,
-        batch: Mapping[str, jax.Array],
-        touched: Touched,
-        places: Mapping[int, np.ndarray],
-        values: np.ndarray,
+        self, batch: Mapping[str, jax.Array], touched: Touched, values: np.ndarray
     ) -> dict[str, jax.Array]:
         """Return the fields of a batch by name, with the values of the touched rows in a new field.
 
         In the result, each id is replaced by the index of its row among the rows of its block.
 
         Args:
-          touched, places: the two results of `touched` for the batch.
+          touched: the rows that the batch touches.
           values: the values `[n, D]` of the touched rows.
         """
         ids = batch["ids"]
@@ -141,7 +135,7 @@ class TableRows:
         per_block = examples * fields
 
         def block_of_ids(index: Any) -> np.ndarray:
-            return places[index[0].start or 0]
+            return touched.places[index[0].start or 0]
 
         def block_of_rows(index: Any) -> np.ndarray:
             block = np.zeros((per_block, self.form.width), np.float32)

@@ -24,7 +24,6 @@ from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 
 TableBatch = Mapping[str, jax.Array]
-_Begun = tuple[Touched, Mapping[int, np.ndarray]]
 
 
 class LookAheadLoader:
@@ -74,7 +73,7 @@ class TableProgram:
     processes: int
     next_batch: Callable[[], TableBatch | None] = lambda: None
     counts: Counter[str] = field(default_factory=Counter)
-    _begun: list[_Begun] = field(default_factory=list)
+    _begun: list[Touched] = field(default_factory=list)
 
     @cached_property
     def _step(self) -> Any:
@@ -85,16 +84,15 @@ class TableProgram:
         return self.program.metrics.index("learning_rate")
 
     def _begin(self, batch: TableBatch) -> None:
-        touched, places = self.rows.touched(batch["ids"])
-        self.client.begin(touched.rows)
-        self._begun.append((touched, places))
+        self._begun.append(self.rows.touched(batch["ids"]))
+        self.client.begin(self._begun[-1].rows)
 
     def _filled(self, batch: TableBatch) -> tuple[TableBatch, Touched]:
         """Return a batch with the values of its table rows; begin to pull the next batch's rows."""
         if not self._begun:
             self._begin(batch)
-        touched, places = self._begun.pop()
-        given = self.rows.placed(batch, touched, places, self.client.take())
+        touched = self._begun.pop()
+        given = self.rows.placed(batch, touched, self.client.take())
         following = self.next_batch()
         if following is not None:
             self._begin(following)
