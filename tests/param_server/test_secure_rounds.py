@@ -196,6 +196,10 @@ def test_a_client_that_ends_after_its_push_is_in_the_sum(team):
     before = one.server.shard.params
     one.begin()
     one.push(2, 4.0)
+    deadline = time.monotonic() + 20
+    while not any(client == 2 for client, _ in [*one.server._payloads]):
+        assert time.monotonic() < deadline, "the push does not arrive"
+        time.sleep(0.001)  # a session that is closed loses what is not sent yet
     one.gone(2)
     one.push(0, 1.0)
     one.push(1, 1.0)
