@@ -157,7 +157,8 @@ def judge_knob(step: AuditedStep, path: KeyPath, *, full: bool) -> KnobEffect | 
     except ConfigError as error:
         return None if section else found("required", config_refusal(error))
     # On the given devices, the default gives the mesh of the config, except for axes of size 1.
-    if other.mesh == step.mesh and _same_but_mesh(config, step.config):
+    like = config.model_copy(update={"mesh": step.config.mesh})
+    if other.mesh == step.mesh and like == step.config:
         return found("default", "")
     effect = _effect(other, step, compile_both=full or path[0] in LAYOUT)
     if effect:
@@ -207,10 +208,6 @@ def _is_read(step: AuditedStep, path: KeyPath) -> bool:
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
     """Return the config with the model's default loss, unless the config already has a loss."""
     return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
-
-
-def _same_but_mesh(config: ExperimentConfig, other: ExperimentConfig) -> bool:
-    return config.model_copy(update={"mesh": other.mesh}) == other
 
 
 def _step(

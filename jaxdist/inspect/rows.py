@@ -52,7 +52,8 @@ class CollectiveRow:
         """The number of executions as text, which is a range for a collective in a conditional."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
-        return show_range(self.times_low, self.times_high)
+        low, high = self.times_low, self.times_high
+        return f"{high:,}" if low == high else f"{low:,}-{high:,}"
 
 
 def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -> CollectiveRow:
@@ -131,15 +132,6 @@ def show_number(value: float, unit: str = "") -> str:
             return f"{rounded:g} {prefix}{unit}".rstrip()
         value /= 1000
     return f"{value:.3g} E{unit}"
-
-
-def show_range(low: float, high: float) -> str:
-    """Return two numbers as a range with a dash, or as a single number if they are equal.
-
-    >>> show_range(4, 4), show_range(0, 4)
-    ('4', '0-4')
-    """
-    return f"{high:,}" if low == high else f"{low:,}-{high:,}"
 
 
 def show_ratio(value: float, reference: float | None) -> str:

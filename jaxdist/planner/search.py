@@ -222,13 +222,10 @@ def best(found: SearchResults, top: int) -> tuple[Judged, ...]:
     for one in found.valid:
         if len(chosen) == top:
             break
-        if not any(_beaten(one, other) for other in chosen):
+        same = (other for other in chosen if other.places == one.places)
+        if not any(other.memory.total <= one.memory.total for other in same):
             chosen.append(one)
     return tuple(chosen)
-
-
-def _beaten(one: Judged, by: Judged) -> bool:
-    return one.places == by.places and one.memory.total >= by.memory.total
 
 
 def judged_of(found: SearchResults, top: tuple[Judged, ...], number: int) -> Judged:
