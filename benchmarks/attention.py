@@ -12,7 +12,7 @@ from benchmarks.core.harness import REPEATS, interleave
 from benchmarks.core.report import Figure, Report
 from jaxdist.hlo import program_memory
 from jaxdist.models.attention.blockwise import Blockwise
-from jaxdist.models.attention.contract import Kernel
+from jaxdist.models.attention.contract import Kernel, Qkv
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.hints import no_hint
 
@@ -62,8 +62,8 @@ def shapes_of(rows: int, length: int) -> Shapes:
 def gradient(kernel: Kernel) -> jax.stages.Wrapped:
     """Return a jitted gradient of the sum of squared results by query, key and value."""
 
-    def total(q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array) -> jax.Array:
-        out_BLHd = kernel(q_BLHd, k_BLKd, v_BLKd, None, window=None, causal=True, hint=no_hint)
+    def total(*qkv: jax.Array) -> jax.Array:
+        out_BLHd = kernel(Qkv(*qkv), window=None, causal=True, hint=no_hint)
         return jnp.square(out_BLHd).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))

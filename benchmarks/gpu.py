@@ -21,6 +21,7 @@ from benchmarks.core.harness import REPEATS, interleave
 from benchmarks.core.report import Figure, Report, lacking
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.models.attention.choose import KERNELS
+from jaxdist.models.attention.contract import Qkv
 from jaxdist.models.hints import no_hint
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
@@ -248,10 +249,8 @@ def kernel_figure(length: int, repeats: int) -> Figure:
 def gradient(name: str) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a jitted gradient of the sum of squared results by query, key and value."""
 
-    def total(q_BLHd: jax.Array, k_BLHd: jax.Array, v_BLHd: jax.Array) -> jax.Array:
-        out_BLHd = KERNELS[name](
-            q_BLHd, k_BLHd, v_BLHd, None, window=None, causal=True, hint=no_hint
-        )
+    def total(*qkv: jax.Array) -> jax.Array:
+        out_BLHd = KERNELS[name](Qkv(*qkv), window=None, causal=True, hint=no_hint)
         return jnp.square(out_BLHd.astype(jnp.float32)).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, kernel_refusal
-from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.mixture import Mixture
 from jaxdist.models.feed_forward.stack import Routed, RoutedStack
@@ -326,9 +326,9 @@ class Attention(nnx.Module):
             turn = partial(rotate, theta=theta, scaling=scaling, by_product=self.on_tpu)
             at = self.attend.at if positions_BL is None else (positions_BL, x_BLD.shape[1])
             q_BLHd, k_BLKd = (turn(x, at=at) for x in (q_BLHd, k_BLKd))
-        taken = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
+        qkv = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
         attend = self.attend if positions_BL is None else self.attend.reordered
-        y_BLHd = attend(*taken, segments_BL)
+        y_BLHd = attend(Qkv(*qkv, segments_BL))
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
         if self.on_tpu:
             out_BLD = jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)

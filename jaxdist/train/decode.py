@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.models.attention.choose import Attend
-from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.functional import Functional
 from jaxdist.models.gpt import Gpt
 from jaxdist.models.hints import RESIDUAL, Hint
@@ -170,27 +170,21 @@ class CachedAttention:
         """The attention request of `inner`, the attention that is replaced."""
         return self.inner.ask
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv) -> jax.Array:
         """Write the positions' keys and values to the cache, and attend to all positions so far.
 
         Args:
-          q_BLHd, k_BLKd, v_BLKd: the queries, keys and values of the positions.
-          segments_BL: the segments, which only a call with several positions uses, or None without
-            segments.
+          given: the queries, keys and values of the positions. Only a call with several positions
+            uses the segments.
         """
+        q_BLHd, k_BLKd, v_BLKd, _ = given
         keys, values = self.cache
         if q_BLHd.shape[1] > 1:
             start = self.layer, 0, 0, 0, 0
             new = k_BLKd.transpose(0, 2, 1, 3)[None], v_BLKd.transpose(0, 2, 3, 1)[None]
             update = jax.lax.dynamic_update_slice
             self.cache = Cache(update(keys, new[0], start), update(values, new[1], start))
-            return self.inner(q_BLHd, k_BLKd, v_BLKd, segments_BL)
+            return self.inner(given)
         rows, heads = jnp.arange(keys.shape[1])[:, None], jnp.arange(keys.shape[2])[None]
         at_B1 = self.at[0]
         keys = keys.at[self.layer, rows, heads, at_B1].set(k_BLKd[:, 0])

@@ -23,6 +23,7 @@ from jaxdist.cost.products import product_share, shares
 from jaxdist.experiment import load
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.parse import ArrayShape
+from jaxdist.models.attention.contract import Qkv
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.hints import no_hint
 from jaxdist.parallel.compiler import ONLY_ON, SCOPED_VMEM
@@ -130,7 +131,7 @@ def test_splash_compiles_for_every_family(family, length):
 
     def run(*arrays):
         return (
-            attend(*arrays, None, window=None, causal=True, hint=no_hint).astype(jnp.float32).sum()
+            attend(Qkv(*arrays), window=None, causal=True, hint=no_hint).astype(jnp.float32).sum()
         )
 
     text = jax.jit(jax.grad(run, (0, 1, 2))).lower(*shapes).compile().as_text()

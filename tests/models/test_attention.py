@@ -6,7 +6,6 @@ of sums (1e-5); in bfloat16 each rounds scores' weights to 8 bits at its own sca
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.choose import Attend, choose_kernel
-from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.hints import no_hint
@@ -45,7 +44,7 @@ def attended(kernel, arrays, segments, window, causal):
     """The result and the three gradients, float32."""
 
     def run(*arrays):
-        out = kernel(*arrays, segments, window=window, causal=causal, hint=no_hint)
+        out = kernel(Qkv(*arrays, segments), window=window, causal=causal, hint=no_hint)
         out = out.astype(jnp.float32)
         return jnp.square(out).sum(), out
 
@@ -91,7 +90,7 @@ def test_a_window_hides_what_is_further_back():
     q, k, v = (jax.random.normal(key, (1, 40, 1, 8)) for key in keys)
     for kernel in (Plain(), Blockwise(most=8)):
         last = jax.jit(
-            lambda v, kernel=kernel: kernel(q, k, v, None, window=5, causal=True, hint=no_hint)[
+            lambda v, kernel=kernel: kernel(Qkv(q, k, v), window=5, causal=True, hint=no_hint)[
                 :, -1
             ]
         )
@@ -104,7 +103,7 @@ def temp_bytes(kernel, length):
     shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1, 1)]
 
     def total(*arrays):
-        return kernel(*arrays, None, window=None, causal=True, hint=no_hint).sum()
+        return kernel(Qkv(*arrays), window=None, causal=True, hint=no_hint).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -186,7 +185,7 @@ def test_a_sequence_is_looked_at_where_it_comes():
     attend = Attend("splash", replace(ASK, platform="tpu", length=None), no_hint)
     shapes = [jax.ShapeDtypeStruct((1, 100, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
     with pytest.raises(ConfigError, match="a sequence length that 128 divides, but here it is 100"):
-        jax.eval_shape(partial(attend, segments_BL=None), *shapes)
+        jax.eval_shape(attend, Qkv(*shapes))
 
 
 def test_what_blockwise_keeps_has_the_name_that_policies_save():
@@ -196,7 +195,7 @@ def test_what_blockwise_keeps_has_the_name_that_policies_save():
         policy = jax.checkpoint_policies.save_only_these_names(name)
 
         def run(*arrays):
-            return jnp.sin(Blockwise()(*arrays, None, window=None, causal=True, hint=no_hint)).sum()
+            return jnp.sin(Blockwise()(Qkv(*arrays), window=None, causal=True, hint=no_hint)).sum()
 
         shapes = [jax.ShapeDtypeStruct((1, 300, 2, 8), jnp.float32)] * 3
         gradient = jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy)))(*shapes)

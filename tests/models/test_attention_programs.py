@@ -16,6 +16,7 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
 from jaxdist.models.attention import choose
 from jaxdist.models.attention.blockwise import Blockwise
+from jaxdist.models.attention.contract import Qkv
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.hints import no_hint
 from jaxdist.models.rotary import rotate
@@ -221,7 +222,7 @@ def test_splash_is_not_run_again_where_its_name_is_saved(tpu_devices):
         policy = jax.checkpoint_policies.save_only_these_names(name)
 
         def run(*arrays):
-            return jnp.sin(Splash()(*arrays, None, window=None, causal=True, hint=no_hint)).sum()
+            return jnp.sin(Splash()(Qkv(*arrays), window=None, causal=True, hint=no_hint)).sum()
 
         gradient = jax.jit(jax.value_and_grad(jax.checkpoint(run, policy=policy), argnums=(0, 1)))
         one = jax.sharding.SingleDeviceSharding(tpu_devices[0])

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxdist.cost.context import ContextNeeds, SequenceSplit, best_split, positions_of, splits_of
+from jaxdist.models.attention.contract import Qkv
 from jaxdist.models.attention.masks import Near, NearMask
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.shared import attend_shared
@@ -54,7 +55,7 @@ def largest_difference(
 
         return jax.jit(found)(q, k, v)
 
-    pairs = zip(with_grads(lambda *x: plain(*x, segments)), with_grads(on_many), strict=True)
+    pairs = zip(with_grads(lambda *x: plain(Qkv(*x, segments))), with_grads(on_many), strict=True)
     return max(float(jnp.abs(one - many).max()) for one, many in pairs)
 
 

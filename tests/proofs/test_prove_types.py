@@ -26,6 +26,7 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo.source.marks import begins, ends, enters, leaves
 from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.models.attention.contract import Qkv
 from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.attention.shared import attend_shared
 from jaxdist.models.attention.splash import Splash
@@ -410,8 +411,8 @@ def test_splash_attention_to_gathered_keys_is_proved():
 
     def attention_gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         segments = jnp.zeros(q.shape[:2], jnp.int32)
-        given = partial(attend_shared, split, pytest.fail, segments_Bl=segments, **settings)
-        return jax.grad(lambda *qkv: (given(*qkv) ** 2).sum(), (0, 1, 2))(q, k, v)
+        given = partial(attend_shared, split, pytest.fail, **settings)
+        return jax.grad(lambda *qkv: (given(*qkv, segments) ** 2).sum(), (0, 1, 2))(q, k, v)
 
     shapes = (1, 1024, 2, 128), (1, 1024, 1, 128), (1, 1024, 1, 128)
     specs = {"in_specs": COLUMNS, "out_specs": COLUMNS, "check_vma": False}
@@ -488,7 +489,7 @@ def test_attention_on_a_single_head_of_keys_on_each_device_is_no_error():
 
     def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         q, k, v = (lax.all_to_all(x, "d", 2, 1, tiled=True) for x in (q, k, v))
-        out = of_jax("xla", q, k, v, None, None, causal=True)
+        out = of_jax("xla", Qkv(q, k, v), None, causal=True)
         return lax.all_to_all(out, "d", 1, 2, tiled=True)
 
     def gradient(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, AttentionRequest
+from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
 from jaxdist.models.attention.softmax import HIDDEN, Grads, Queries, RunningSoftmax, einsum
 from jaxdist.models.hints import Hint
 
@@ -45,33 +45,19 @@ class Blockwise:
         del ask
         return None
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-        *,
-        window: int | None,
-        causal: bool,
-        hint: Hint,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies.
 
         The backward pass needs the operands, the result, and one float for each query and head.
         """
         del hint
-        length = q_BLHd.shape[1]
+        length = given.q.shape[1]
         blocks = -(-length // self.most)
         size = -(-length // (8 * blocks)) * 8
         # The padding is at the end, where causality hides it from every query of the sequence;
         # without causality, `Blocks` hides it.
-        given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
-        if segments_BL is not None:
-            segments_BL = _filled(segments_BL, blocks * size)
-        out: Any = _attention(
-            Blocks(blocks, size, window, None if causal else length), *given, segments_BL
-        )
+        padded = jax.tree.map(lambda x: _filled(x, blocks * size), given)
+        out: Any = _attention(Blocks(blocks, size, window, None if causal else length), padded)
         return out[:, :length]
 
 
@@ -170,31 +156,19 @@ class Blocks:
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-"""The values for the backward pass: q, k, v, segments, the result, and for each query the logarithm
-of its sum of weights."""
+Residuals = tuple[Qkv, jax.Array, jax.Array]
+"""The values for the backward pass: the operands, the result, and for each query the logarithm of
+its sum of weights."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    blocks: Blocks,
-    q_BLHd: jax.Array,
-    k_BLKd: jax.Array,
-    v_BLKd: jax.Array,
-    segments_BL: jax.Array | None,
-) -> jax.Array:
-    return _forward(blocks, q_BLHd, k_BLKd, v_BLKd, segments_BL)[0]
+def _attention(blocks: Blocks, given: Qkv) -> jax.Array:
+    return _forward(blocks, given)[0]
 
 
-def _forward(
-    blocks: Blocks,
-    q_BLHd: jax.Array,
-    k_BLKd: jax.Array,
-    v_BLKd: jax.Array,
-    segments_BL: jax.Array | None,
-) -> tuple[jax.Array, Residuals]:
-    given = (q_BLHd, k_BLKd, v_BLKd)
-    q, k, v = (blocks.cut(x, k_BLKd.shape[2]) for x in given)
+def _forward(blocks: Blocks, given: Qkv) -> tuple[jax.Array, Residuals]:
+    *qkv, segments_BL = given
+    q, k, v = (blocks.cut(x, given.k.shape[2]) for x in qkv)
     segments = blocks.cut_segments(segments_BL)
 
     def body(
@@ -208,15 +182,16 @@ def _forward(
     # sees positions of the sequence, or if a window hides all of them, has equal weights for all
     # hidden keys. The results of the padding are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
-    out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
+    out_BLHd = checkpoint_name(blocks.joined(found, given.q.shape), KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
-    return out_BLHd, (*given, segments_BL, out_BLHd, log_total)
+    return out_BLHd, (given, out_BLHd, log_total)
 
 
-def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tuple[Any, ...]:
-    *given, segments_BL, out_BLHd, log_total = kept
-    arrays = (*given, out_BLHd, cotangent_BLHd)
-    q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
+def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tuple[Any]:
+    given, out_BLHd, log_total = kept
+    *qkv, segments_BL = given
+    arrays = (*qkv, out_BLHd, cotangent_BLHd)
+    q, k, v, out, dout = (blocks.cut(x, given.k.shape[2]) for x in arrays)
     segments = blocks.cut_segments(segments_BL)
     queries = Queries.of_result(q, out, dout, log_total)
 
@@ -229,8 +204,8 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     grads, _ = lax.scan(body, (dq, dk, dv), blocks.pairs())
-    found = (blocks.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
-    return *found, None
+    found = (blocks.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, qkv, strict=True))
+    return (Qkv(*found),)
 
 
 _attention.defvjp(_forward, _backward)

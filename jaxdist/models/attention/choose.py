@@ -13,11 +13,11 @@ from jaxdist.cost.context import SequenceSplit
 from jaxdist.cost.kernels import LANES
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.blockwise import Blockwise
-from jaxdist.models.attention.contract import AttentionRequest, Kernel
+from jaxdist.models.attention.contract import AttentionRequest, Kernel, Qkv
 from jaxdist.models.attention.cudnn import Cudnn
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.shared import attend_shared
-from jaxdist.models.attention.splash import KEYS, QUERIES, Splash
+from jaxdist.models.attention.splash import Splash, dims_of_arrays
 from jaxdist.models.hints import Hint, no_hint
 
 KernelName = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
@@ -124,23 +124,17 @@ class Attend:
         """The same attention, for sequences whose positions are in the order of `Hint.split`."""
         return replace(self, ordered=False)
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv) -> jax.Array:
         """Compute attention, as `Kernel` specifies.
 
         Raises:
           ConfigError: the named kernel does not support the shapes of this call.
         """
-        ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
-        given = (q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        segments = given.segments is not None
+        ask = replace(self.ask, length=given.q.shape[1], segments=segments)
         split = self.hint.split
         if split is None:
-            return self._whole(ask, self.hint, *given)
+            return self._whole(ask, self.hint, given)
         if self.ordered:
             split = replace(split, order="contiguous")
         inside = replace(ask, head_parts=1, kv_head_parts=1, seq_parts=1)
@@ -153,14 +147,13 @@ class Attend:
             causal=ask.causal,
             pieces=piecewise_kernel(self.name, inside, split),
         )
-        dims = (QUERIES, KEYS, KEYS, *([QUERIES[:2]] if segments_BL is not None else []))
         # XLA's partitioner cannot tell which blocks a mask hides, so each device computes its own
         # list of visible blocks.
-        return self.hint.on_blocks(local, *dims)(*(x for x in given if x is not None))
+        return self.hint.on_blocks(local, *dims_of_arrays(given))(*jax.tree.leaves(given))
 
-    def _whole(self, ask: AttentionRequest, hint: Hint, *given: jax.Array | None) -> jax.Array:
+    def _whole(self, ask: AttentionRequest, hint: Hint, given: Qkv) -> jax.Array:
         """Compute attention with the chosen kernel, for sequences that are not split."""
         kernel: Any = KERNELS[choose_kernel(self.name, ask)]
         if isinstance(kernel, Splash):
             kernel = replace(kernel, family=ask.family)
-        return kernel(*given, window=ask.window, causal=ask.causal, hint=hint)
+        return kernel(given, window=ask.window, causal=ask.causal, hint=hint)

@@ -6,7 +6,7 @@ Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -56,6 +56,22 @@ class AttentionRequest:
     causal: bool = True
 
 
+class Qkv(NamedTuple):
+    """The operands of attention: query head h reads key head h // (H / K).
+
+    Attributes:
+      q: the queries `[B, L, H, d]`.
+      k, v: the keys and values `[B, L, K, d]`, in the dtype of the queries.
+      segments: the document number of each position `[B, L]`, int32, or None if each sequence is
+        a single document.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array | None = None
+
+
 class Kernel(Protocol):
     """Grouped-query attention: softmax(q k^T / sqrt(d)) v.
 
@@ -76,25 +92,12 @@ class Kernel(Protocol):
         """
         ...
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-        *,
-        window: int | None,
-        causal: bool,
-        hint: Hint,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute the attended values `[B, L, H, d]`, in q's dtype.
 
         Args:
-          q_BLHd, k_BLKd, v_BLKd: the queries, keys and values, of the same dtype; query head h
-            reads key head h // (H / K).
-          segments_BL: the document number of each position, int32, or None if each sequence is a
-            single document.
+          given: the queries, keys and values.
           window, causal: see `AttentionRequest`.
-          hint: the layout of q, k and v on the mesh.
+          hint: the layout of the queries, keys and values on the mesh.
         """
         ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jaxdist.models.attention.contract import AttentionRequest
+from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
@@ -34,17 +34,7 @@ class Cudnn:
             return f"isolates documents only in sequences of even length, not of {ask.length}"
         return None
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-        *,
-        window: int | None,
-        causal: bool,
-        hint: Hint,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies."""
         del hint
-        return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)
+        return of_jax("cudnn", given, window, causal=causal)

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, AttentionRequest
+from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
 from jaxdist.models.hints import Hint
 
 
@@ -23,40 +23,22 @@ class Plain:
         del ask
         return None
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-        *,
-        window: int | None,
-        causal: bool,
-        hint: Hint,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies."""
         del hint
-        return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window, causal=causal)
+        return of_jax("xla", given, window, causal=causal)
 
 
 def of_jax(
-    implementation: Literal["xla", "cudnn"],
-    q_BLHd: jax.Array,
-    k_BLKd: jax.Array,
-    v_BLKd: jax.Array,
-    segments_BL: jax.Array | None,
-    window: int | None,
-    *,
-    causal: bool,
+    implementation: Literal["xla", "cudnn"], given: Qkv, window: int | None, *, causal: bool
 ) -> jax.Array:
     """Call `jax.nn.dot_product_attention` with the arguments of `Kernel`."""
+    *qkv, segments_BL = given
     mask_B1LL = None
     if segments_BL is not None:
         mask_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
     y_BLHd = jax.nn.dot_product_attention(
-        q_BLHd,
-        k_BLKd,
-        v_BLKd,
+        *qkv,
         mask=mask_B1LL,
         is_causal=causal,
         local_window_size=None if window is None else (window, 0 if causal else window),

@@ -22,8 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.cost.context import SequenceSplit
 from jaxdist.hlo.source.marks import enters, gives, leaves, takes
-from jaxdist.models.attention.blockwise import MOST
-from jaxdist.models.attention.contract import KEPT
+from jaxdist.models.attention.blockwise import MOST, Residuals
+from jaxdist.models.attention.contract import KEPT, Qkv
 from jaxdist.models.attention.softmax import Grads, Queries, RunningSoftmax
 from jaxdist.models.attention.visits import BlockPairs, Pieces
 
@@ -116,11 +116,7 @@ class Groups:
 def attend_shared(
     split: SequenceSplit,
     kernel: Whole,
-    q_BlHd: jax.Array,
-    k_BlKd: jax.Array,
-    v_BlKd: jax.Array,
-    segments_Bl: jax.Array | None = None,
-    *,
+    *arrays: jax.Array,
     window: int | None,
     causal: bool,
     most: int = MOST,
@@ -132,22 +128,21 @@ def attend_shared(
       split: the method by which devices share the sequence.
       kernel: the kernel for whole sequences. This kernel is used only if there is a single group,
         whose devices then have whole sequences of some heads.
+      arrays: this device's pieces of the arrays of a `Qkv`.
       most: the largest number of positions in a block.
       pieces: a function with the arguments of `Splash.pieces`, which computes the attention of a
         part of the queries to the gathered keys. With None, no kernel is used. If `pieces` is None,
         or if keys rotate, attention is computed block by block.
     """
     groups = Groups(split)
+    given = Qkv(*arrays)
     local: Any = partial(_attended, groups, kernel, pieces, most, window=window, causal=causal)
     if split.swapped == 1 and (pieces is None or split.rotates):
-        return local(q_BlHd, k_BlKd, v_BlKd, segments_Bl)
+        return local(given)
     # The types of `jaxdist.proofs` cannot follow an exchange within groups, so `takes` and `gives`
     # declare to the proofs how the arguments are split.
     shared = dict.fromkeys(split.axes, 1)
-    given = [takes(x, shared) for x in (q_BlHd, k_BlKd, v_BlKd)]
-    if segments_Bl is not None:
-        segments_Bl = takes(segments_Bl, shared)
-    return gives(local(*given, segments_Bl), shared)
+    return gives(local(jax.tree.map(lambda x: takes(x, shared), given)), shared)
 
 
 def _attended(
@@ -155,41 +150,32 @@ def _attended(
     kernel: Whole,
     pieces: Whole | None,
     most: int,
-    q_BlHd: jax.Array,
-    k_BlKd: jax.Array,
-    v_BlKd: jax.Array,
-    segments_Bl: jax.Array | None,
+    given: Qkv,
     *,
     window: int | None,
     causal: bool,
 ) -> jax.Array:
     split = groups.split
-    given = [groups.exchanged(x, 2, 1) for x in (q_BlHd, k_BlKd, v_BlKd)]
-    segments_Bl = groups.whole(segments_Bl)
+    *qkv, segments_Bl = given
+    q, k, v = (groups.exchanged(x, 2, 1) for x in qkv)
+    given = Qkv(q, k, v, groups.whole(segments_Bl))
     if split.groups == 1:
-        out: Any = kernel(*given, segments_Bl)
+        out: Any = kernel(given)
     elif pieces is not None and not split.rotates:
         local = partial(_to_gathered, groups, partial(pieces, window=window, causal=causal))
         # Keys are gathered again for the backward pass, so that no device keeps the keys of other
         # devices.
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        out = jax.checkpoint(local, policy=policy)(*given, segments_Bl)
+        out = jax.checkpoint(local, policy=policy)(given)
     else:
-        length = given[0].shape[1]
+        length = given.q.shape[1]
         cut = Pieces.of(split.order, split.groups, length, most, window, causal=causal)
-        out = _among_groups(cut, groups, *given, segments_Bl)
+        out = _among_groups(cut, groups, given)
     return groups.exchanged(out, 1, 2)
 
 
-def _to_gathered(
-    groups: Groups,
-    pieces: Whole,
-    q_BlHd: jax.Array,
-    k_BlKd: jax.Array,
-    v_BlKd: jax.Array,
-    segments_Bl: jax.Array | None,
-) -> jax.Array:
-    split = groups.split
+def _to_gathered(groups: Groups, pieces: Whole, given: Qkv) -> jax.Array:
+    split, (q_BlHd, k_BlKd, v_BlKd, segments_Bl) = groups.split, given
     k_BLKd, v_BLKd = (_in_order(split, _whole_keys(groups, x)) for x in (k_BlKd, v_BlKd))
     segments = None
     if segments_Bl is not None:
@@ -270,28 +256,14 @@ def _source(groups: Groups, keys: Keys) -> _Rotating | _Gathered:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _among_groups(
-    pieces: Pieces,
-    groups: Groups,
-    q_BlHd: jax.Array,
-    k_BlKd: jax.Array,
-    v_BlKd: jax.Array,
-    segments_Bl: jax.Array | None,
-) -> jax.Array:
-    return _forward(pieces, groups, q_BlHd, k_BlKd, v_BlKd, segments_Bl)[0]
+def _among_groups(pieces: Pieces, groups: Groups, given: Qkv) -> jax.Array:
+    return _forward(pieces, groups, given)[0]
 
 
-def _forward(
-    pieces: Pieces,
-    groups: Groups,
-    q_BlHd: jax.Array,
-    k_BlKd: jax.Array,
-    v_BlKd: jax.Array,
-    segments_Bl: jax.Array | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    given = (q_BlHd, k_BlKd, v_BlKd)
-    entered = (enters(x, groups.split.axes, number) for number, x in enumerate(given))
-    q, k, v = (pieces.cut(x, k_BlKd.shape[2]) for x in entered)
+def _forward(pieces: Pieces, groups: Groups, given: Qkv) -> tuple[jax.Array, Residuals]:
+    *qkv, segments_Bl = given
+    entered = (enters(x, groups.split.axes, number) for number, x in enumerate(qkv))
+    q, k, v = (pieces.cut(x, given.k.shape[2]) for x in entered)
     own = _own_documents(pieces, groups, segments_Bl)
     source, rows = _source(groups, (k, v, own)), RunningSoftmax.start(q)
     # At hop 0 a group sees its own keys. Each query sees at least the key at its own position, so
@@ -307,10 +279,10 @@ def _forward(
 
         rows = _visited(pieces, groups, t, rows, see)
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
-    out_BlHd = leaves(pieces.joined(found, q_BlHd.shape), groups.split.axes, 0)
+    out_BlHd = leaves(pieces.joined(found, given.q.shape), groups.split.axes, 0)
     out_BlHd = checkpoint_name(out_BlHd, KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
-    return out_BlHd, (*given, segments_Bl, out_BlHd, log_total)
+    return out_BlHd, (given, out_BlHd, log_total)
 
 
 def _own_documents(pieces: Pieces, groups: Groups, segments_Bl: jax.Array | None) -> Any:
@@ -351,12 +323,13 @@ def _visited(
 
 
 def _backward(
-    pieces: Pieces, groups: Groups, kept: tuple[Any, ...], cotangent_BlHd: jax.Array
-) -> tuple[Any, ...]:
-    *given, segments_Bl, out_BlHd, log_total = kept
-    arrays = (*given, out_BlHd, cotangent_BlHd)
+    pieces: Pieces, groups: Groups, kept: Residuals, cotangent_BlHd: jax.Array
+) -> tuple[Any]:
+    given, out_BlHd, log_total = kept
+    *qkv, segments_Bl = given
+    arrays = (*qkv, out_BlHd, cotangent_BlHd)
     entered = (enters(x, groups.split.axes, number) for number, x in enumerate(arrays))
-    q, k, v, out, dout = (pieces.cut(x, given[1].shape[2]) for x in entered)
+    q, k, v, out, dout = (pieces.cut(x, given.k.shape[2]) for x in entered)
     own = _own_documents(pieces, groups, segments_Bl)
     queries = Queries.of_result(q, out, dout, log_total)
     # Without the barrier, XLA would keep the keys of a whole sequence, which the forward pass
@@ -379,8 +352,8 @@ def _backward(
         dq, *more = _visited(pieces, groups, t, (dq, *home.before(t)), see)
         home.add(t, more)
     grads = (dq, *home.found())
-    found = (pieces.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
-    return *(leaves(g, groups.split.axes, number) for number, g in enumerate(found)), None
+    found = (pieces.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, qkv, strict=True))
+    return (Qkv(*(leaves(g, groups.split.axes, number) for number, g in enumerate(found))),)
 
 
 class _Home:

@@ -8,7 +8,7 @@ Dims: B batch, L sequence, l a device's piece of the sequence, H heads, K kv_hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,16 @@ from jax import lax
 from jaxdist.cost.context import SequenceSplit, positions_of
 from jaxdist.cost.kernels import LANES, splash_block
 from jaxdist.hlo.source.marks import takes
-from jaxdist.models.attention.contract import KEPT, AttentionRequest
+from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
 from jaxdist.models.hints import Hint
 
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
+
+
+def dims_of_arrays(given: Qkv) -> list[tuple[str, ...]]:
+    """Return the logical dims of the arrays of `given`: those of segments only if it has some."""
+    return [QUERIES, KEYS, KEYS, QUERIES[:2]][: len(jax.tree.leaves(given))]
 
 
 @dataclass(frozen=True)
@@ -60,35 +65,17 @@ class Splash:
             )
         return None
 
-    def __call__(
-        self,
-        q_BLHd: jax.Array,
-        k_BLKd: jax.Array,
-        v_BLKd: jax.Array,
-        segments_BL: jax.Array | None,
-        *,
-        window: int | None,
-        causal: bool,
-        hint: Hint,
-    ) -> jax.Array:
+    def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies."""
-        # The kernel itself does not scale the scores.
-        q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
-        given: list[jax.Array] = [q_BLHd, k_BLKd, v_BLKd]
-        dims: list[tuple[str, ...]] = [QUERIES, KEYS, KEYS]
-        if segments_BL is not None:
-            given.append(segments_BL)
-            dims.append(QUERIES[:2])
+        scaled = given._replace(q=_scaled(given.q))
 
-        def local(
-            q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
-        ) -> jax.Array:
-            ordered = np.arange(q_BLHd.shape[1], dtype=np.int32)
-            kernel = self._kernel(q_BLHd, ordered, 1, 0, window, causal=causal)
-            both = None if segments_BL is None else (segments_BL, segments_BL)
-            return _each(kernel, q_BLHd, k_BLKd, v_BLKd, both)
+        def local(*arrays: jax.Array) -> jax.Array:
+            *qkv, segments_BL = Qkv(*arrays)
+            ordered = np.arange(qkv[0].shape[1], dtype=np.int32)
+            kernel = self._kernel(qkv[0], ordered, 1, 0, window, causal=causal)
+            return _each(kernel, qkv, None if segments_BL is None else (segments_BL, segments_BL))
 
-        return hint.on_blocks(local, *dims)(*given)
+        return hint.on_blocks(local, *dims_of_arrays(given))(*jax.tree.leaves(scaled))
 
     def pieces(
         self,
@@ -113,12 +100,12 @@ class Splash:
             not isolated.
           window, causal: see `AttentionRequest`.
         """
-        q_BlHd = (q_BlHd * q_BlHd.shape[-1] ** -0.5).astype(q_BlHd.dtype)
+        q_BlHd = _scaled(q_BlHd)
         positions = positions_of(split.order, k_BLKd.shape[1], split.groups)
         kernel = self._kernel(
             q_BlHd, positions, split.groups, group, window, causal=causal, axes=split.axes
         )
-        return _each(kernel, q_BlHd, k_BLKd, v_BLKd, segments)
+        return _each(kernel, (q_BlHd, k_BLKd, v_BLKd), segments)
 
     def _kernel(
         self,
@@ -193,17 +180,20 @@ def _part(x: jax.Array, group: jax.Array | int, groups: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, group * size, size, axis)
 
 
+def _scaled(q_BLHd: jax.Array) -> jax.Array:
+    # The kernel itself does not scale the scores.
+    return (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
+
+
 def _each(
     kernel: Callable[..., Any],
-    q_BlHd: jax.Array,
-    k_BLKd: jax.Array,
-    v_BLKd: jax.Array,
+    qkv: Sequence[jax.Array],
     segments: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """Apply the kernel to each example of a batch, whose queries are already scaled."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    given: list[Any] = [x.swapaxes(1, 2) for x in (q_BlHd, k_BLKd, v_BLKd)]
+    given: list[Any] = [x.swapaxes(1, 2) for x in qkv]
     if segments is not None:
         given.append(splash.SegmentIds(*segments))
     return jax.vmap(kernel)(*given).swapaxes(1, 2)
