@@ -8,7 +8,7 @@ Dims: B batch, L sequence, D embed, V vocab, P predicted positions.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,59 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
+from jaxdist.models.attention.choose import Attend, choose_kernel
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.feed_forward.swiglu import SwiGLU
-from jaxdist.models.gpt import Attention, GptConfig
+from jaxdist.models.gpt import Attention, GptConfig, TransformerConfig, check_positions
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
 from jaxdist.models.layers import (
-    ComputeDtype,
     LayerNorm,
     Linear,
     Stacked,
-    check_encoder,
     matmul,
     param,
     stack,
 )
 from jaxdist.models.remat import RematConfig, named
-from jaxdist.models.tuning.part import PartConfig
 from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
 
 _INIT = nnx.initializers.normal(0.02)
 
 
-class BertConfig(PartConfig):
+class EncoderConfig(TransformerConfig):
+    """The settings of a model whose tokens attend to all tokens."""
+
+    heads: Count
+    """The number of attention heads, which must divide embed."""
+    mlp: Count | None = None
+    """The hidden width of the MLP; null means 4 times embed."""
+    remat: RematConfig = "none"
+    """The activations that the backward pass recomputes; see the same setting of gpt."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> EncoderConfig:
+        if self.embed % self.heads:
+            fitting = [n for n in range(1, self.embed + 1) if self.embed % n == 0]
+            near = min(fitting, key=lambda n: abs(n - self.heads))
+            raise ValueError(f"heads {self.heads} must divide embed {self.embed}: use {near}")
+        return self
+
+    def block_of(self, **more: Any) -> GptConfig:
+        """Return the `GptConfig` of a block with the settings of this model and `more` settings."""
+        return GptConfig.model_construct(
+            type="gpt",
+            layers=self.layers,
+            embed=self.embed,
+            heads=self.heads,
+            mlp=self.mlp or 4 * self.embed,
+            mlp_type="gelu_erf",
+            biases="all",
+            compute_dtype=self.compute_dtype,
+            **more,
+        )
+
+
+class BertConfig(EncoderConfig):
     """An encoder for masked tokens, or for classes of sequences.
 
     A norm follows each residual sum, positions are learned, and gelu has its exact form.
@@ -52,14 +82,6 @@ class BertConfig(PartConfig):
     """The output of the model. tokens predicts the originals of masked tokens. classes predicts a
     class for each sequence: two dense layers, with tanh between them, compute it from the state of
     the first token."""
-    layers: Count
-    """The number of transformer blocks."""
-    embed: Count
-    """The width of the residual stream."""
-    heads: Count
-    """The number of attention heads, which must divide embed."""
-    mlp: Count | None = None
-    """The hidden width of the MLP; null means 4 times embed."""
     positions: Count = 512
     """The number of learned positions, which is the largest length of a sequence."""
     token_types: Count = 2
@@ -77,35 +99,10 @@ class BertConfig(PartConfig):
     isolate_documents: bool = False
     """Whether to block attention between the documents that are packed in a window, and to padding.
     The positions of each document then start at 0."""
-    attention: KernelName = "auto"
-    """The kernel of attention; see the same setting of gpt."""
-    compute_dtype: ComputeDtype = "float32"
-    """The dtype of activations and matmuls; parameters are float32."""
-    remat: RematConfig = "none"
-    """The activations that the backward pass recomputes; see the same setting of gpt."""
-    scan_unroll: Count = 1
-    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
-    compile and has less overhead."""
-
-    @model_validator(mode="after")
-    def _check(self) -> BertConfig:
-        check_encoder(self.embed, self.heads, self.layers, self.scan_unroll)
-        return self
 
     def block(self) -> GptConfig:
         """Return the `GptConfig` from which the attention and the MLP of each block are built."""
-        return GptConfig.model_construct(
-            type="gpt",
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp or 4 * self.embed,
-            mlp_type="gelu_erf",
-            positions=self.positions,
-            biases="all",
-            isolate_documents=self.isolate_documents,
-            compute_dtype=self.compute_dtype,
-        )
+        return self.block_of(positions=self.positions, isolate_documents=self.isolate_documents)
 
     def ask(
         self,
@@ -150,12 +147,7 @@ class BertConfig(PartConfig):
             )
         ask = self.ask(platform, hint, length, family)
         choose_kernel(self.attention, ask)
-        if (length or 0) > self.positions:
-            raise ConfigError(
-                f"sequences have {length} tokens, but model.positions is {self.positions}: "
-                "lower data.window, or raise model.positions",
-                setting=("positions",),
-            )
+        check_positions(self.positions, length)
         attend = Attend(self.attention, ask, hint)
         given = {"vocab_size": vocab_size, "hint": hint, "attend": attend}
         if self.head == "tokens":

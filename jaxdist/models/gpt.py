@@ -36,15 +36,38 @@ Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
 
 
-class GptConfig(PartConfig):
-    """A decoder-only transformer for next-token prediction."""
+class TransformerConfig(PartConfig):
+    """The settings that all models of transformer blocks have."""
 
-    type: Literal["gpt"]
-    """The name that selects this model in a config."""
     layers: Count
     """The number of transformer blocks."""
     embed: Count
     """The width of the residual stream."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """The number that norms add to a variance before they divide by the square root."""
+    attention: KernelName = "auto"
+    """The kernel of attention: plain (XLA's kernel, whose memory grows with the square of the
+    sequence), blockwise (in blocks, with memory that grows linearly, on any device), splash (fused,
+    for TPUs) or cudnn (fused, for GPUs and bfloat16). auto selects a fused kernel if one runs here,
+    otherwise blockwise from 2048 positions on, and otherwise plain."""
+    compute_dtype: ComputeDtype = "float32"
+    """The dtype of activations and matmuls; parameters are float32."""
+    scan_unroll: Count = 1
+    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
+    compile and has less overhead."""
+
+    @model_validator(mode="after")
+    def _check_unroll(self) -> TransformerConfig:
+        if self.scan_unroll > self.layers:
+            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        return self
+
+
+class GptConfig(TransformerConfig):
+    """A decoder-only transformer for next-token prediction."""
+
+    type: Literal["gpt"]
+    """The name that selects this model in a config."""
     heads: Count
     """The number of query heads. Without head_size, embed / heads must be an even number."""
     head_size: Count | None = None
@@ -71,8 +94,6 @@ class GptConfig(PartConfig):
     """
     norm: Norm = "rms"
     """The norm: rms, rms_offset (which stores its scales minus 1), or layer (with biases)."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """The number that norms add to a variance before they divide by the square root."""
     mlp_type: Mlp = "swiglu"
     """The kind of MLP: swiglu, geglu (gated by the tanh form of gelu), gelu (the tanh form without
     a gate), or gelu_erf (the exact form without a gate)."""
@@ -87,16 +108,9 @@ class GptConfig(PartConfig):
     """A mixture of experts, which replaces the MLP of some or all blocks; null uses no experts."""
     isolate_documents: bool = False
     """Whether to block attention between the documents that are packed in a window."""
-    attention: KernelName = "auto"
-    """The kernel of attention: plain (XLA's kernel, whose memory grows with the square of the
-    sequence), blockwise (in blocks, with memory that grows linearly, on any device), splash (fused,
-    for TPUs) or cudnn (fused, for GPUs and bfloat16). auto selects a fused kernel if one runs here,
-    otherwise blockwise from 2048 positions on, and otherwise plain."""
     attention_window: Count | None = None
     """The number of earlier positions to which each position attends; null means all earlier
     positions."""
-    compute_dtype: ComputeDtype = "float32"
-    """The dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
     """The activations that the backward pass recomputes. `none` recomputes nothing. `elementwise`
     recomputes the cheap operations (rotations, products, masks), `dots` recomputes everything
@@ -106,9 +120,6 @@ class GptConfig(PartConfig):
     others are recomputed. A list has an entry for each of several consecutive blocks, and is
     repeated over the layers: `[full, none]` recomputes every other block. In a pipeline, each chunk
     begins with the first entry of the list."""
-    scan_unroll: Count = 1
-    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
-    compile and has less overhead."""
 
     @model_validator(mode="after")
     def _check(self) -> GptConfig:
@@ -129,8 +140,6 @@ class GptConfig(PartConfig):
                 "rope_scaling has no effect with learned positions: leave out rope_scaling or "
                 "positions"
             )
-        if self.scan_unroll > self.layers:
-            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
         if self.experts is not None:
             self._check_experts(self.experts)
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
@@ -214,12 +223,7 @@ class GptConfig(PartConfig):
         """
         ask = self.ask(platform, hint, length, family)
         choose_kernel(self.attention, ask)
-        if self.positions is not None and (length or 0) > self.positions:
-            raise ConfigError(
-                f"sequences have {length} tokens, but model.positions is {self.positions}: "
-                "lower data.window, or raise model.positions",
-                setting=("positions",),
-            )
+        check_positions(self.positions, length)
         if hint.ring is not None and self.biases == "all":
             raise ConfigError(
                 "sharding.collective_matmul computes an MLP without biases, but model.biases: all "
@@ -259,6 +263,20 @@ class GptConfig(PartConfig):
             kv_head_parts=hint.parts("kv_heads"),
             seq_parts=hint.parts("seq") if hint.split is None else 1,
             family=family,
+        )
+
+
+def check_positions(positions: int | None, length: int | None) -> None:
+    """Check that a model has a learned position for each token of a sequence.
+
+    Raises:
+      ConfigError: the sequences are longer.
+    """
+    if positions is not None and (length or 0) > positions:
+        raise ConfigError(
+            f"sequences have {length} tokens, but model.positions is {positions}: "
+            "lower data.window, or raise model.positions",
+            setting=("positions",),
         )
 
 

@@ -45,20 +45,23 @@ class Hint(Protocol):
     """A function that returns an activation in the layout of the given dims.
 
     `was` names the dims of x's current layout. If the current and the wanted layout are the same on
-    the mesh, x is returned unchanged.
+    the mesh, x is returned unchanged. The bodies below are those of a single device, which splits
+    nothing.
     """
 
     def __call__(
         self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
-    ) -> jax.Array: ...
+    ) -> jax.Array:
+        """Return x in the layout of the dims."""
+        return x
 
     def parts(self, dim: str) -> int:
         """Return the number of parts into which the mesh splits a dim."""
-        ...
+        return 1
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """Return the mesh axes that split a dim, or () if no axis splits the dim."""
-        ...
+        return ()
 
     @property
     def ring(self) -> SequenceRing | None:
@@ -66,7 +69,6 @@ class Hint(Protocol):
 
         The value is None if `sharding.collective_matmul` is not set.
         """
-        ...
 
     @property
     def split(self) -> SequenceSplit | None:
@@ -75,7 +77,6 @@ class Hint(Protocol):
         The order of positions applies only to batches with `positions`; other batches are in the
         order of the text.
         """
-        ...
 
     def on_blocks(
         self,
@@ -93,7 +94,7 @@ class Hint(Protocol):
           dims: the dims of each array.
           axes: the mesh axes along which the function sees shards, or None for all axes.
         """
-        ...
+        return function
 
     def over_experts(
         self,
@@ -114,57 +115,14 @@ class Hint(Protocol):
           capacity: the largest number of tokens of a sequence that an expert processes, or None
             without a limit.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class NoHint:
-    """The hint on a single device, which leaves x unchanged."""
-
-    def __call__(
-        self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
-    ) -> jax.Array:
-        """Return x unchanged, for any dims."""
-        return x
-
-    def parts(self, dim: str) -> int:
-        """Return 1, because a single device splits nothing."""
-        return 1
-
-    def axes(self, dim: str) -> tuple[str, ...]:
-        """Return (), because a single device splits nothing."""
-        return ()
-
-    @property
-    def ring(self) -> None:
-        """None, because a single device has no ring."""
-
-    @property
-    def split(self) -> None:
-        """None, because a single device has whole sequences."""
-
-    def on_blocks(
-        self,
-        function: Callable[..., jax.Array],
-        *dims: tuple[str | None, ...],
-        axes: Sequence[str] | None = None,
-    ) -> Callable[..., jax.Array]:
-        """Return the function itself, because the only block is the whole array."""
-        return function
-
-    def over_experts(
-        self,
-        compute: Callable[..., jax.Array],
-        x_BLD: jax.Array,
-        ids_BLk: jax.Array,
-        weights_BLk: jax.Array,
-        *kernels: tuple[tuple[str | None, ...], jax.Array],
-        capacity: int | None,
-    ) -> jax.Array:
-        """Compute all experts for all tokens on this device."""
         del capacity
         tokens = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, ids_BLk, weights_BLk))
         return compute(*tokens, *(kernel for _, kernel in kernels)).reshape(x_BLD.shape)
+
+
+@dataclass(frozen=True)
+class NoHint(Hint):
+    """The hint on a single device, which leaves x unchanged."""
 
 
 no_hint = NoHint()

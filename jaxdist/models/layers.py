@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.ahead import BlockFn, scan_ahead
+from jaxdist.models.hints import Hint
 from jaxdist.models.remat import Remat, check_names, format_policy, listed, recomputed
 from jaxdist.types import Grads, Params, PyTree
 
@@ -208,6 +209,30 @@ class Linear(nnx.Module):
         """Return the layer's outputs `[..., out]` for inputs x `[..., in]`."""
         bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return matmul(x, self.kernel[...]) + bias
+
+
+class DenseTower(nnx.Module):
+    """Linear layers with ReLU between them.
+
+    For tensor parallelism, layers alternate: a layer that splits its outputs is followed by a layer
+    that splits its inputs.
+    """
+
+    def __init__(self, sizes: Sequence[int], rngs: nnx.Rngs, hint: Hint):
+        hidden = [("mlp", "embed")[i % 2] for i in range(len(sizes) - 2)]
+        names = ["features", *hidden, "classes"]
+        init = nnx.initializers.he_normal()
+        self.layers = nnx.List(
+            Linear((sizes[i], sizes[i + 1]), (names[i], names[i + 1]), rngs, init=init)
+            for i in range(len(sizes) - 1)
+        )
+        self.names, self.hint = tuple(hidden), hint
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the outputs `[B, out]` of the layers for inputs x `[B, in]`."""
+        for layer, name in zip(list(self.layers)[:-1], self.names, strict=True):
+            x = self.hint(jax.nn.relu(layer(x)), "batch", name)
+        return self.layers[-1](x)
 
 
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
@@ -445,17 +470,3 @@ class Stacked(nnx.Module):
         """Return `head(hidden(*inputs))`."""
         model: Any = self
         return model.head(self.hidden(*inputs))
-
-
-def check_encoder(embed: int, heads: int, layers: int, scan_unroll: int) -> None:
-    """Check the sizes of an encoder's blocks.
-
-    Raises:
-      ValueError: the heads do not divide the width, or `scan_unroll` exceeds the number of layers.
-    """
-    if embed % heads:
-        fitting = [n for n in range(1, embed + 1) if embed % n == 0]
-        near = min(fitting, key=lambda n: abs(n - heads))
-        raise ValueError(f"heads {heads} must divide embed {embed}: use {near}")
-    if scan_unroll > layers:
-        raise ValueError(f"scan_unroll {scan_unroll} exceeds layers {layers}: use at most {layers}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Annotated, Literal
 
 import jax
@@ -30,7 +30,7 @@ class CnnConfig(PartConfig):
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Cnn:
         """Build the module from images of `shape` (height, width, channels) to `classes` logits."""
-        return Cnn(self, rngs, shape=shape, classes=classes, hint=hint)
+        return Cnn(self, rngs, shape, classes, hint)
 
 
 class Conv(nnx.Module):
@@ -84,13 +84,7 @@ class Cnn(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: CnnConfig,
-        rngs: nnx.Rngs,
-        *,
-        shape: tuple[int, int, int],
-        classes: int,
-        hint: Hint,
+        self, config: CnnConfig, rngs: nnx.Rngs, shape: tuple[int, ...], classes: int, hint: Hint
     ):
         height, width, channels = shape
         sizes = [channels, *config.channels]
@@ -107,10 +101,7 @@ class Cnn(nnx.Module):
 
     def __call__(self, image: jax.Array) -> jax.Array:
         """Map images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
-        x = image
-        for part in self.parts():
-            x = part(x)
-        return x
+        return reduce(lambda x, part: part(x), self.parts(), image)
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
         """List the parts that form pipeline stages: each convolution, then the dense layers."""

@@ -6,6 +6,7 @@ Dims: B batch, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Annotated, Literal
 
 import jax
@@ -173,10 +174,7 @@ class Resnet(nnx.Module):
 
     def __call__(self, image: jax.Array) -> jax.Array:
         """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
-        x = image
-        for part in self.parts():
-            x = part(x)
-        return x
+        return reduce(lambda x, part: part(x), self.parts(), image)
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
         """List the parts that form pipeline stages: the stem, each block, and the head."""

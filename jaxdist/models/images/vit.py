@@ -10,32 +10,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel
+from jaxdist.models.attention.choose import Attend, choose_kernel
+from jaxdist.models.bert import EncoderConfig
 from jaxdist.models.gpt import Block, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
 from jaxdist.models.layers import (
-    ComputeDtype,
     LayerNorm,
     Linear,
     Stacked,
-    check_encoder,
     param,
     stack,
 )
-from jaxdist.models.remat import RematConfig
-from jaxdist.models.tuning.part import PartConfig
 
 
-class VitConfig(PartConfig):
+class VitConfig(EncoderConfig):
     """A vision transformer with norms before each block, gelu, and biases in all products.
 
     ViT-S/16 has patch 16, layers 12, embed 384, heads 6; ViT-B/16 has embed 768, heads 12.
@@ -45,33 +41,9 @@ class VitConfig(PartConfig):
     """The name that selects this model in a config."""
     patch: Count
     """The side of a patch, in pixels, which must divide both sides of an image."""
-    layers: Count
-    """The number of transformer blocks."""
-    embed: Count
-    """The width of the residual stream."""
-    heads: Count
-    """The number of attention heads, which must divide embed."""
-    mlp: Count | None = None
-    """The hidden width of the MLP; null means 4 times embed."""
     class_token: bool = False
     """Whether to predict the class from the state of a learned token before the patches; false
     predicts it from the mean over the patches."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """The number that norms add to a variance before they divide by the square root."""
-    attention: KernelName = "auto"
-    """The kernel of attention; see the same setting of gpt."""
-    compute_dtype: ComputeDtype = "float32"
-    """The dtype of activations and matmuls; parameters are float32."""
-    remat: RematConfig = "none"
-    """The activations that the backward pass recomputes; see the same setting of gpt."""
-    scan_unroll: Count = 1
-    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
-    compile and has less overhead."""
-
-    @model_validator(mode="after")
-    def _check(self) -> VitConfig:
-        check_encoder(self.embed, self.heads, self.layers, self.scan_unroll)
-        return self
 
     def block(self, tokens: int) -> GptConfig:
         """Return the `GptConfig` from which the blocks are built.
@@ -79,19 +51,7 @@ class VitConfig(PartConfig):
         Args:
           tokens: the number of patches, plus 1 if the model has a class token.
         """
-        return GptConfig.model_construct(
-            type="gpt",
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp or 4 * self.embed,
-            mlp_type="gelu_erf",
-            norm="layer",
-            norm_epsilon=self.norm_epsilon,
-            positions=tokens,
-            biases="all",
-            compute_dtype=self.compute_dtype,
-        )
+        return self.block_of(norm="layer", norm_epsilon=self.norm_epsilon, positions=tokens)
 
     def build(
         self,

@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.recommend.rows import RowForm
-from jaxdist.models.recommend.tables import RecommenderConfig, Scored, Tables, penalty_of
+from jaxdist.models.recommend.tables import Recommender, RecommenderConfig, Scored, Tables
 
 
 class MfConfig(RecommenderConfig):
@@ -32,44 +30,24 @@ class MfConfig(RecommenderConfig):
         """Return the form of the tables: a row has factors, and then a bias that begins at zero."""
         return replace(super().form(fields), width=self.width + 1, zeros=1)
 
-    def build(
-        self,
-        rngs: nnx.Rngs,
-        *,
-        fields: Mapping[str, int],
-        dense: int = 0,
-        hint: Hint = no_hint,
-        served: bool = False,
-    ) -> Mf:
-        """Build the module for data with two fields.
+    def on(self, tables: Tables, rngs: nnx.Rngs, dense: int) -> Mf:
+        """Return the module for data with two fields.
 
         Raises:
           ConfigError: the data does not have exactly two fields, or it has dense features.
         """
+        fields = tables.form.fields
         if len(fields) != 2 or dense:
             more = f" and {dense} dense features" if dense else ""
             raise ConfigError(
                 "model.type mf multiplies the embeddings of two fields, but the data has the "
                 f"fields {', '.join(fields)}{more}: choose two fields, or model.type dlrm"
             )
-        return Mf(self, rngs, fields=fields, hint=hint, served=served)
+        return Mf(self, tables)
 
 
-class Mf(nnx.Module):
+class Mf(Recommender):
     """Matrix factorisation with a global bias; each row of a table has factors and a bias."""
-
-    def __init__(
-        self,
-        config: MfConfig,
-        rngs: nnx.Rngs,
-        *,
-        fields: Mapping[str, int],
-        hint: Hint,
-        served: bool,
-    ):
-        self.tables = Tables(config.form(fields), rngs, hint=hint, served=served)
-        self.bias = nnx.Param(jnp.full((1,), config.start, jnp.float32), dims=("classes",))
-        self.penalty = config.penalty
 
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
@@ -81,5 +59,5 @@ class Mf(nnx.Module):
         """
         rows_BFD = self.tables(ids_BF, pulled)
         factors, biases = rows_BFD[..., :-1], rows_BFD[..., -1]
-        score = (factors[:, 0] * factors[:, 1]).sum(-1) + biases.sum(-1) + self.bias[...]
-        return Scored(score, penalty_of(rows_BFD, self.penalty))
+        score = (factors[:, 0] * factors[:, 1]).sum(-1) + biases.sum(-1)
+        return self.scored(score, rows_BFD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
@@ -12,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.hints import Hint
+from jaxdist.models.hints import Hint, no_hint
 from jaxdist.models.recommend.lookup import look_up, look_up_pulled
 from jaxdist.models.recommend.rows import MOST_ROWS, RowForm, seed_of
 from jaxdist.models.tuning.part import PartConfig
@@ -56,6 +57,31 @@ class RecommenderConfig(PartConfig):
             )
         return RowForm(fields, self.width, self.row_scale)
 
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        fields: Mapping[str, int],
+        dense: int = 0,
+        hint: Hint = no_hint,
+        served: bool = False,
+    ) -> Recommender:
+        """Build the module.
+
+        Args:
+          fields: the number of ids of each field, by the field's name.
+          dense: the number of dense features.
+          served: whether parameter servers hold the tables.
+
+        Raises:
+          ConfigError: the model does not work with these fields or features.
+        """
+        return self.on(Tables(self.form(fields), rngs, hint=hint, served=served), rngs, dense)
+
+    @abstractmethod
+    def on(self, tables: Tables, rngs: nnx.Rngs, dense: int) -> Recommender:
+        """Return the module on its tables; see `build`."""
+
 
 class Tables(nnx.Module):
     """The tables of all fields as one parameter with the dims `("rows", None)`.
@@ -86,6 +112,14 @@ class Tables(nnx.Module):
         return look_up(self.rows[...], ids_BF + offsets[None, :], self.hint)
 
 
-def penalty_of(rows_BFD: jax.Array, factor: float) -> jax.Array:
-    """Return the penalty `[B]` on the rows of each example."""
-    return factor * jnp.square(rows_BFD).sum((1, 2))
+class Recommender(nnx.Module):
+    """A model of tables, whose scores have a common bias."""
+
+    def __init__(self, config: RecommenderConfig, tables: Tables):
+        self.tables = tables
+        self.bias = nnx.Param(jnp.full((1,), config.start, jnp.float32), dims=("classes",))
+        self.penalty = config.penalty
+
+    def scored(self, score: jax.Array, rows_BFD: jax.Array) -> Scored:
+        """Add the bias to scores `[B]`, and compute the penalty on the looked-up rows."""
+        return Scored(score + self.bias[...], self.penalty * jnp.square(rows_BFD).sum((1, 2)))
