@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from jaxdist.types import Leaf, PyTree
 
@@ -23,6 +24,17 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
     """
     leaves, _ = tree_flatten_with_path(tree)
     return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def map_with_names(function: Callable[[str, Leaf], Any], tree: PyTree) -> PyTree:
+    """Return a tree with the results of a function of the name and the value of each leaf.
+
+    >>> map_with_names(lambda name, leaf: f"{name} is {leaf}", {"step": 3})
+    {'step': 'step is 3'}
+    """
+    return tree_map_with_path(
+        lambda path, leaf: function(keystr(path, simple=True, separator="/"), leaf), tree
+    )
 
 
 def divide(tree: PyTree, names: Collection[str], above: str = "") -> tuple[PyTree, PyTree]:

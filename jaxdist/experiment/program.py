@@ -161,9 +161,7 @@ def make_program(
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     optim = with_compression(config.optim, config.parallel.compression)
     with at("optim"), own("optim"):
-        optimizer = build_optimizer(
-            optim, total_steps=plan.total_steps, params=model.trained, dims=dims, rate=rate
-        )
+        optimizer = build_optimizer(optim, params=model.trained, dims=dims, rate=rate)
         of_rule = optim.explain(NamedParams(model.trained, dims))
     if config.parallel.deterministic is not None and exchange.zero is not None:
         with at("optim"), own("optim"):

@@ -32,7 +32,7 @@ from jaxdist.optim.layers import (
     describe_layers,
     wide_zeros,
 )
-from jaxdist.optim.layerwise import decays_and_adapts
+from jaxdist.optim.layerwise import Leaves, RuleInputs, layerwise
 from jaxdist.optim.trust_ratio import (
     Bounds,
     Mask,
@@ -40,11 +40,10 @@ from jaxdist.optim.trust_ratio import (
     check_betas,
     check_bounds,
     check_numbers,
-    need_params,
     trust_ratio,
     usable,
 )
-from jaxdist.types import OptState, Params, PyTree, Specs, Updates
+from jaxdist.types import Params, PyTree, Specs, Updates
 
 
 @dataclass(frozen=True)
@@ -189,45 +188,39 @@ def onebit_lamb(
     check_betas(b1=b1, b2=b2)
     most = adam_bound(b1, b2) if rule.bounded else math.inf
 
-    def init(params: Params) -> OptState:
+    def begin(params: Params) -> Sequence[Params]:
         leaves, structure = describe_layers(params, layer_dims), jax.tree.structure(params)
         pairs = zip(leaves, jax.tree.leaves(params), strict=True)
         shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
         # The factor is 1 at first, and `factor_change` limits its changes.
-        zeros, ones = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
-        mu, nu, fresh = (jax.tree.map(wide_zeros, params) for _ in range(3))
-        return OnebitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, zeros, ones)
+        running = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
+        return [*(jax.tree.map(wide_zeros, params) for _ in range(3)), *running]
 
-    def update(
-        updates: Updates, state: OptState, params: Params = None, **extra: object
-    ) -> tuple[Updates, OptState]:
-        del extra
-        assert isinstance(state, OnebitLambState)
-        leaves = describe_layers(need_params(params), layer_dims, specs)
-        # As in the paper of LAMB, biases and norm scales neither decay nor adapt, unless the masks
-        # select them.
-        decays, adapts = decays_and_adapts(
-            LambRule(), weight_decay, params, leaves, decay_mask, adapt_mask
-        )
-        count: PyTree = optax.safe_increment(state.count)
-        rate: PyTree = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        warm = count <= rule.freeze_step
-        mu = jax.tree.map(partial(first_moment, b1), state.mu, updates)
-        nu = jax.tree.map(partial(second_moment, b2, warm), state.nu, updates)
-        fresh = jax.tree.map(partial(second_moment, b2, True), state.fresh, updates)
-        weights, structure = jax.tree.flatten(params)
-        rows = zip(weights, *map(structure.flatten_up_to, (mu, nu, fresh)), decays, strict=True)
-        tensors = [_Tensors.of(*row, eps=eps, most=most) for row in rows]
-        kept = list(map(RunningNorms, *map(structure.flatten_up_to, state[4:])))
-        ratios = _ratios(tensors, leaves, adapts, kept, rule, warm)
-        pairs = zip(tensors, ratios, strict=True)
-        moves = [(-rate * ratio.scale * x.update).astype(x.p.dtype) for x, ratio in pairs]
-        coefficient = structure.unflatten([ratio.kept.coefficient for ratio in ratios])
-        factor = structure.unflatten([ratio.kept.factor for ratio in ratios])
-        after = OnebitLambState(count, mu, nu, fresh, coefficient, factor)
-        return structure.unflatten(moves), after
+    step = partial(_step, b1=b1, b2=b2, eps=eps, most=most, rule=rule)
+    by_leaf = (layer_dims, decay_mask, adapt_mask, specs)
+    # As in the paper of LAMB, biases and norm scales neither decay nor adapt, unless the masks
+    # select them.
+    return layerwise(
+        step, OnebitLambState, LambRule(), learning_rate, weight_decay, *by_leaf, begin
+    )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+def _step(
+    now: RuleInputs, *, b1: float, b2: float, eps: float, most: float, rule: OnebitLambRule
+) -> tuple[Leaves, ...]:
+    """Return the moves, and the moments after the step, each in the order of the leaves."""
+    warm: PyTree = now.count <= rule.freeze_step
+    mu, nu, fresh, *kept = now.moments
+    mu = list(map(partial(first_moment, b1), mu, now.grads))
+    nu = list(map(partial(second_moment, b2, warm), nu, now.grads))
+    fresh = list(map(partial(second_moment, b2, True), fresh, now.grads))
+    rows = zip(now.params, mu, nu, fresh, now.decay, strict=True)
+    tensors = [_Tensors.of(*row, eps=eps, most=most) for row in rows]
+    ratios = _ratios(tensors, now, list(map(RunningNorms, *kept)), rule, warm)
+    pairs = zip(tensors, ratios, strict=True)
+    moves = [(-now.rate * ratio.scale * x.update).astype(x.p.dtype) for x, ratio in pairs]
+    coefficient = [ratio.kept.coefficient for ratio in ratios]
+    return moves, mu, nu, fresh, coefficient, [ratio.kept.factor for ratio in ratios]
 
 
 class _Tensors(NamedTuple):
@@ -264,8 +257,7 @@ class _Tensors(NamedTuple):
 
 def _ratios(
     tensors: Sequence[_Tensors],
-    leaves: Sequence[LayeredLeaf],
-    adapts: Sequence[bool],
+    now: RuleInputs,
     kept: Sequence[RunningNorms],
     rule: OnebitLambRule,
     warm: jax.Array,
@@ -276,14 +268,13 @@ def _ratios(
 
     Args:
       tensors: the tensors of each leaf.
-      leaves: the layers of each leaf.
-      adapts: for each leaf, whether it has a trust ratio.
+      now: the inputs of the step.
       kept: the running values before the step.
       rule: the numeric settings.
       warm: whether the step belongs to the warm-up.
     """
     found = [_Ratio(jnp.float32(1), x) for x in kept]
-    on = [i for i, flag in enumerate(adapts) if flag]
+    on, leaves = now.adapting, now.leaves
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
     for i, sums in zip(on, add_shards(squares, [leaves[i] for i in on]), strict=True):
         summed = leaves[i].summed

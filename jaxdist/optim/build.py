@@ -26,7 +26,7 @@ from jaxdist.optim.common import (
 from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
-from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.muon import MuonConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import (
@@ -242,7 +242,7 @@ class Optimizer:
     schedule: optax.Schedule
     explained: tuple[str, ...] = ()
     param_dtype: DTypeLike | None = None
-    loss_scale: DynamicLossScale | None = None
+    loss_scale: DynamicLossScaleConfig | None = None
     max_skipped: int | None = None
     skips_empty: bool = False
     clock: StepClock = field(default_factory=StepClock)
@@ -355,33 +355,18 @@ def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
 
 
 def build_optimizer(
-    config: OptimizerConfig,
-    *,
-    total_steps: int,
-    params: Params,
-    dims: Mapping[str, Dims],
-    batch_size: int | None = None,
-    examples_per_epoch: int | None = None,
-    rate: Rate | None = None,
+    config: OptimizerConfig, *, params: Params, dims: Mapping[str, Dims], rate: Rate
 ) -> Optimizer:
-    """Build the optimizer for a run of `total_steps` that trains the parameters `params`.
+    """Build the optimizer of a run that trains the parameters `params`.
 
     Args:
       dims: the logical dims of each parameter, by name.
-      batch_size, examples_per_epoch: the arguments of `plan_rate`.
-      rate: the learning rate to use, or None for the result of `plan_rate`.
+      rate: the learning rate, such as the result of `plan_rate`.
 
     Raises:
-      ConfigError: `plan_rate` raises this error, or the settings of the loss scale contradict each
-        other.
+      ConfigError: a pattern of `rates` sets the factor of no parameter, or an imported rule cannot
+        be used.
     """
-    rate = rate or plan_rate(
-        config,
-        total_steps=total_steps,
-        batch_size=batch_size,
-        examples_per_epoch=examples_per_epoch,
-    )
-    scaling = config.loss_scale.build() if config.loss_scale else None
     clock = StepClock()
     schedule, tree = clock.by_steps(rate.schedule), NamedParams(params, dims)
     rule = config.transform(schedule, tree)
@@ -399,7 +384,7 @@ def build_optimizer(
         schedule=rate.schedule,
         explained=rate.explained,
         param_dtype=jnp.dtype(config.master_weights) if config.master_weights else None,
-        loss_scale=scaling,
+        loss_scale=config.loss_scale,
         max_skipped=(config.max_skipped or MAX_SKIPPED) if config.skips else None,
         clock=clock,
         rule=optax.with_extra_args_support(rule),

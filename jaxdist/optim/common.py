@@ -20,7 +20,7 @@ from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.trust_ratio import UNBOUNDED
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import map_with_names
 from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree, Shardings
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -114,10 +114,7 @@ def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
     Matrices therefore decay, while biases and norm scales do not, even if the parameters of all
     layers are stacked for a scan.
     """
-    flags = [
-        sum(dim != "layers" for dim in dims[name]) >= 2 for name, _ in flatten_with_names(params)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), flags)
+    return map_with_names(lambda name, _: sum(dim != "layers" for dim in dims[name]) >= 2, params)
 
 
 @dataclass(frozen=True)
@@ -183,8 +180,8 @@ class LayerwiseConfig(OptimizerConfig):
     """Whether to use Nesterov's momentum, which looks one step ahead; null leaves this to the
     variant."""
 
-    def by_layer(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
-        """Return keyword arguments of `lamb` or `lars`: dims, masks, and fields of the rule.
+    def settings(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
+        """Return the keyword arguments of `lamb` or `lars`: dims, masks, and the own settings.
 
         A setting that is None keeps the variant's value, and "off" removes a bound.
 
@@ -192,13 +189,10 @@ class LayerwiseConfig(OptimizerConfig):
           rule: the rule of the variant.
         """
         off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
-        values = {name: getattr(self, name, None) for name in rule.__dataclass_fields__}
+        apart = {*OptimizerConfig.model_fields, "layer_dims", "exclude_vectors"}
+        values = {name: value for name, value in self if name not in apart and value is not None}
         return {
             "layer_dims": tree.layer_dims(self.layer_dims),
             **tree.masks(rule, self.exclude_vectors),
-            **{
-                name: off[name] if value == "off" else value
-                for name, value in values.items()
-                if value is not None
-            },
+            **{name: off[name] if value == "off" else value for name, value in values.items()},
         }

@@ -292,12 +292,4 @@ class LambConfig(LayerwiseConfig):
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
-        return lamb(
-            rate,
-            self.b1,
-            self.b2,
-            self.eps,
-            self.weight_decay,
-            variant=self.variant,
-            **self.by_layer(LAMB_RULES[self.variant], tree),
-        )
+        return lamb(rate, **self.settings(LAMB_RULES[self.variant], tree))

@@ -229,12 +229,4 @@ class LarsConfig(LayerwiseConfig):
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
-        return lars(
-            rate,
-            self.momentum,
-            self.weight_decay,
-            self.trust_coefficient,
-            self.eps,
-            variant=self.variant,
-            **self.by_layer(LARS_RULES[self.variant], tree),
-        )
+        return lars(rate, **self.settings(LARS_RULES[self.variant], tree))

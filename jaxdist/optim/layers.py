@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError, did_you_mean
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, map_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
@@ -53,11 +53,9 @@ def layer_dims(
             raise ConfigError(
                 f"layer_dims: no parameter has a dim {name!r}: {did_you_mean(name, known)}"
             )
-    found = [
-        tuple(dim if dim in names else None for dim in dims[name])
-        for name, _ in flatten_with_names(params)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
+    return map_with_names(
+        lambda name, _: tuple(dim if dim in names else None for dim in dims[name]), params
+    )
 
 
 @dataclass(frozen=True)

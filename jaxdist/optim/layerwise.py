@@ -89,6 +89,7 @@ def layerwise(
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
     specs: Specs,
+    begin: Callable[[Params], Sequence[Params]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build an optimizer from a step that scales each layer of each leaf by norms of that layer.
 
@@ -96,7 +97,7 @@ def layerwise(
       step: a function that returns the updates and the new moments, each in the order of the
         leaves.
       state_type: the type of the state: a named tuple of `count` and of moments, which are trees
-        like the parameters.
+        with the structure of the parameters.
       layer_dims: for each parameter, the names of the dims that count layers, and None for its
         other dims: `{"w1": ["layers", None, None], "head": None}`; see
         `jaxdist.optim.layers.describe_layers`.
@@ -105,11 +106,12 @@ def layerwise(
       decay_mask: a mask that is true where weights decay. None leaves this to the rule, which may
         exclude tensors with fewer than two dims other than the layers.
       adapt_mask: a mask that is true where the trust ratio applies. None leaves this to the rule.
+      begin: a function that returns the first moments, or None for zeros like the parameters.
     """
 
     def init(params: Params) -> OptState:
-        moments = (jax.tree.map(wide_zeros, params) for _ in state_type._fields[1:])
-        return state_type(jnp.zeros((), jnp.int32), *moments)
+        zeros = (jax.tree.map(wide_zeros, params) for _ in state_type._fields[1:])
+        return state_type(jnp.zeros((), jnp.int32), *(zeros if begin is None else begin(params)))
 
     def update(
         updates: Updates, state: OptState, params: Params = None, **extra: object
@@ -119,7 +121,7 @@ def layerwise(
         leaves = describe_layers(need_params(params), layer_dims, specs)
         p, structure = jax.tree.flatten(params)
         g, *moments = map(structure.flatten_up_to, (updates, *state[1:]))
-        chosen = decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
+        chosen = _decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
         # Bias correction counts steps from 1, and a schedule counts steps from 0.
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -130,7 +132,7 @@ def layerwise(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def decays_and_adapts(
+def _decays_and_adapts(
     rule: LayerwiseRule,
     weight_decay: float,
     params: Params,

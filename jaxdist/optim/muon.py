@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig, decay_mask
 from jaxdist.optim.layers import StepCount, wide_zeros
 from jaxdist.optim.matrices import Matrices, MatrixExchange, matrices_in, plan_matrices
-from jaxdist.trees import flatten_with_names
-from jaxdist.types import Masks, OptState, Params, PyTree, Updates
+from jaxdist.trees import flatten_with_names, map_with_names
+from jaxdist.types import Masks, OptState, Params, Updates
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients of the polynomial of a Newton-Schulz step. The polynomial is steep at 0, so that
@@ -93,15 +93,12 @@ class Orthogonalized:
       matrices: the matrices in each parameter, by the parameter's name.
       exchange: the exchange of the matrices between devices; the parameters are in the same order
         as in `matrices`.
+      config: the settings.
     """
 
     matrices: Mapping[str, Matrices]
     exchange: MatrixExchange
-    momentum: float
-    nesterov: bool
-    steps: int
-    eps: float
-    scale: Scale
+    config: MuonConfig
 
     def init(self, params: Params) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(wide_zeros, params))
@@ -109,12 +106,12 @@ class Orthogonalized:
     def update(
         self, updates: Updates, state: OptState, params: Params = None
     ) -> tuple[Updates, MuonState]:
-        b, count = self.momentum, optax.safe_increment(state.count)
+        b, count = self.config.momentum, optax.safe_increment(state.count)
         # The momentum is float32 or wider, because a sum in bfloat16 would lose small gradients.
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.mu)
         mu = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.mu, grads)
         ahead = mu
-        if self.nesterov:
+        if self.config.nesterov:
             one = optax.tree.bias_correction(mu, b, optax.safe_increment(count))
             two = optax.tree.bias_correction(grads, b, count)
             ahead = jax.tree.map(lambda m, g: b * m + (1 - b) * g, one, two)
@@ -128,7 +125,7 @@ class Orthogonalized:
     def _rule(self, matrices: jax.Array) -> jax.Array:
         """Apply `newton_schulz` to batches of matrices, so that the temporaries remain small."""
         at_once = max(1, BATCH // math.prod(matrices.shape[1:]))
-        rule = partial(newton_schulz, steps=self.steps, eps=self.eps)
+        rule = partial(newton_schulz, steps=self.config.ns_steps, eps=self.config.eps)
         if len(matrices) <= at_once:
             return rule(matrices)
         # `lax.map` passes a single matrix, but `newton_schulz` expects a stack of matrices.
@@ -136,7 +133,7 @@ class Orthogonalized:
 
     def _factor(self, name: str) -> float:
         rows, columns = self.matrices[name].size
-        if self.scale == "match_rms":
+        if self.config.scale == "match_rms":
             return UPDATE_RMS * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, columns / rows))
 
@@ -242,24 +239,16 @@ class MuonConfig(OptimizerConfig):
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """Build the update rule from a learning-rate schedule, for the parameters of `tree`."""
         found = self.matrices(tree)
-        labels = _by_name(tree.params, lambda name: "muon" if name in found else "adamw")
+        labels = map_with_names(lambda name, _: "muon" if name in found else "adamw", tree.params)
         decays = dict(flatten_with_names(decay_mask(tree.params, tree.dims)))
 
         # A mask must have the structure of the tree that it masks. The mask is a function of this
         # tree, because `optax.partition` hides the leaves of Muon from AdamW.
         def mask(params: Params) -> Masks:
-            return _by_name(params, decays.__getitem__)
+            return map_with_names(lambda name, _: decays[name], params)
 
         adamw = self.adamw
-        rule = Orthogonalized(
-            found,
-            self.exchange(tree),
-            self.momentum,
-            self.nesterov,
-            self.ns_steps,
-            self.eps,
-            self.scale,
-        )
+        rule = Orthogonalized(found, self.exchange(tree), self)
         return optax.partition(
             {
                 "muon": optax.chain(
@@ -275,9 +264,3 @@ class MuonConfig(OptimizerConfig):
             },
             labels,
         )
-
-
-def _by_name(tree: PyTree, value: Callable[[str], Any]) -> PyTree:
-    """Return a copy of `tree` in which `value(name of the leaf)` replaces each leaf."""
-    named = flatten_with_names(tree)
-    return jax.tree.unflatten(jax.tree.structure(tree), [value(name) for name, _ in named])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, map_with_names
 from jaxdist.types import Leaf, OptState, Params, PyTree
 
 
@@ -67,14 +67,12 @@ def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> Py
     (None, (0, 1), (1,))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(params)}
-    found = [_owner(path, leaf, shapes, stacked) for path, leaf in flatten_with_names(state)]
-    return jax.tree.unflatten(jax.tree.structure(state), found)
+    return map_with_names(lambda path, leaf: _owner(path, leaf, shapes, stacked), state)
 
 
 def of_params(params: Params) -> PyTree:
     """Return a tree like the parameters, in which each parameter is its own owner."""
-    found = [Owner(name, tuple(range(leaf.ndim))) for name, leaf in flatten_with_names(params)]
-    return jax.tree.unflatten(jax.tree.structure(params), found)
+    return map_with_names(lambda name, leaf: Owner(name, tuple(range(leaf.ndim))), params)
 
 
 def _owner(

@@ -199,8 +199,9 @@ def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
 
 
 def _skip_unless(
-    inner: optax.GradientTransformation, first: RuleMemory, rule: SkipRule
+    inner: optax.GradientTransformation, first: RuleMemory, rule: SkipRule | None
 ) -> optax.GradientTransformationExtraArgs:
+    """Wrap `inner` so that it skips the steps that the rule does not accept, or none with None."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SkipState:
@@ -210,14 +211,16 @@ def _skip_unless(
     def update(
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, OptState]:
-        accept, memory = rule(updates, state.rule)
-
         def move() -> tuple[Updates, OptState]:
             return inner.update(updates, state.inner, params, **extra)
 
         def still() -> Updates:
             return jax.tree.map(_stay, jax.eval_shape(move)[0], updates)
 
+        if rule is None:
+            moved, kept = move()
+            return moved, _counted(kept, state, jnp.array(True), None)
+        accept, memory = rule(updates, state.rule)
         moved, kept = lax.cond(accept, move, lambda: (still(), state.inner))
         return moved, _counted(kept, state, accept, memory)
 
@@ -237,19 +240,7 @@ def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
     The wrapper itself skips no step.
     """
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params: Params) -> SkipState:
-        zero = jnp.zeros((), jnp.int32)
-        return SkipState(inner.init(params), zero, zero, None)
-
-    def update(
-        updates: Updates, state: OptState, params: Params = None, **extra: object
-    ) -> tuple[Updates, OptState]:
-        moved, kept = inner.update(updates, state.inner, params, **extra)
-        return moved, _counted(kept, state, jnp.array(True), None)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _skip_unless(inner, None, None)
 
 
 def skipped_once(state: OptState) -> OptState:

@@ -13,15 +13,12 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.layers import gradients_of
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
-from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.optim.loss_scale import scale_loss, unscale
 from jaxdist.parallel.contract import BatchContext, Gradients, StepInputs
 from jaxdist.trees import join_leaves
 from jaxdist.types import Buffers, Params
 
 NOWHERE = BatchContext()
-_SCALING = DynamicLossScale()
-"""A loss scale with default settings. Only its methods that scale the loss and unscale gradients
-are called, and their results do not depend on the settings."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class Objective:
         grads, (sums, buffers) = gradients_of(mean, own)
         grads = around.placed(grads)
         if held.scale is not None:
-            grads = _SCALING.unscale(grads, held.scale)
+            grads = unscale(grads, held.scale)
         return Gradients(grads, sums, buffers)
 
     def total_gradients(
@@ -157,7 +154,7 @@ class Objective:
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if held.scale is None:
             return total / divisor(weight), aux
-        return _SCALING.scale_loss(total / _common(weight, around), held.scale), aux
+        return scale_loss(total / _common(weight, around), held.scale), aux
 
 
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:

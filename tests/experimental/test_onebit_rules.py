@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from jax.sharding import PartitionSpec
 from pydantic import TypeAdapter, ValidationError
 from sharded import mesh_of
@@ -15,7 +16,6 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment.config import AnyOptimConfig
 from jaxdist.experimental.onebit import adam_bound, scale_by_frozen_adam
 from jaxdist.experimental.onebit_lamb import OnebitLambRule, OnebitLambState, onebit_lamb
-from jaxdist.optim.build import build_optimizer
 
 DIMS = {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
 NAMES = {"kernel": ["layers", None, None], "bias": ["layers", None]}
@@ -38,7 +38,7 @@ def parsed(settings):
 
 
 def built(**settings):
-    return build_optimizer(parsed(settings), total_steps=10, params=PARAMS, dims=DIMS).transform
+    return built_optimizer(parsed(settings), 10, PARAMS, DIMS).transform
 
 
 def walked(transform, grads=GRADS, params=PARAMS):

@@ -4,10 +4,10 @@ import math
 
 import jax
 import numpy as np
+from built_optimizer import built_optimizer
 
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
-from jaxdist.optim.build import build_optimizer
 from jaxdist.parallel.exchange.xla import XlaExchange
 from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
@@ -29,7 +29,7 @@ def build_program(
     return assemble(
         model,
         loss,
-        build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
+        built_optimizer(optim, steps, model.params, model.dims),
         layout,
         model.dims,
         shapes_of(layout, batch),

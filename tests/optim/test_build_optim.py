@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from chosen import quick
 from pydantic import ValidationError
 
@@ -30,14 +31,13 @@ SCALE = ScaleFromConfig(batch_size=16, learning_rate=0.1, rule="linear", warmup_
 
 def made(total_steps=20, batch_size=64, examples_per_epoch=None, **settings):
     config = SgdConfig(type="sgd", **{"momentum": 0.0, **settings})
-    return build_optimizer(
+    rate = plan_rate(
         config,
         total_steps=total_steps,
-        params=PARAMS,
-        dims=DIMS,
         batch_size=batch_size,
         examples_per_epoch=examples_per_epoch,
     )
+    return build_optimizer(config, rate=rate, params=PARAMS, dims=DIMS)
 
 
 def test_a_scaled_rate_and_its_warmup_are_in_the_schedule_and_explained():
@@ -132,7 +132,7 @@ def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
     """The direction for equal gradients is 1 only where moments are corrected by updates."""
     params = {"b": jnp.zeros(4), "stack": jnp.zeros((2, 3))}
     dims = {"b": ("embed",), "stack": ("layers", "embed")}
-    found = build_optimizer(COUNTED[name], total_steps=10, params=params, dims=dims)
+    found = built_optimizer(COUNTED[name], 10, params, dims)
     state, given = found.transform.init(params), {"value": jnp.float32(1)}
     skipped = (0, 1, 4)
     for step in range(7):
@@ -163,6 +163,6 @@ def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
 def test_an_imported_optimizer_whose_first_update_is_not_finite_is_refused(path, args):
     config = ImportedOptimizerConfig(type="import", path=path, args=args, learning_rate=0.1)
     with pytest.raises(ConfigError, match=rf"optim.path {path}: the first update .* is not finite"):
-        build_optimizer(config, total_steps=4, params=PARAMS, dims=DIMS)
+        built_optimizer(config, 4, PARAMS, DIMS)
     kept = config.model_copy(update={"args": {}})
-    build_optimizer(kept, total_steps=4, params=PARAMS, dims=DIMS)
+    built_optimizer(kept, 4, PARAMS, DIMS)

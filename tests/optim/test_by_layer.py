@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from chosen import quick
 from optax import contrib
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import ImportedOptimizerConfig, build_optimizer, taking_extra
+from jaxdist.optim.build import ImportedOptimizerConfig, taking_extra
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.stacks.by_layer import by_layer
 
@@ -169,7 +170,7 @@ def test_an_imported_optimizer_knows_the_stacks_of_the_model():
         schedule=ScheduleConfig(type="constant"),
     )  # fmt: skip
     params, grads = stacks(0), [stacks(1)]
-    made = build_optimizer(config, total_steps=9, params=params, dims=DIMS).transform
+    made = built_optimizer(config, 9, params, DIMS).transform
     found = moved(made, params, grads)["blocks"]["up"]
     expected = stacked(moved(contrib.muon(1e-2), listed(params), [listed(grads[0])]))
     np.testing.assert_allclose(found, expected["blocks"]["up"], rtol=1e-4, atol=1e-5)

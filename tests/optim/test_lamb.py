@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import OptimConfig, build_optimizer
+from jaxdist.optim.build import OptimConfig
 from jaxdist.optim.lamb import LAMB_RULES, lamb
 
 PARAMS = {"kernel": jnp.full((2, 2, 3), 2.0), "bias": jnp.ones((2, 3))}
@@ -21,7 +22,7 @@ def first(transform, grads=GRADS):
 
 def built(**settings):
     config = TypeAdapter(OptimConfig).validate_python({"learning_rate": 0.1, **settings})
-    return build_optimizer(config, total_steps=10, params=PARAMS, dims=DIMS).transform
+    return built_optimizer(config, 10, PARAMS, DIMS).transform
 
 
 def same(found, expected):
@@ -84,7 +85,7 @@ def test_a_typo_in_layer_dims():
 def test_a_model_without_matrices_and_without_layers():
     config = TypeAdapter(OptimConfig).validate_python({"type": "lamb", "learning_rate": 0.1})
     params = {"w": jnp.ones(3)}
-    made = build_optimizer(config, total_steps=1, params=params, dims={"w": ("embed",)})
+    made = built_optimizer(config, 1, params, {"w": ("embed",)})
     updates, _ = made.transform.update(params, made.transform.init(params), params)
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)
 

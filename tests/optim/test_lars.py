@@ -2,9 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from built_optimizer import built_optimizer
 from pydantic import TypeAdapter
 
-from jaxdist.optim.build import OptimConfig, build_optimizer
+from jaxdist.optim.build import OptimConfig
 from jaxdist.optim.lars import LARS_RULES, lars
 
 PARAMS = {"kernel": jnp.full((2, 2, 3), 2.0), "bias": jnp.ones((2, 3))}
@@ -25,7 +26,7 @@ def built(**settings):
     config = TypeAdapter(OptimConfig).validate_python(
         {"type": "lars", "learning_rate": 0.1, "schedule": {"type": "linear"}, **settings}
     )
-    return build_optimizer(config, total_steps=10, params=PARAMS, dims=DIMS)
+    return built_optimizer(config, 10, PARAMS, DIMS)
 
 
 @pytest.mark.parametrize("variant", LARS_RULES)

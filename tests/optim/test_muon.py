@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from chosen import quick
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.errors import ConfigError
 from jaxdist.hlo import ledger
-from jaxdist.optim.build import OptimConfig, build_optimizer
+from jaxdist.optim.build import OptimConfig
 from jaxdist.optim.common import NamedParams
 from jaxdist.optim.matrices import matrices_in, plan_matrices
 from jaxdist.optim.muon import COEFFICIENTS, newton_schulz, newton_schulz_flops
@@ -85,7 +86,7 @@ PAIRS = {
 def test_three_steps_of_matrices_equal_those_of_optax(pair):
     ours, theirs = PAIRS[pair]
     given = {"muon_weight_dimension_numbers": NUMBERS, "consistent_rms": 0.2, **theirs}
-    optimizer = build_optimizer(config(**ours), total_steps=3, params=tree(0), dims=DIMS)
+    optimizer = built_optimizer(config(**ours), 3, tree(0), DIMS)
     found, expected = moved(optimizer.transform), moved(contrib.muon(0.1, **given))
     for name in ("query", "out", "up"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
@@ -93,7 +94,7 @@ def test_three_steps_of_matrices_equal_those_of_optax(pair):
 
 def test_the_others_are_updated_by_adamw():
     given = {"weight_decay": 0.1, "adamw": {"rate": 0.5, "b1": 0.8, "b2": 0.9, "eps": 0.1}}
-    optimizer = build_optimizer(config(**given), total_steps=3, params=tree(0), dims=DIMS)
+    optimizer = built_optimizer(config(**given), 3, tree(0), DIMS)
     mask = {name: name == "embedding" for name in SHAPES}
     adamw = optax.adamw(0.05, 0.8, 0.9, 0.1, weight_decay=0.1, mask=mask)
     found, expected = moved(optimizer.transform), moved(adamw)
@@ -119,7 +120,7 @@ def test_a_matrix_of_zeros_stays():
 
 
 def test_only_adamw_keeps_a_second_moment():
-    optimizer = build_optimizer(config(), total_steps=3, params=tree(0), dims=DIMS)
+    optimizer = built_optimizer(config(), 3, tree(0), DIMS)
     shapes = jax.eval_shape(optimizer.transform.init, tree(0))
     sizes = {n: math.prod(s.shape) for n, s in flatten_with_names(shapes) if s.shape}
     matrices = sum(math.prod(SHAPES[name]) for name in ("query", "out", "up"))

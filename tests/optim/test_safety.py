@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.hlo import ledger
 from jaxdist.optim import safety
-from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.optim.loss_scale import DynamicLossScaleConfig, scale_loss, unscale
 
 P = PartitionSpec
 BAD = [jnp.nan, jnp.inf, -jnp.inf]
@@ -271,7 +272,7 @@ def test_all_shards_skip_when_one_of_them_is_bad(devices, leaf, manual):
 
 
 def scale_run(flags, **settings):
-    scaling = DynamicLossScale(**settings)
+    scaling = DynamicLossScaleConfig(type="dynamic", **settings)
     state, update = scaling.init(), jax.jit(scaling.update)
     scales = []
     for finite in flags:
@@ -296,26 +297,26 @@ def test_the_scale_keeps_its_bounds():
 
 
 def test_scaling_saves_float16_gradients_that_would_vanish():
-    scaling = DynamicLossScale()
+    scaling = DynamicLossScaleConfig(type="dynamic")
     state, w = scaling.init(), jnp.float16(1)
 
     def loss(w):
         return (w * jnp.float16(2e-4)) * jnp.float16(1e-4)
 
     assert jax.grad(loss)(w) == 0
-    scaled = jax.grad(lambda w: scaling.scale_loss(loss(w), state))(w)
-    np.testing.assert_allclose(scaling.unscale(scaled, state), 2e-8, rtol=2e-3)
+    scaled = jax.grad(lambda w: scale_loss(loss(w), state))(w)
+    np.testing.assert_allclose(unscale(scaled, state), 2e-8, rtol=2e-3)
 
 
 def test_a_scale_that_overflows_backs_off_until_training_goes_on():
-    scaling = DynamicLossScale(init_scale=2.0**20)
+    scaling = DynamicLossScaleConfig(type="dynamic", init_scale=2.0**20)
     tx = safety.skip_nonfinite(optax.sgd(0.5))
 
     @jax.jit
     def step(w, state, scale):
-        grads = jax.grad(lambda w: scaling.scale_loss(jnp.sum(jnp.square(w)), scale))(w)
+        grads = jax.grad(lambda w: scale_loss(jnp.sum(jnp.square(w)), scale))(w)
         finite = safety.all_finite(grads)
-        updates, state = tx.update(scaling.unscale(grads, scale), state, w)
+        updates, state = tx.update(unscale(grads, scale), state, w)
         return optax.apply_updates(w, updates), state, scaling.update(scale, finite)
 
     w, scale = jnp.ones((2,), jnp.float16), scaling.init()
@@ -331,16 +332,16 @@ def test_a_scale_that_overflows_backs_off_until_training_goes_on():
     ("settings", "message"),
     [
         ({"init_scale": 0.5}, "does not hold for 1.0, 0.5, 16777216.0"),
-        ({"max_scale": float("inf")}, "does not hold for 1.0, 32768.0, inf"),
-        ({"min_scale": 0.0}, "does not hold for 0.0"),
-        ({"growth": 1.0}, "growth 1.0 must be finite and above 1"),
-        ({"backoff": 1.0}, r"backoff 1.0 must be in \(0, 1\)"),
-        ({"growth_steps": 0}, "growth_steps 0 must be at least 1"),
+        ({"max_scale": float("inf")}, "max_scale\n.*finite number"),
+        ({"min_scale": 0.0}, "min_scale\n.*greater than 0"),
+        ({"growth": 1.0}, "growth\n.*greater than 1"),
+        ({"backoff": 1.0}, "backoff\n.*less than 1"),
+        ({"growth_steps": 0}, "growth_steps\n.*greater than or equal to 1"),
     ],
 )
 def test_loss_scales_that_cannot_work(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        DynamicLossScale(**settings)
+    with pytest.raises(ValidationError, match=message):
+        DynamicLossScaleConfig(type="dynamic", **settings)
 
 
 def test_a_step_skipped_from_outside_is_counted_inside_another_s_state():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from flax import nnx
 from programs import put_state
 
@@ -21,7 +22,7 @@ from jaxdist.mesh import MeshConfig, axis_names, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import AdamWConfig, Optimizer, build_optimizer
+from jaxdist.optim.build import AdamWConfig, Optimizer
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.parallel.exchange.xla import XlaExchange as LeftToXla
@@ -101,7 +102,7 @@ def program_of(mesh, stage=0, reduce=None, *, optim=LAMB, microbatches=2, device
     optimizer = (
         Optimizer(optim, lambda _: jnp.float32(1))
         if isinstance(optim, optax.GradientTransformationExtraArgs)
-        else build_optimizer(optim, total_steps=9, params=model.params, dims=model.dims)
+        else built_optimizer(optim, 9, model.params, model.dims)
     )
     batch = {
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))

@@ -361,7 +361,7 @@ def experiment_transform(config, schedule, program):
     from jaxdist.optim.build import Rate, build_optimizer
 
     given = {"params": program.model.params, "dims": program.dims, "rate": Rate(schedule)}
-    return build_optimizer(config, total_steps=1, **given).transform
+    return build_optimizer(config, **given).transform
 
 
 def test_a_factor_of_the_rate_scales_the_update():

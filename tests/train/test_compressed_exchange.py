@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from built_optimizer import built_optimizer
 from chosen import quick
 from flax import nnx
 from programs import place, shapes_of
@@ -17,7 +18,7 @@ from jaxdist.hlo.ledger import ledger
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import AdamWConfig, build_optimizer
+from jaxdist.optim.build import AdamWConfig
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
 from jaxdist.run.checkpoints import adapted
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
@@ -90,7 +91,7 @@ def program(mesh, parallel, codec, *, inputs=9, microbatches=1, optim=OPTIM):
     whole = param_shardings(layout, model.params, model.dims)
     config = ParallelConfig.model_validate_json(json.dumps({**parallel, "compression": codec}))
     exchange, _ = plan_exchange(config, layout, model.params, model.dims, whole)
-    optimizer = build_optimizer(optim, total_steps=9, params=model.params, dims=model.dims)
+    optimizer = built_optimizer(optim, 9, model.params, model.dims)
     given = (model, squares, optimizer, layout, model.dims, shapes_of(layout, rows()))
     return assemble(*given, microbatches=microbatches, exchange=exchange)
 

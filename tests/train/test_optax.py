@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from built_optimizer import built_optimizer
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -21,7 +22,11 @@ from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import ImportedOptimizerConfig, Optimizer, build_optimizer, taking_extra
+from jaxdist.optim.build import (
+    ImportedOptimizerConfig,
+    Optimizer,
+    taking_extra,
+)
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.sharding import ShardingConfig, make_layout
@@ -72,7 +77,7 @@ def program_of(optimizer, mesh, stage=0, reduce=None):
     model = functional(Model)
     zero = plan_zero(ZeroConfig(stage=stage, whole_below=20), layout, model.params, model.dims)
     if isinstance(optimizer, ImportedOptimizerConfig):
-        made = build_optimizer(optimizer, total_steps=9, params=model.params, dims=model.dims)
+        made = built_optimizer(optimizer, 9, model.params, model.dims)
     else:
         made = Optimizer(optimizer, lambda _: jnp.float32(1))
     batch = {

@@ -29,7 +29,7 @@ def server_transform(
     # has only the gradients of its shard.
     plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
     rate = Rate(schedule)
-    return build_optimizer(plain, total_steps=1, params=params, dims=dims, rate=rate).transform
+    return build_optimizer(plain, params=params, dims=dims, rate=rate).transform
 
 
 def check_separable(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
