@@ -18,9 +18,10 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
 from jaxdist.models.attention.choose import Attend, choose_kernel
+from jaxdist.models.attention.config import TransformerConfig, check_positions
 from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.feed_forward.swiglu import SwiGLU
-from jaxdist.models.gpt import Attention, GptConfig, TransformerConfig, check_positions
+from jaxdist.models.gpt import Attention, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
 from jaxdist.models.layers import (
     LayerNorm,

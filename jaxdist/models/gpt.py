@@ -18,7 +18,8 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.models.attention.choose import Attend, KernelName, choose_kernel, kernel_refusal
+from jaxdist.models.attention.choose import Attend, choose_kernel, kernel_refusal
+from jaxdist.models.attention.config import TransformerConfig, check_positions
 from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.mixture import Mixture
@@ -26,41 +27,13 @@ from jaxdist.models.feed_forward.stack import Routed, RoutedStack
 from jaxdist.models.feed_forward.swiglu import Mlp, SwiGLU, biased
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import ComputeDtype, LayerNorm, RMSNorm, matmul, param, stack
+from jaxdist.models.layers import LayerNorm, RMSNorm, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
-from jaxdist.models.tuning.part import PartConfig
 from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
 
 Biases = Literal["none", "qkv", "attention", "all"]
 Norm = Literal["rms", "rms_offset", "layer"]
-
-
-class TransformerConfig(PartConfig):
-    """The settings that all models of transformer blocks have."""
-
-    layers: Count
-    """The number of transformer blocks."""
-    embed: Count
-    """The width of the residual stream."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """The number that norms add to a variance before they divide by the square root."""
-    attention: KernelName = "auto"
-    """The kernel of attention: plain (XLA's kernel, whose memory grows with the square of the
-    sequence), blockwise (in blocks, with memory that grows linearly, on any device), splash (fused,
-    for TPUs) or cudnn (fused, for GPUs and bfloat16). auto selects a fused kernel if one runs here,
-    otherwise blockwise from 2048 positions on, and otherwise plain."""
-    compute_dtype: ComputeDtype = "float32"
-    """The dtype of activations and matmuls; parameters are float32."""
-    scan_unroll: Count = 1
-    """The number of blocks per iteration of the loop over layers. A larger number takes longer to
-    compile and has less overhead."""
-
-    @model_validator(mode="after")
-    def _check_unroll(self) -> TransformerConfig:
-        if self.scan_unroll > self.layers:
-            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
-        return self
 
 
 class GptConfig(TransformerConfig):
@@ -263,20 +236,6 @@ class GptConfig(TransformerConfig):
             kv_head_parts=hint.parts("kv_heads"),
             seq_parts=hint.parts("seq") if hint.split is None else 1,
             family=family,
-        )
-
-
-def check_positions(positions: int | None, length: int | None) -> None:
-    """Check that a model has a learned position for each token of a sequence.
-
-    Raises:
-      ConfigError: the sequences are longer.
-    """
-    if positions is not None and (length or 0) > positions:
-        raise ConfigError(
-            f"sequences have {length} tokens, but model.positions is {positions}: "
-            "lower data.window, or raise model.positions",
-            setting=("positions",),
         )
 
 
