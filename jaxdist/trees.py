@@ -26,14 +26,16 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
     return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
-def map_with_names(function: Callable[[str, Leaf], Any], tree: PyTree) -> PyTree:
-    """Return a tree with the results of a function of the name and the value of each leaf.
+def map_with_names(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """Return a tree with the results of a function of each leaf's name and its values in all trees.
 
     >>> map_with_names(lambda name, leaf: f"{name} is {leaf}", {"step": 3})
     {'step': 'step is 3'}
     """
     return tree_map_with_path(
-        lambda path, leaf: function(keystr(path, simple=True, separator="/"), leaf), tree
+        lambda path, *leaves: function(keystr(path, simple=True, separator="/"), *leaves),
+        tree,
+        *others,
     )
 
 

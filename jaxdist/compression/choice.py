@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from pydantic import Field, field_validator
 
 from jaxdist.collectives.bucket import plan_buckets
@@ -165,6 +168,20 @@ class CodecGroup:
     def in_shards(self) -> bool:
         """Whether each device sums a shard of each bucket, and then encodes the sum."""
         return any(codec.exchange == "scatter" for codec in self.codecs)
+
+    @property
+    def flat(self) -> bool:
+        """Whether every codec encodes a bucket as one vector."""
+        return all(codec.flat for codec in self.codecs)
+
+    def likes(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of each bucket's packed leaves, given all leaves."""
+        found = []
+        for bucket in self.buckets:
+            size = sum(math.prod(leaves[i].shape) for i in bucket)
+            shape = (size,) if self.flat else tuple(leaves[bucket[0]].shape)
+            found.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        return found
 
 
 def plan_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from glob import escape
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, model_validator
 
@@ -193,18 +193,7 @@ class CompressAuto(Compression, AutoCodec):
         return kind.model_construct(**values)
 
 
-KINDS: tuple[type[Compression], ...] = (
-    CompressWhole,
-    CompressCast,
-    CompressQuantize,
-    CompressAdaptive,
-    CompressSign,
-    CompressTopK,
-    CompressRandomK,
-    CompressLowRank,
-    CompressChain,
-)
-CompressionConfig: TypeAlias = Annotated[
+WithCodec: TypeAlias = (
     CompressWhole
     | CompressCast
     | CompressQuantize
@@ -214,6 +203,6 @@ CompressionConfig: TypeAlias = Annotated[
     | CompressRandomK
     | CompressLowRank
     | CompressChain
-    | CompressAuto,
-    Field(discriminator="type"),
-]
+)
+KINDS: tuple[type[Compression], ...] = get_args(WithCodec)
+CompressionConfig: TypeAlias = Annotated[WithCodec | CompressAuto, Field(discriminator="type")]

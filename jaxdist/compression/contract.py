@@ -93,6 +93,8 @@ class Codec(Config):
     """
 
     exchange: ClassVar[Exchange] = "scatter"
+    lossless: ClassVar[bool] = False
+    """Whether every estimate is equal to the encoded array."""
     flat: ClassVar[bool] = True
 
     @property
@@ -113,11 +115,6 @@ class Codec(Config):
     def contractive(self) -> bool:
         """Whether an error has a smaller norm than the array, as error feedback requires."""
         return not self.unbiased
-
-    @property
-    def lossless(self) -> bool:
-        """Whether every estimate is equal to the encoded array."""
-        return False
 
     def check(self, like: Leaf, name: str = "") -> None:
         """Raise CompressionError if this codec cannot encode an array.

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from jaxdist.collectives.bucket import BUCKET_BYTES
 from jaxdist.collectives.contract import Algorithm, Operation
@@ -223,8 +222,7 @@ def _message_calls(
     groups = plan_groups(named, choice, NoFeedback(), bucket_bytes)
     found = []
     for group in groups:
-        likes = [_like([named[i][1] for i in bucket], group) for bucket in group.buckets]
-        found += _group_calls(group, likes, devices, where)
+        found += _group_calls(group, group.likes([leaf for _, leaf in named]), devices, where)
     if not all(group.lossless for group in groups):
         found.append(CollectiveCall("all_reduce", FLAG_BYTES, where))
     return found
@@ -261,10 +259,3 @@ def round_bytes(codec: LinearCodec, likes: Sequence[Leaf]) -> list[int]:
 
     jax.eval_shape(run, list(likes))
     return found
-
-
-def _like(leaves: Sequence[Leaf], group: CodecGroup) -> jax.ShapeDtypeStruct:
-    """Return the shape of the bucket into which the leaves are packed."""
-    flat = all(codec.flat for codec in group.codecs)
-    shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)

@@ -12,7 +12,6 @@ Every device decodes the same words in the same order, so results have the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -127,22 +126,13 @@ def init_state(
 def _group_state(
     group: CodecGroup, leaves: Sequence[Leaf], devices: int, feedback: Feedback
 ) -> GroupState:
-    likes = [_like([leaves[i] for i in bucket], flat=_flat(group)) for bucket in group.buckets]
+    likes = group.likes(leaves)
     codecs = tuple(tuple(codec.init(like) for like in likes) for codec in group.codecs)
     buckets = [
         BucketState.init(like, devices, group.codecs, feedback, in_shards=group.in_shards)
         for like in likes
     ]
     return GroupState(codecs, tuple([BucketState()] * len(likes) if group.lossless else buckets))
-
-
-def _flat(group: CodecGroup) -> bool:
-    return all(codec.flat for codec in group.codecs)
-
-
-def _like(leaves: Sequence[Leaf], *, flat: bool) -> jax.ShapeDtypeStruct:
-    shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def compressed_all_reduce(
@@ -247,7 +237,7 @@ def _reduce_group(
       taken: the number of earlier rounds that were not skipped, which determines the stage.
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
-    xs = [pack(member) if _flat(group) else member[0] for member in members]
+    xs = [pack(member) if group.flat else member[0] for member in members]
     branches = [partial(_run, group, stage, party) for stage in range(len(group.codecs))]
     if len(branches) == 1:
         totals, after = branches[0](xs, state)

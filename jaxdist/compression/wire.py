@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -36,10 +38,7 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 def out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Reshape blocks to an array of shape `shape`, without the padding of `in_blocks`."""
-    size = 1
-    for length in shape:
-        size *= length
-    return blocks.reshape(-1)[:size].reshape(shape)
+    return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def block_sizes(size: int, block: int) -> jax.Array:

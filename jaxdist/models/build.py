@@ -213,16 +213,18 @@ def choose_loss(
     return found
 
 
+_CLASSES = ClassificationConfig(type="classification")
+_DEFAULT_LOSSES: Mapping[type, LossConfig] = {
+    GptConfig: NextTokenConfig(type="next_token"),
+    BertConfig: MaskedTokensConfig(type="masked_tokens"),
+    MfConfig: SquaredErrorConfig(type="squared_error"),
+    DlrmConfig: ClickConfig(type="click"),
+    **dict.fromkeys((MlpConfig, CnnConfig, ResnetConfig, VitConfig), _CLASSES),
+}
+
+
 def default_loss(config: ModelConfig) -> LossConfig | None:
     """Return the default loss of a model, or None for a model that the user imports."""
-    if isinstance(config, GptConfig):
-        return NextTokenConfig(type="next_token")
-    if isinstance(config, BertConfig) and config.head == "tokens":
-        return MaskedTokensConfig(type="masked_tokens")
-    if isinstance(config, MfConfig):
-        return SquaredErrorConfig(type="squared_error")
-    if isinstance(config, DlrmConfig):
-        return ClickConfig(type="click")
-    if isinstance(config, BertConfig | MlpConfig | CnnConfig | ResnetConfig | VitConfig):
-        return ClassificationConfig(type="classification")
-    return None
+    if isinstance(config, BertConfig) and config.head == "classes":
+        return _CLASSES
+    return _DEFAULT_LOSSES.get(type(config))

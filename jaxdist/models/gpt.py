@@ -24,10 +24,10 @@ from jaxdist.models.attention.contract import AttentionRequest, Qkv
 from jaxdist.models.feed_forward.config import ExpertsConfig
 from jaxdist.models.feed_forward.mixture import Mixture
 from jaxdist.models.feed_forward.stack import Routed, RoutedStack
-from jaxdist.models.feed_forward.swiglu import Mlp, SwiGLU, biased
+from jaxdist.models.feed_forward.swiglu import Mlp, SwiGLU
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import LayerNorm, RMSNorm, matmul, param, stack
+from jaxdist.models.layers import LayerNorm, RMSNorm, biased, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import RopeScaling, rotate
 from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size

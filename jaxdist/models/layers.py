@@ -146,6 +146,13 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return out.reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
+def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """Add a bias to the last dims of y; return y if the bias is None."""
+    if bias is None:
+        return y
+    return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+
+
 class RMSNorm(nnx.Module):
     """The RMS norm, x / rms(x) * scale, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
 

@@ -21,7 +21,6 @@ from jaxdist.optim.common import (
     Beta,
     NamedParams,
     OptimizerConfig,
-    decay_mask,
 )
 from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
@@ -51,18 +50,6 @@ from jaxdist.types import (
     Shardings,
     Updates,
 )
-
-__all__ = [
-    "AdamWConfig",
-    "ImportedOptimizerConfig",
-    "OptimConfig",
-    "Optimizer",
-    "Rate",
-    "SgdConfig",
-    "build_optimizer",
-    "decay_mask",
-    "plan_rate",
-]
 
 
 class AdamWConfig(OptimizerConfig):

@@ -11,7 +11,8 @@ from flax import nnx
 from programs import build_program, place
 
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import AdamWConfig, SgdConfig, decay_mask
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.common import decay_mask
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.train.evaluate import evaluate
 

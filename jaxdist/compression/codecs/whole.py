@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ class WholeCodec(LinearCodec):
     type: Literal["whole"] = "whole"
     """The name that selects this codec in a config."""
 
-    @property
-    def lossless(self) -> bool:
-        return True
+    lossless: ClassVar[bool] = True
 
     def factors(self, x: jax.Array, state: CodecState, round: Round) -> Factors:
         own = x.astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
@@ -23,6 +24,7 @@ class PackagedConfig(Config):
     """A tracker that needs a package, which an extra of jaxdist with the same name installs."""
 
     package: ClassVar[str]
+    tracker: ClassVar[Callable[..., Tracker]]
     project: str = PROJECT
     """The project in which the run is listed."""
     name: str | None = None
@@ -46,11 +48,16 @@ class PackagedConfig(Config):
         """The key that distinguishes this tracker from other trackers when the run resumes."""
         return f"{self.package}:{self.project}"
 
+    def build(self) -> Tracker:
+        """Return the tracker, whose fields have the names of these settings."""
+        return self.tracker(**{name: value for name, value in self if name != "type"})
+
 
 class WandbConfig(PackagedConfig):
     """A tracker that sends to Weights & Biases, with its files in the run directory."""
 
     package = "wandb"
+    tracker = WandbTracker
     type: Literal["wandb"]
     """The name that selects this tracker in a config."""
     entity: str | None = None
@@ -61,39 +68,29 @@ class WandbConfig(PackagedConfig):
     tags: tuple[str, ...] = ()
     """The tags of the run, for searches."""
 
-    def build(self) -> Tracker:
-        """Return the tracker for Weights & Biases."""
-        return WandbTracker(self.project, self.name, self.entity, self.mode, self.tags)
-
 
 class TrackioConfig(PackagedConfig):
     """A tracker that writes to Trackio, in the database folder that TRACKIO_DIR names."""
 
     package = "trackio"
+    tracker = TrackioTracker
     type: Literal["trackio"]
     """The name that selects this tracker in a config."""
     space: str | None = None
     """The Hugging Face Space to which records are sent; null keeps the records on this machine."""
-
-    def build(self) -> Tracker:
-        """Return the tracker for Trackio."""
-        return TrackioTracker(self.project, self.name, self.space)
 
 
 class MlflowConfig(PackagedConfig):
     """A tracker that sends to MLflow, whose experiment is `project`."""
 
     package = "mlflow"
+    tracker = MlflowTracker
     type: Literal["mlflow"]
     """The name that selects this tracker in a config."""
     uri: str | None = None
     """The tracking server or database, such as sqlite:///mlflow.db; null follows the variable
     MLFLOW_TRACKING_URI.
     """
-
-    def build(self) -> Tracker:
-        """Return the tracker for MLflow."""
-        return MlflowTracker(self.project, self.name, self.uri)
 
 
 class ImportedTrackerConfig(Config):

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxdist.hlo.source.marks import gives, takes
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, SequenceRing
-from jaxdist.models.layers import matmul, param
+from jaxdist.models.layers import biased, matmul, param
 from jaxdist.models.remat import named
 
 Mlp = Literal["swiglu", "geglu", "gelu", "gelu_erf"]
@@ -42,13 +42,6 @@ class MlpSettings(Protocol):
     def mlp_type(self) -> Mlp: ...
     @property
     def biases(self) -> str: ...
-
-
-def biased(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """Add a bias to the last dims of y; return y if the bias is None."""
-    if bias is None:
-        return y
-    return y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 class SwiGLU(nnx.Module):

@@ -8,9 +8,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from jaxdist.models.layers import Deferred
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import map_with_names
 from jaxdist.types import Params, PyTree, Shardings
 
 
@@ -77,22 +78,19 @@ def deferred(params: Params, resting: Collection[str], frozen: Collection[str]) 
       frozen: the names of the parameters that are not trained.
     """
 
-    def placeholder(name: str, leaf: jax.Array) -> RestingParameter:
+    def placeholder(name: str, leaf: jax.Array) -> jax.Array | RestingParameter:
+        if name not in resting:
+            return leaf
         probe = None if name in frozen else jnp.zeros(leaf.shape, leaf.dtype)
         return RestingParameter(leaf, probe)
 
-    leaves = [
-        placeholder(name, leaf) if name in resting else leaf
-        for name, leaf in flatten_with_names(params)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    return map_with_names(placeholder, params)
 
 
 def constrained(params: Params, shardings: Shardings, resting: Collection[str]) -> PyTree:
     """Set the shardings of all parameters except those in the host's memory."""
-    pairs = zip(flatten_with_names(params), jax.tree.leaves(shardings), strict=True)
-    leaves = [
-        leaf if name in resting else jax.lax.with_sharding_constraint(leaf, sharding)
-        for (name, leaf), sharding in pairs
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+    def constrain(name: str, leaf: jax.Array, sharding: Sharding) -> jax.Array:
+        return leaf if name in resting else jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return map_with_names(constrain, params, shardings)

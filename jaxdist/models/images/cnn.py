@@ -12,7 +12,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Count
 from jaxdist.models.hints import Hint, no_hint
-from jaxdist.models.layers import Linear, param
+from jaxdist.models.layers import Linear, biased, param
 from jaxdist.models.tuning.part import PartConfig
 
 
@@ -65,9 +65,7 @@ class Conv(nnx.Module):
             self.padding,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        if self.bias is None:
-            return out
-        return out + self.bias[...].astype(x.dtype).reshape(1, 1, 1, -1)
+        return biased(out, self.bias)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

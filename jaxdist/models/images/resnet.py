@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,22 +83,12 @@ class ResnetConfig(PartConfig):
 
 
 def _norm(config: ResnetConfig, channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.Module:
-    init = nnx.initializers.constant(scale)
-    dtype = jnp.dtype(config.compute_dtype)
+    init, dtype = nnx.initializers.constant(scale), jnp.dtype(config.compute_dtype)
+    given: dict[str, Any] = {"scale_init": init, "dtype": dtype, "epsilon": 1e-5, "rngs": rngs}
     if config.norm == "group":
-        norm = nnx.GroupNorm(
-            channels,
-            num_groups=config.groups,
-            scale_init=init,
-            dtype=dtype,
-            epsilon=1e-5,
-            use_fast_variance=False,
-            rngs=rngs,
-        )
+        norm = nnx.GroupNorm(channels, num_groups=config.groups, use_fast_variance=False, **given)
     else:
-        norm = BatchNorm(
-            channels, momentum=0.9, scale_init=init, dtype=dtype, epsilon=1e-5, rngs=rngs
-        )
+        norm = BatchNorm(channels, momentum=0.9, **given)
     for parameter in (norm.scale, norm.bias):
         assert parameter is not None
         parameter.set_metadata(dims=("channels_out",))

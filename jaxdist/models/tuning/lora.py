@@ -56,33 +56,21 @@ class Adapter:
         return f"{PREFIX}/{self.name}/a", f"{PREFIX}/{self.name}/b"
 
     @property
-    def layer_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of the factors A and B for a single layer."""
-        ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
-        return (*ins, self.rank), (self.rank, *outs)
-
-    @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the factors A and B, with a first dim for the layers of a stack."""
         more = () if self.layers is None else (self.layers,)
-        of_a, of_b = self.layer_shapes
-        return (*more, *of_a), (*more, *of_b)
-
-    @property
-    def layer_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of the factors A and B for a single layer.
-
-        The dim of the rank is never split.
-        """
-        own = self.dims[len(self.dims) - len(self.shape) :]
-        return (*own[: self.inputs], None), (None, *own[self.inputs :])
+        ins, outs = self.shape[: self.inputs], self.shape[self.inputs :]
+        return (*more, *ins, self.rank), (*more, self.rank, *outs)
 
     @property
     def all_dims(self) -> tuple[Dims, Dims]:
-        """The logical dims of the factors A and B, with a first dim for the layers of a stack."""
-        more = self.dims[: len(self.dims) - len(self.shape)]
-        of_a, of_b = self.layer_dims
-        return (*more, *of_a), (*more, *of_b)
+        """The logical dims of the factors A and B, with a first dim for the layers of a stack.
+
+        The dim of the rank is never split.
+        """
+        first = len(self.dims) - len(self.shape)
+        more, own = self.dims[:first], self.dims[first:]
+        return (*more, *own[: self.inputs], None), (*more, None, *own[self.inputs :])
 
     def init(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the initial factors A and B.
