@@ -10,10 +10,9 @@ checkpoint.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Self
@@ -23,6 +22,7 @@ from jaxdist.errors import RunError, os_errors_as
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.events import EventFile
 from jaxdist.metrics.goodput import SPLIT as TIME
+from jaxdist.metrics.report import plain
 from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "metrics.jsonl"
@@ -61,7 +61,8 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
       RunError: see `read_metrics`; a line that is not a record raises the error when the line is
         reached.
     """
-    path = _metrics_file(Path(path))
+    path = Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
     with os_errors_as(
         RunError,
         f"no metrics can be read from {path}",
@@ -219,9 +220,10 @@ class MetricsWriter(Records):
         """Drop the records after `resume_step`, such that a kill loses no earlier records."""
         if not self.path.exists():
             return
+        lines = _lines(self.path)
         kept = [
             (line, record)
-            for line, record in _complete_lines(self.path)
+            for line, record in _complete_lines(self.path, lines, range(len(lines)))
             if record["step"] <= resume_step or record["split"] in _LASTING
         ]
         self._kept_splits = {record["split"] for _, record in kept if record["step"] == resume_step}
@@ -240,12 +242,8 @@ def _told(doing: str, path: Path) -> AbstractContextManager[None]:
 
 def _line(step: int, values: Mapping[str, float], split: str, now: float) -> str:
     record = {"step": int(step), "split": split, "time": round(now, 3)}
-    record |= {name: _encode(float(value)) for name, value in values.items()}
+    record |= plain({name: float(value) for name, value in values.items()})
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _metrics_file(path: Path) -> Path:
-    return path / FILE_NAME if path.is_dir() else path
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -256,6 +254,7 @@ def _records(path: Path) -> Iterator[JsonObject]:
     """Yield the records of `_complete_lines`, in half the time; many lines are parsed at once."""
     lines = _lines(path)
     for start in range(0, len(lines), _TOGETHER):
+        chosen = range(len(lines))[start : start + _TOGETHER]
         part = lines[start : start + _TOGETHER]
         try:
             found = parse_json(b"[" + b",".join(part) + b"]")
@@ -264,28 +263,26 @@ def _records(path: Path) -> Iterator[JsonObject]:
         if isinstance(found, list) and len(found) == len(part) and all(map(_is_record, found)):
             yield from found
         else:  # A line is incomplete, or is not a record.
-            yield from (record for _, record in _complete_lines(path, lines, start, len(part)))
+            yield from (record for _, record in _complete_lines(path, lines, chosen))
 
 
 def _complete_lines(
-    path: Path, lines: list[bytes] | None = None, start: int = 0, count: int | None = None
+    path: Path, lines: Sequence[bytes], chosen: range
 ) -> Iterator[tuple[bytes, JsonObject]]:
     """Yield each complete line with its parsed record; a last line that a kill cut off is skipped.
 
     Args:
-      lines: the lines of the file, or None to read the file.
-      start, count: the index of the first line to yield, and the number of lines to yield, or None
-          to yield all lines from `start`.
+      lines: the lines of the file.
+      chosen: the indices of the lines to yield.
     """
-    lines = _lines(path) if lines is None else lines
-    chosen = lines[start:] if count is None else lines[start : start + count]
-    for number, line in enumerate(chosen, start=start + 1):
+    for index in chosen:
+        line = lines[index]
         record = _parse(line)
         if record is not None:
             yield line, record
-        elif number < len(lines):
+        elif index + 1 < len(lines):
             raise RunError(
-                f"{path}:{number} is not a metrics record: {line[:60]!r}; remove the line, or "
+                f"{path}:{index + 1} is not a metrics record: {line[:60]!r}; remove the line, or "
                 "restore the file"
             )
 
@@ -302,11 +299,6 @@ def _is_record(record: Json) -> bool:
     if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
         return False
     return isinstance(record.get("split"), str)
-
-
-def _encode(number: float) -> float | str:
-    """Return a number for JSON; NaN and infinities become text, which `float` can read."""
-    return number if math.isfinite(number) else str(number)
 
 
 def _decode(key: str, value: Json) -> Json:

@@ -64,23 +64,14 @@ class _Plain(nnx.Module):
         self.buffers = nnx.data(jax.tree.map(nnx.BatchStat, dict(buffers)))
         self.apply = apply
         self.rngs = rngs.fork()
-        self.training = True
+        # `nnx.Module.eval` and `nnx.Module.train` set this attribute by its name.
+        self.deterministic = False
         self.statistics_over: tuple[str, ...] = ()
-
-    def train(self, **attributes: Any) -> None:
-        """Enter training mode, in which random layers are active and norms use batch statistics."""
-        self.training = True
-        super().train(**attributes)
-
-    def eval(self, **attributes: Any) -> None:
-        """Leave training mode: random layers are inactive, and norms use stored statistics."""
-        self.training = False
-        super().eval(**attributes)
 
     def __call__(self, *inputs: PyTree) -> PyTree:
         """Call `apply` on the inputs, store the new buffers, and return the outputs."""
         params, buffers = (_values(tree) for tree in (self.params, self.buffers))
-        call = Call(self.training, self.rngs.dropout(), self.statistics_over)
+        call = Call(not self.deterministic, self.rngs.dropout(), self.statistics_over)
         out, new = self.apply(params, buffers, inputs, call)
         jax.tree.map(_set, self.buffers, new, is_leaf=_is_variable)
         return out

@@ -306,17 +306,18 @@ def scan_blocks(
         define; a block changes its own state.
     """
     graph, state = nnx.split(stacked)
-    if _fetches_ahead(state):
+    deferred = [*filter(_is_deferred, jax.tree.leaves(state, is_leaf=_is_deferred))]
+    if any(leaf.ahead for leaf in deferred):
         return _scan_ahead(graph, state, x, operands, remat)
 
-    if any(leaf.copied for leaf in _deferred(state)):
+    if any(leaf.copied for leaf in deferred):
         _check_copied(remat, unroll)
     unroll = min(unroll, jax.tree.leaves(state)[0].shape[0])
 
     def block(x: PyTree, layer: Params) -> Any:
         return _run(graph, whole(layer), x, operands)
 
-    if any(leaf.merges for leaf in _deferred(state)):
+    if any(leaf.merges for leaf in deferred):
         # Without this policy, the backward pass would keep the merged kernels of all layers.
         keep = jax.checkpoint_policies.save_anything_except_these_names(MERGED)
         block = jax.checkpoint(block, policy=keep, prevent_cse=unroll > 1)
@@ -401,14 +402,6 @@ def _check_copied(remat: Remat | Sequence[Remat], unroll: int) -> None:
         f"{keeps} has several layers on the device at once: {instead}, or choose parameters "
         "outside of the blocks"
     )
-
-
-def _fetches_ahead(state: nnx.State) -> bool:
-    return any(leaf.ahead for leaf in _deferred(state))
-
-
-def _deferred(state: nnx.State) -> list[Deferred]:
-    return [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_deferred) if _is_deferred(leaf)]
 
 
 def _scan_ahead(

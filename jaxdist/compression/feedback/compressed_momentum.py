@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from jaxdist.compression.feedback.classic import ErrorFeedback, Residual
-from jaxdist.compression.feedback.clipping import clip_own
+from jaxdist.compression.feedback.clipping import ClippedFeedback
 from jaxdist.compression.feedback.contract import Feedback, View
 from jaxdist.types import Leaf
 
 
-class CompressedMomentum(Residual):
+class CompressedMomentum(ClippedFeedback, Residual):
     """The feedback of 1-bit Adam (Tang et al., arXiv 2102.02888) and 1-bit LAMB (2104.06069).
 
     Let m be the momentum of the previous round, which is the same on all N devices. Each device
@@ -35,17 +34,10 @@ class CompressedMomentum(Residual):
     """The name that selects this feedback in a config."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """The decay of the momentum, which must equal the b1 of the optimizer."""
-    clip_norm: PositiveFloat | None = None
-    """The limit of the norm of the summed gradient; null does not clip. Each device clips its
-    gradient to the limit divided by the square root of the number of devices. The optimizer cannot
-    clip instead, since it receives a gradient with another norm."""
 
     @property
     def back(self) -> Feedback:
         return ErrorFeedback(rounded=self.rounded)
-
-    def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        return clip_own(gradients, self.clip_norm, devices)
 
     def common(self, like: Leaf) -> View:
         return {"momentum": jnp.zeros(like.shape, jnp.float32)}

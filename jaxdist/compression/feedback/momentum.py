@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from jaxdist.compression.contract import Codec
 from jaxdist.compression.feedback.classic import ErrorFeedback
-from jaxdist.compression.feedback.clipping import clip_own
+from jaxdist.compression.feedback.clipping import ClippedFeedback
 from jaxdist.compression.feedback.contract import Feedback, Memory
 from jaxdist.types import Leaf
 
 
-class MomentumCorrection(Feedback):
+class MomentumCorrection(ClippedFeedback):
     """The feedback of Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4).
 
     Each device has a velocity u = m u + gradient, and accumulates it in v = v + u. A message has
@@ -34,9 +34,6 @@ class MomentumCorrection(Feedback):
     """The decay of the velocity, m in the formula of `nesterov`."""
     nesterov: bool = False
     """Whether to use Nesterov's momentum: u = m (u + gradient), v = v + u + gradient."""
-    clip_norm: PositiveFloat | None = None
-    """The limit of the norm of the summed gradient; null does not clip. Each device clips its
-    gradient to the limit divided by the square root of the number of devices."""
     masking: bool = True
     """Whether to set the velocity of sent elements to zero, so that old momentum has no further
     effect."""
@@ -44,9 +41,6 @@ class MomentumCorrection(Feedback):
     @property
     def back(self) -> Feedback:
         return ErrorFeedback()
-
-    def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        return clip_own(gradients, self.clip_norm, devices)
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         zero = jnp.zeros(like.shape, jnp.float32)

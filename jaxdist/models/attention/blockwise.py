@@ -22,7 +22,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
-from jaxdist.models.attention.softmax import HIDDEN, Grads, Queries, RunningSoftmax, einsum
+from jaxdist.models.attention.softmax import (
+    HIDDEN,
+    Grads,
+    Queries,
+    RunningSoftmax,
+    cut_blocks,
+    einsum,
+    join_blocks,
+)
 from jaxdist.models.hints import Hint
 
 MOST = 256
@@ -134,21 +142,6 @@ class Blocks:
             seen = seen & (ours[:, :, None] == theirs[:, None, :])[:, None, None]
         return seen
 
-    def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
-        """Cut an array into blocks, `[N, B, K, G S, d]`.
-
-        At each position, the G queries that share a key are rows of one matrix.
-        """
-        B, _, H, d = x_BLHd.shape
-        x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
-        return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
-
-    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Join the blocks of `cut` to an array of the shape `[B, L, H, d]`."""
-        B, _, H, d = shape
-        x = x.reshape(self.count, B, x.shape[2], H // x.shape[2], self.size, d)
-        return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
-
     def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
         """Cut document numbers `[B, L]` into blocks `[N, B, S]`, or return None for None."""
         if segments_BL is None:
@@ -161,6 +154,10 @@ Residuals = tuple[Qkv, jax.Array, jax.Array]
 its sum of weights."""
 
 
+def _joined(blocks: Blocks, x: jax.Array, like: jax.Array) -> jax.Array:
+    return join_blocks(x, blocks.size, like.shape[2]).reshape(like.shape)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(blocks: Blocks, given: Qkv) -> jax.Array:
     return _forward(blocks, given)[0]
@@ -168,7 +165,7 @@ def _attention(blocks: Blocks, given: Qkv) -> jax.Array:
 
 def _forward(blocks: Blocks, given: Qkv) -> tuple[jax.Array, Residuals]:
     *qkv, segments_BL = given
-    q, k, v = (blocks.cut(x, given.k.shape[2]) for x in qkv)
+    q, k, v = (cut_blocks(x, blocks.size, given.k.shape[2]) for x in qkv)
     segments = blocks.cut_segments(segments_BL)
 
     def body(
@@ -182,7 +179,7 @@ def _forward(blocks: Blocks, given: Qkv) -> tuple[jax.Array, Residuals]:
     # sees positions of the sequence, or if a window hides all of them, has equal weights for all
     # hidden keys. The results of the padding are never used.
     found = (rows.out / rows.total[..., None]).astype(q.dtype)
-    out_BLHd = checkpoint_name(blocks.joined(found, given.q.shape), KEPT)
+    out_BLHd = checkpoint_name(_joined(blocks, found, given.q), KEPT)
     log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
     return out_BLHd, (given, out_BLHd, log_total)
 
@@ -191,7 +188,7 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
     given, out_BLHd, log_total = kept
     *qkv, segments_BL = given
     arrays = (*qkv, out_BLHd, cotangent_BLHd)
-    q, k, v, out, dout = (blocks.cut(x, given.k.shape[2]) for x in arrays)
+    q, k, v, out, dout = (cut_blocks(x, blocks.size, given.k.shape[2]) for x in arrays)
     segments = blocks.cut_segments(segments_BL)
     queries = Queries.of_result(q, out, dout, log_total)
 
@@ -204,7 +201,7 @@ def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tup
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     grads, _ = lax.scan(body, (dq, dk, dv), blocks.pairs())
-    found = (blocks.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, qkv, strict=True))
+    found = (_joined(blocks, g.astype(x.dtype), x) for g, x in zip(grads, qkv, strict=True))
     return (Qkv(*found),)
 
 

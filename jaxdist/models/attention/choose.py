@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -79,6 +79,11 @@ def _runs(name: str, ask: AttentionRequest) -> bool:
     return kernel.platform in (None, ask.platform) and kernel.fits(ask) is None
 
 
+def _kernel(name: KernelName, ask: AttentionRequest) -> Kernel:
+    kernel = KERNELS[choose_kernel(name, ask)]
+    return replace(kernel, family=ask.family) if isinstance(kernel, Splash) else kernel
+
+
 def piecewise_kernel(
     name: KernelName, ask: AttentionRequest, split: SequenceSplit
 ) -> Callable[..., jax.Array] | None:
@@ -91,10 +96,10 @@ def piecewise_kernel(
       ask: the request for whole sequences.
       split: the method by which devices share a sequence.
     """
-    kernel = KERNELS[choose_kernel(name, ask)]
+    kernel = _kernel(name, ask)
     if not isinstance(kernel, Splash) or (ask.length or 0) % (split.groups * LANES):
         return None
-    return replace(kernel, family=ask.family).pieces
+    return kernel.pieces
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,4 @@ class Attend:
 
     def _whole(self, ask: AttentionRequest, hint: Hint, given: Qkv) -> jax.Array:
         """Compute attention with the chosen kernel, for sequences that are not split."""
-        kernel: Any = KERNELS[choose_kernel(self.name, ask)]
-        if isinstance(kernel, Splash):
-            kernel = replace(kernel, family=ask.family)
-        return kernel(given, window=ask.window, causal=ask.causal, hint=hint)
+        return _kernel(self.name, ask)(given, window=ask.window, causal=ask.causal, hint=hint)

@@ -113,3 +113,20 @@ class Queries(NamedTuple):
 def einsum(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Compute `jnp.einsum` of two arrays, with sums in float32."""
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32)
+
+
+def cut_blocks(x: jax.Array, size: int, kv_heads: int) -> jax.Array:
+    """Cut an array `[B, ..., H, d]` into blocks of `size` positions, `[N, B, K, G S, d]`.
+
+    There are N blocks of S positions, B examples, and K heads of keys. At each position, the G
+    queries that share a key are rows of one matrix, so a block has G S rows for each head of keys.
+    """
+    B, (H, d) = len(x), x.shape[-2:]
+    x = x.reshape(B, -1, size, kv_heads, H // kv_heads, d)
+    return x.transpose(1, 0, 3, 4, 2, 5).reshape(x.shape[1], B, kv_heads, -1, d)
+
+
+def join_blocks(x: jax.Array, size: int, heads: int) -> jax.Array:
+    """Return the blocks of `cut_blocks` with their dims in the order `[B, N, S, K, G, d]`."""
+    x = x.reshape(*x.shape[:3], heads // x.shape[2], size, x.shape[-1])
+    return x.transpose(1, 0, 4, 2, 3, 5)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.cost.context import Order
-from jaxdist.models.attention.softmax import HIDDEN, einsum
+from jaxdist.models.attention.softmax import HIDDEN, cut_blocks, einsum, join_blocks
 
 Array = jax.Array
 LEAST = 64
@@ -198,15 +198,8 @@ class Pieces:
         return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
 
     def cut(self, x_BlHd: Array, kv_heads: int) -> Array:
-        """Cut a piece into blocks, `[N, B, K, G S, d]`.
-
-        There are N blocks of S positions, B examples, and K heads of keys. At each position, the G
-        queries that share a key are rows of one matrix, so a block has G S rows for each head of
-        keys.
-        """
-        B, _, H, d = x_BlHd.shape
-        x = self._padded(x_BlHd).reshape(B, -1, self.size, kv_heads, H // kv_heads, d)
-        return x.transpose(1, 0, 3, 4, 2, 5).reshape(x.shape[1], B, kv_heads, -1, d)
+        """Cut a piece into blocks; see `cut_blocks`."""
+        return cut_blocks(self._padded(x_BlHd), self.size, kv_heads)
 
     def _padded(self, x: Array) -> Array:
         """Pad each chunk with zeros to whole blocks, `[B, chunks, blocks * S, ...]`."""
@@ -217,7 +210,7 @@ class Pieces:
     def joined(self, x: Array, shape: tuple[int, ...]) -> Array:
         """Join the blocks of `cut` to a piece of the shape `[B, l, H, d]`."""
         B, _, H, d = shape
-        x = x.reshape(-1, B, x.shape[2], H // x.shape[2], self.size, d).transpose(1, 0, 4, 2, 3, 5)
+        x = join_blocks(x, self.size, H)
         return x.reshape(B, self.chunks, -1, H, d)[:, :, : self.chunk].reshape(shape)
 
     def cut_segments(self, segments_Bl: Array | None) -> Array | None:
