@@ -26,12 +26,7 @@ from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.feedback.ef21 import Ef21
 from jaxdist.compression.feedback.momentum import MomentumCorrection
 from jaxdist.compression.feedback.none import NoFeedback
-from jaxdist.compression.reduce import (
-    CompressionState,
-    Reduced,
-    compressed_all_reduce,
-    init_state,
-)
+from jaxdist.compression.reduce import CompressionState, Reduced, compressed_all_reduce, init_state
 from jaxdist.compression.sender import EncodedGradient, Sender, SenderState
 from jaxdist.errors import CompressionError
 

@@ -8,13 +8,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from jaxdist.collectives.algorithms.auto import (
-    Auto,
-    LinkConfig,
-    aligned,
-    described_levels,
-    label,
-)
+from jaxdist.collectives.algorithms.auto import Auto, LinkConfig, aligned, described_levels, label
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, PerParameter

@@ -213,8 +213,7 @@ class LinearCodec(Codec):
 
 
 def in_lockstep(
-    generators: Sequence[Factors],
-    total: Callable[[list[jax.Array]], list[jax.Array]],
+    generators: Sequence[Factors], total: Callable[[list[jax.Array]], list[jax.Array]]
 ) -> list[Factored]:
     """Run the generators of several tensors in lockstep, and return the result of each.
 

@@ -23,14 +23,7 @@ from jaxdist.models.attention.contract import AttentionRequest
 from jaxdist.models.feed_forward.swiglu import SwiGLU
 from jaxdist.models.gpt import Attention, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import (
-    LayerNorm,
-    Linear,
-    Stacked,
-    matmul,
-    param,
-    stack,
-)
+from jaxdist.models.layers import LayerNorm, Linear, Stacked, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.vocabulary import cut_padding, filled_up, hide_padding, padded_size
 
@@ -255,10 +248,8 @@ class Bert(BertEncoder):
     `head` also accepts the states of only some positions.
     """
 
-    def __init__(
-        self, config: BertConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint, attend: Attend
-    ):
-        super().__init__(config, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+    def __init__(self, config: BertConfig, rngs: nnx.Rngs, **encoder: Any):
+        super().__init__(config, rngs, **encoder)
         (V, D), zeros = self.embedding.shape, nnx.initializers.zeros
         self.transform = param(rngs, _INIT, (D, D), ("embed", None))
         self.transform_bias = param(rngs, zeros, (D,), ("embed",))
@@ -291,17 +282,8 @@ class Bert(BertEncoder):
 class BertClassifier(BertEncoder):
     """A model from tokens int32 `[B, L]` to logits `[B, classes]` of each sequence."""
 
-    def __init__(
-        self,
-        config: BertConfig,
-        rngs: nnx.Rngs,
-        *,
-        vocab_size: int,
-        hint: Hint,
-        attend: Attend,
-        classes: int,
-    ):
-        super().__init__(config, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
+    def __init__(self, config: BertConfig, rngs: nnx.Rngs, *, classes: int, **encoder: Any):
+        super().__init__(config, rngs, **encoder)
         D = config.embed
         self.pooler = Linear((D, D), ("embed", "features"), rngs, init=_INIT)
         self.classifier = Linear((D, classes), ("features", "classes"), rngs, init=_INIT)

@@ -279,10 +279,7 @@ class Attention(nnx.Module):
         self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(
-        self,
-        x_BLD: jax.Array,
-        segments_BL: jax.Array | None,
-        positions_BL: jax.Array | None = None,
+        self, x_BLD: jax.Array, segments_BL: jax.Array | None, positions_BL: jax.Array | None = None
     ) -> jax.Array:
         """Return the result `[B, L, D]` of attention within x `[B, L, D]`.
 
@@ -344,10 +341,7 @@ class Block(nnx.Module):
         return SwiGLU(config, rngs, hint, fences="both" if platform == "tpu" else "none")
 
     def __call__(
-        self,
-        x_BLD: jax.Array,
-        segments_BL: jax.Array | None,
-        positions_BL: jax.Array | None = None,
+        self, x_BLD: jax.Array, segments_BL: jax.Array | None, positions_BL: jax.Array | None = None
     ) -> jax.Array:
         """Map the residual stream x `[B, L, D]` to the same shape.
 
@@ -359,10 +353,7 @@ class Block(nnx.Module):
         return self.hint(x_BLD, *RESIDUAL)
 
     def _attended(
-        self,
-        x_BLD: jax.Array,
-        segments_BL: jax.Array | None,
-        positions_BL: jax.Array | None = None,
+        self, x_BLD: jax.Array, segments_BL: jax.Array | None, positions_BL: jax.Array | None = None
     ) -> jax.Array:
         x_BLD = named(x_BLD, "block_input")
         # The compiled program has the scope in the names of its operations, so that `inspect` can

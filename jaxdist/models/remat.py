@@ -29,14 +29,7 @@ Keep = Literal["save", "offload", "recompute"]
 """The memory that keeps an activation: the device's (save), the host's (offload), or none
 (recompute)."""
 ActivationName = Literal[
-    "block_input",
-    "query",
-    "key",
-    "value",
-    "attention",
-    "attention_out",
-    "mlp_gate",
-    "mlp_up",
+    "block_input", "query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up"
 ]
 """The names of activations of a transformer's block, in the order in which they are computed.
 

@@ -17,39 +17,19 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from jaxdist.config.importing import load_object
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import scale
-from jaxdist.optim.common import (
-    Beta,
-    NamedParams,
-    OptimizerConfig,
-)
+from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig
 from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.muon import MuonConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
-from jaxdist.optim.safety import (
-    clip_to_norm,
-    count_skips,
-    skip_nonfinite,
-    skip_spikes,
-    skip_states,
-)
+from jaxdist.optim.safety import clip_to_norm, count_skips, skip_nonfinite, skip_spikes, skip_states
 from jaxdist.optim.schedules import StepClock, build_schedule
 from jaxdist.optim.stacks.by_layer import by_layer
 from jaxdist.sharding.dims import near_names
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import (
-    Dims,
-    Grads,
-    Kwargs,
-    OptState,
-    Params,
-    PyTree,
-    Scalar,
-    Shardings,
-    Updates,
-)
+from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, PyTree, Scalar, Shardings, Updates
 
 
 class AdamWConfig(OptimizerConfig):
@@ -238,13 +218,7 @@ class Optimizer:
     place: Callable[[Shardings], optax.GradientTransformationExtraArgs] | None = None
 
     def update(
-        self,
-        grads: Grads,
-        state: OptState,
-        params: Params,
-        *,
-        grad_norm: Scalar,
-        value: Scalar,
+        self, grads: Grads, state: OptState, params: Params, *, grad_norm: Scalar, value: Scalar
     ) -> tuple[Updates, OptState]:
         """Compute the updates and the transformation's next state.
 
@@ -317,10 +291,7 @@ def plan_rate(
         return Rate(rate, _explain_cut(schedule.warmup_steps, total_steps))
     assert batch_size is not None, "scale_from needs a batch size"
     found = scale(
-        given,
-        batch_size=batch_size,
-        total_steps=total_steps,
-        examples_per_epoch=examples_per_epoch,
+        given, batch_size=batch_size, total_steps=total_steps, examples_per_epoch=examples_per_epoch
     )
     explained = [f"learning rate {found.learning_rate.why}"]
     if given.warmup:

@@ -136,8 +136,7 @@ class ImportedTrackerConfig(Config):
 
 
 TrackerConfig = Annotated[
-    WandbConfig | TrackioConfig | MlflowConfig | ImportedTrackerConfig,
-    Field(discriminator="type"),
+    WandbConfig | TrackioConfig | MlflowConfig | ImportedTrackerConfig, Field(discriminator="type")
 ]
 
 

@@ -11,7 +11,7 @@ Dims: B batch, L sequence, H heads, K kv_heads, G = H / K, d head_dim; N blocks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
+from jaxdist.models.attention.contract import KEPT, Kernel, Qkv
 from jaxdist.models.attention.softmax import (
     HIDDEN,
     Grads,
@@ -38,7 +38,7 @@ MOST = 256
 
 
 @dataclass(frozen=True)
-class Blockwise:
+class Blockwise(Kernel):
     """Attention in blocks, in plain jax.
 
     Attributes:
@@ -46,12 +46,6 @@ class Blockwise:
     """
 
     most: int = MOST
-    platform: str | None = field(default=None, init=False)
-
-    def fits(self, ask: AttentionRequest) -> str | None:
-        """Return None, because plain jax runs on every device."""
-        del ask
-        return None
 
     def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies.

@@ -6,7 +6,7 @@ Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 
@@ -79,10 +79,8 @@ class Kernel(Protocol):
     causality, j <= i. All kernels compute the same numbers, up to rounding.
     """
 
-    @property
-    def platform(self) -> str | None:
-        """The platform that the kernel is written for, or None if it runs on all platforms."""
-        ...
+    platform: ClassVar[str | None] = None
+    """The platform that the kernel is written for, or None if it runs on all platforms."""
 
     def fits(self, ask: AttentionRequest) -> str | None:
         """Return why the kernel does not support a request, or None if the kernel supports it.
@@ -90,7 +88,8 @@ class Kernel(Protocol):
         The reason is a clause without a subject, such as "runs on TPUs, but the mesh
         has gpu devices".
         """
-        ...
+        del ask
+        return None
 
     def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute the attended values `[B, L, H, d]`, in q's dtype.

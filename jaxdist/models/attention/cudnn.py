@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 
-from jaxdist.models.attention.contract import AttentionRequest, Qkv
+from jaxdist.models.attention.contract import AttentionRequest, Kernel, Qkv
 from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
@@ -15,10 +16,10 @@ MOST_FEATURES = 128
 
 
 @dataclass(frozen=True)
-class Cudnn:
+class Cudnn(Kernel):
     """The kernel `cudnn`: `jax.nn.dot_product_attention` by cuDNN."""
 
-    platform: str | None = field(default="gpu", init=False)
+    platform: ClassVar[str | None] = "gpu"
 
     def fits(self, ask: AttentionRequest) -> str | None:
         """Return why cuDNN does not support a request, or None if cuDNN supports the request."""

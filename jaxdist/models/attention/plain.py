@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
+from jaxdist.models.attention.contract import KEPT, Kernel, Qkv
 from jaxdist.models.hints import Hint
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Kernel):
     """The kernel `plain`: `jax.nn.dot_product_attention` as XLA compiles it."""
-
-    platform: str | None = field(default=None, init=False)
-
-    def fits(self, ask: AttentionRequest) -> str | None:
-        """Return None, because XLA's attention runs on every device."""
-        del ask
-        return None
 
     def __call__(self, given: Qkv, *, window: int | None, causal: bool, hint: Hint) -> jax.Array:
         """Compute attention, as `Kernel` specifies."""

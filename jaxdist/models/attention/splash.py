@@ -9,8 +9,8 @@ Dims: B batch, L sequence, l a device's piece of the sequence, H heads, K kv_hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax import lax
 from jaxdist.cost.context import SequenceSplit, positions_of
 from jaxdist.cost.kernels import LANES, splash_block
 from jaxdist.hlo.source.marks import takes
-from jaxdist.models.attention.contract import KEPT, AttentionRequest, Qkv
+from jaxdist.models.attention.contract import KEPT, AttentionRequest, Kernel, Qkv
 from jaxdist.models.hints import Hint
 
 QUERIES = ("batch", "seq", "heads", "head_dim")
@@ -32,7 +32,7 @@ def dims_of_arrays(given: Qkv) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Splash:
+class Splash(Kernel):
     """The kernel `splash`: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Splash:
 
     family: str = ""
     interpret: bool = False
-    platform: str | None = field(default="tpu", init=False)
+    platform: ClassVar[str | None] = "tpu"
 
     def fits(self, ask: AttentionRequest) -> str | None:
         """Return why the TPU kernel does not support a request, or None if the kernel supports it.

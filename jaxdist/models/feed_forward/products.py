@@ -46,11 +46,12 @@ class Product(Protocol):
           rows: the number of rows of all experts.
           experts: the number of experts.
         """
-        ...
+        del rows, experts
+        return 1
 
 
 @dataclass(frozen=True)
-class Loop:
+class Loop(Product):
     """A loop over blocks of rows, each with a single expert; empty blocks are skipped."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
@@ -120,20 +121,16 @@ _looped.defvjp(_looped_forward, _looped_backward)
 
 
 @dataclass(frozen=True)
-class RaggedDot:
+class RaggedDot(Product):
     """The method `ragged_dot`: a single `jax.lax.ragged_dot`, as XLA compiles it."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
         """Multiply all rows in one operation, as `Product` specifies."""
         return lax.ragged_dot(x_RD, w_EDF.astype(x_RD.dtype), counts_E)
 
-    def block(self, rows: int, experts: int) -> int:
-        """Return 1, because the number of rows of an expert need not be a multiple of a block."""
-        return 1
-
 
 @dataclass(frozen=True)
-class Megablox:
+class Megablox(Product):
     """The kernel of megablox (Gale et al., arXiv 2211.15841), for TPU, from jax's library."""
 
     def __call__(self, x_RD: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, block: int) -> Any:
@@ -149,10 +146,6 @@ class Megablox:
         experts, depth, width = w_EDF.shape
         tiling = grouped_tiles(len(x_RD), depth, width, experts=experts, narrow=narrow)
         return gmm(x_RD, w_EDF.astype(x_RD.dtype), counts_E, x_RD.dtype, tiling)[:rows]
-
-    def block(self, rows: int, experts: int) -> int:
-        """Return 1, because the number of rows of an expert need not be a multiple of a block."""
-        return 1
 
 
 PRODUCTS: Mapping[ProductName, Callable[[], Product]] = {

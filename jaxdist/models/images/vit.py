@@ -22,13 +22,7 @@ from jaxdist.models.attention.choose import Attend, choose_kernel
 from jaxdist.models.bert import EncoderConfig
 from jaxdist.models.gpt import Block, GptConfig
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, no_hint
-from jaxdist.models.layers import (
-    LayerNorm,
-    Linear,
-    Stacked,
-    param,
-    stack,
-)
+from jaxdist.models.layers import LayerNorm, Linear, Stacked, param, stack
 
 
 class VitConfig(EncoderConfig):
