@@ -36,7 +36,10 @@ class TransformerConfig(PartConfig):
     @model_validator(mode="after")
     def _check_unroll(self) -> TransformerConfig:
         if self.scan_unroll > self.layers:
-            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+            raise ValueError(
+                f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}: use at most "
+                f"{self.layers}"
+            )
         return self
 
 
