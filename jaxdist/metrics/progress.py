@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, Self
 
 from rich.console import Console, Group, RenderableType
@@ -28,6 +29,7 @@ _REFRESHES_PER_SECOND = 4
 _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 
 
+@dataclass(eq=False)
 class Progress:
     """A context manager that displays step, loss, rate, step time and remaining time.
 
@@ -36,12 +38,12 @@ class Progress:
     to a process), lines are printed: for the first step, for the last step, and about every
     `seconds_between_lines`.
 
-    Args:
+    Attributes:
       total_steps: the step at which the run ends.
-      start_step: the number of steps that were taken before this process started.
+      step: the number of steps that were taken.
       unit: the unit of the rate, "tokens" or "examples".
       units_per_step: the number of units in a step, over all devices; the number may change later.
-      console: the console for the output; None uses standard output.
+      console: the console for the output.
       enabled: whether anything is shown. The value is False in every process except process 0.
       efficiency: the figures for the MFU, or None if the peak of the devices is unknown.
       seconds_between_lines: the interval between plain lines, in seconds.
@@ -56,35 +58,25 @@ class Progress:
     step 2000/2000  loss 1.834  412,695 tokens/s  40 ms/step  0:00 left
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        start_step: int,
-        unit: Unit,
-        units_per_step: int,
-        console: Console | None = None,
-        enabled: bool = True,
-        *,
-        efficiency: Efficiency | None = None,
-        seconds_between_lines: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.step = start_step
-        self._total_steps = total_steps
-        self._unit = unit
-        self.units_per_step = units_per_step
-        self._console = Console() if console is None else console
-        self._enabled = enabled
-        self.efficiency = efficiency
-        self._seconds_between_lines = seconds_between_lines
-        self._clock = clock
+    total_steps: int
+    step: int
+    unit: Unit
+    units_per_step: int
+    console: Console = field(default_factory=Console)
+    enabled: bool = True
+    _: KW_ONLY
+    efficiency: Efficiency | None = None
+    seconds_between_lines: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._loss = float("nan")
         self._step_time = SmoothedStepTime()
         self._next_line = 0.0
         self._live: Live | None = None
-        if enabled and _can_redraw(self._console):
+        if self.enabled and _can_redraw(self.console):
             self._live = Live(
-                console=self._console,
+                console=self.console,
                 get_renderable=self._bar,
                 refresh_per_second=_REFRESHES_PER_SECOND,
             )
@@ -100,12 +92,12 @@ class Progress:
         self.step = step
         self._loss = loss
         self._step_time.add(step_seconds)
-        if self._live is not None or not self._enabled:
+        if self._live is not None or not self.enabled:
             return
-        now = self._clock()
+        now = self.clock()
         first = self._step_time.count == 1
-        if first or step >= self._total_steps or now >= self._next_line:
-            self._next_line = now + self._seconds_between_lines
+        if first or step >= self.total_steps or now >= self._next_line:
+            self._next_line = now + self.seconds_between_lines
             self._print(self._first_line(step_seconds) if first else self._line())
 
     def evaluation(
@@ -117,7 +109,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line, above the bar if a bar is shown."""
-        if self._enabled:
+        if self.enabled:
             self._print(text)
 
     def __enter__(self) -> Self:
@@ -130,24 +122,24 @@ class Progress:
             self._live.stop()
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _joined(self, *parts: str) -> str:
         """Join the parts to a line, without the last parts if the line would be too long."""
         kept = list(parts)
-        while len(kept) > 1 and len("  ".join(kept)) > self._console.width:
+        while len(kept) > 1 and len("  ".join(kept)) > self.console.width:
             kept.pop()
         return "  ".join(kept)
 
     def _first_line(self, step_seconds: float) -> str:
         return self._joined(
-            f"step {self.step}/{self._total_steps}",
+            f"step {self.step}/{self.total_steps}",
             f"loss {format_loss(self._loss)}",
             f"{step_seconds:.1f} s for this step, compilation included",
         )
 
     def _line(self) -> str:
-        return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
+        return self._joined(f"step {self.step}/{self.total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
         """Return loss, rate, step time and remaining time as texts, or [] before the first step."""
@@ -155,10 +147,10 @@ class Progress:
             return []
         seconds = self._step_time.seconds
         rate = self.units_per_step / seconds if seconds > 0 else float("inf")
-        left = seconds * max(self._total_steps - self.step, 0)
+        left = seconds * max(self.total_steps - self.step, 0)
         return [
             f"loss {format_loss(self._loss)}",
-            f"{format_rate(rate)} {self._unit}/s",
+            f"{format_rate(rate)} {self.unit}/s",
             format_step_time(seconds),
             *(f"{100 * value:.1f}% MFU" for name, value in self.measured(seconds) if name == "mfu"),
             f"{format_duration(left)} left",
@@ -174,11 +166,11 @@ class Progress:
         return [*self.efficiency.of(self.units_per_step, step_seconds).items()]
 
     def _bar(self) -> RenderableType:
-        total = max(self._total_steps, 1)
+        total = max(self.total_steps, 1)
         numbers = self._numbers() or ["compiling the first step"]
         share = f"{self.step / total:4.0%}"
-        text = self._joined(share, f"{self.step}/{self._total_steps}", *numbers)
-        room = min(self._console.width - len(text) - 2, _LONGEST_BAR)
+        text = self._joined(share, f"{self.step}/{self.total_steps}", *numbers)
+        room = min(self.console.width - len(text) - 2, _LONGEST_BAR)
         if room < _SHORTEST_BAR:
             return Group(Text(text, no_wrap=True, overflow="crop"))
         line = Table.grid(padding=(0, 2, 0, 0))
