@@ -7,7 +7,7 @@ while the step is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +89,7 @@ class Functional:
     _graph: nnx.GraphDef
     _param_paths: tuple[KeyPath, ...]
     _buffer_paths: tuple[KeyPath, ...]
-    _rng_paths: tuple[KeyPath, ...]
-    _rng_types: tuple[type, ...]
-    _rng_shapes: tuple[tuple[int, ...], ...]
+    _rngs: tuple[tuple[KeyPath, type, tuple[int, ...]], ...]
     frozen: frozenset[str] = frozenset()
     adapters: tuple[Adapter, ...] = ()
     routed: bool = False
@@ -159,7 +157,7 @@ class Functional:
         flat = [
             *zip(self._param_paths, values, strict=True),
             *zip(self._buffer_paths, pick(self._buffer_paths, buffers), strict=True),
-            *zip(self._rng_paths, self._random(key, self._lengths(values)), strict=True),
+            *self._random(key, self._lengths(values)),
         ]
         module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
         if statistics_over:
@@ -210,18 +208,17 @@ class Functional:
             if _name(path) in self.stacked and not isinstance(value, Deferred)
         }
 
-    def _random(self, key: jax.Array, lengths: Mapping[int, int]) -> list[jax.Array]:
-        """Create the random streams from a key; each layer of a stack has a separate stream."""
-        found = []
-        given = zip(self._rng_types, self._rng_shapes, strict=True)
-        for i, (kind, shape) in enumerate(given):
+    def _random(
+        self, key: jax.Array, lengths: Mapping[int, int]
+    ) -> Iterator[tuple[KeyPath, jax.Array]]:
+        """Yield the random streams of a key; each layer of a stack has a separate stream."""
+        for i, (path, kind, shape) in enumerate(self._rngs):
             here = tuple(lengths.get(size, size) for size in shape)
             if not issubclass(kind, nnx.RngKey):
-                found.append(jnp.zeros(here, jnp.uint32))
+                yield path, jnp.zeros(here, jnp.uint32)
                 continue
             fresh = jax.random.fold_in(key, i)
-            found.append(jax.random.split(fresh, here) if here else fresh)
-        return found
+            yield path, jax.random.split(fresh, here) if here else fresh
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
         """Add to `stacked` the stacks over which a forward pass scans, and return the new model.
@@ -336,9 +333,7 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         _graph=graph,
         _param_paths=tuple(path for path, _ in flat_params),
         _buffer_paths=tuple(path for path, _ in flat_buffers),
-        _rng_paths=tuple(path for path, _ in flat_rngs),
-        _rng_types=tuple(type(variable) for _, variable in flat_rngs),
-        _rng_shapes=tuple(variable.shape for _, variable in flat_rngs),
+        _rngs=tuple((path, type(variable), variable.shape) for path, variable in flat_rngs),
         routed=isinstance(module, RoutedStack) and module.experts is not None,
         settle=module.settling() if isinstance(module, RoutedStack) else None,
     )
