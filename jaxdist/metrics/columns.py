@@ -53,6 +53,33 @@ def markdown(
     return lines if padded else [lines[0], "|" + "---|" * len(words[0]), *lines[1:]]
 
 
+def aligned(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = ()
+) -> list[str]:
+    """Return the lines of a table of plain text, with two spaces between the columns.
+
+    Args:
+      rows: the cells, which `format` has made texts.
+      left: the indices of columns of words, which are aligned to the left; negative indices count
+        from the end.
+
+    >>> print("\\n".join(aligned(["name", "MB"], [["a", "1.5"], ["both", "12"]], left=[0])))
+    name   MB
+    a     1.5
+    both   12
+    """
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    words = {index % len(header) for index in left}
+    return [
+        "  ".join(
+            cell.ljust(width) if index in words else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
 def table(title: str | None, *columns: str, left: Sequence[int] = (0,)) -> Table:
     """Return an empty table; columns of words are aligned to the left, other columns to the right.
 

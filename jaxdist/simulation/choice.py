@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.config.schema import Config
+from jaxdist.metrics.columns import aligned
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.build import ConsistencyConfig
@@ -211,18 +212,20 @@ def server_seconds(
 
 def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
     """Format the compared exchanges as a table of at most 80 columns."""
-    widths = {name: max(len(name), 7) for name in rows[0].seconds}
-    head = f"{'touched':>7}  {'Gbit/s':>6}  {'workers':<12}"
+    names = list(rows[0].seconds)
+    cells = [
+        [
+            *(f"{row.touched:.4g}", f"{row.gbits:g}", row.speeds),
+            *(f"{1e3 * row.seconds[name]:,.0f}" for name in names),
+            row.take,
+        ]
+        for row in rows
+    ]
     lines = [
         f"{config.workers} workers, {config.servers} servers, {config.parameter_bytes:,.0f} bytes "
         f"of parameters, {config.step_seconds:g} s for a gradient",
         "milliseconds of a step of all workers, without overlap with the backward pass",
         "",
-        head + "".join(f" {name:>{width}}" for name, width in widths.items()) + "  take",
+        *aligned(["touched", "Gbit/s", "workers", *names, "take"], cells, left=[2, -1]),
     ]
-    for row in rows:
-        line = f"{row.touched:>7.4g}  {row.gbits:>6g}  {row.speeds:<12}"
-        for name, width in widths.items():
-            line += f" {1e3 * row.seconds[name]:>{width},.0f}"
-        lines.append(f"{line}  {row.take}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxdist.metrics.columns import aligned
 from jaxdist.simulation.engine.report import Report
 from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject
@@ -70,10 +71,7 @@ def variants_table(rows: Sequence[SimulatedVariant], targets: Targets) -> str:
 def _lines(rows: Sequence[SimulatedVariant], targets: Targets) -> Iterator[str]:
     first = rows[0]
     base, base_loss = first.seconds_to(targets), statistics.fmean(first.losses)
-    yield (
-        f"{'':<20} {'loss':>8} {'spread':>7} {'change':>7} {'to target':>9} {'speed':>6} "
-        f"{'stale':>9} {'idle':>4}"
-    )
+    cells = []
     for row in rows:
         reports = row.reports
         loss, seconds = statistics.fmean(row.losses), row.seconds_to(targets)
@@ -83,23 +81,29 @@ def _lines(rows: Sequence[SimulatedVariant], targets: Targets) -> Iterator[str]:
         stale = statistics.fmean(report.mean_staleness for report in reports)
         most = max(max(report.staleness, default=0) for report in reports)
         idle = statistics.fmean(report.idle_share for report in reports)
-        yield (
-            f"{row.variant.name:<20} {loss:>8.4f} {spread:>7.4f} {change:>7} "
-            f"{_seconds(seconds):>9} {speed:>6} {f'{stale:.1f}/{most}':>9} {idle:>4.0%}"
+        cells.append(
+            [
+                *(row.variant.name, f"{loss:.4f}", f"{spread:.4f}", change),
+                *(_seconds(seconds), speed, f"{stale:.1f}/{most}", f"{idle:.0%}"),
+            ]
         )
+    header = ["", "loss", "spread", "change", "to target", "speed", "stale", "idle"]
+    yield from aligned(header, cells, left=[0])
     yield ""
     yield from _traffic(rows)
 
 
-def _traffic(rows: Sequence[SimulatedVariant]) -> Iterator[str]:
-    """Yield the lines about traffic; bytes are the same for all seeds, except for lost messages."""
-    yield f"{'':<20} {'virtual s':>9} {'MB into the fullest server':>27} {'MB out':>9}"
+def _traffic(rows: Sequence[SimulatedVariant]) -> list[str]:
+    """Return the lines about traffic; bytes depend on the seed only through lost messages."""
+    cells = []
     for row in rows:
         reports = row.reports
         seconds = statistics.fmean(report.seconds for report in reports)
         into = statistics.fmean(max(report.received_bytes) for report in reports) / 1e6
         out = statistics.fmean(max(report.sent_bytes) for report in reports) / 1e6
-        yield f"{row.variant.name:<20} {seconds:>9.4g} {into:>27.4g} {out:>9.4g}"
+        cells.append([row.variant.name, f"{seconds:.4g}", f"{into:.4g}", f"{out:.4g}"])
+    header = ["", "virtual s", "MB into the fullest server", "MB out"]
+    return aligned(header, cells, left=[0])
 
 
 def _seconds(seconds: float | None) -> str:

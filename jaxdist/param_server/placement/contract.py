@@ -12,6 +12,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.errors import ConfigError, some_of
+from jaxdist.metrics.columns import aligned
 from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut_ranges
 
 RANGE_BYTES = 4 * 2**20
@@ -57,9 +58,9 @@ class Placement:
         >>> from jaxdist.param_server.placement.balanced import Balanced
         >>> tensors = [PlaceableTensor("head", 1, 500_000), PlaceableTensor("embed", 8, 1_200_000)]
         >>> print(Balanced(range_bytes=400_000).place(tensors, servers=[0, 1]).explain())
-        server  ranges         MB  share
-             0       2        0.8  47.1%
-             1       2        0.9  52.9%
+        server  ranges   MB  share
+             0       2  0.8  47.1%
+             1       2  0.9  52.9%
         fullest server: 1, 0.9 MB; mean 0.85 MB; lower bound for these ranges 0.9 MB
         cut by rows: embed (3)
         largest range first, to the emptiest server: at most 7/6 of the best placement's bytes
@@ -68,11 +69,11 @@ class Placement:
 
     def _table(self) -> list[str]:
         total = sum(found.size_bytes for found in self.ranges)
-        lines = [f"{'server':>6}  {'ranges':>6}  {'MB':>9}  share"]
-        for server, size in self.bytes_by_server.items():
-            count = len(self.held(server))
-            lines.append(f"{server:>6}  {count:>6}  {size / 1e6:>9.4g}  {size / total:.1%}")
-        return lines
+        rows = [
+            [str(server), str(len(self.held(server))), f"{size / 1e6:.4g}", f"{size / total:.1%}"]
+            for server, size in self.bytes_by_server.items()
+        ]
+        return aligned(["server", "ranges", "MB", "share"], rows)
 
     def _reasons(self) -> list[str]:
         sizes = self.bytes_by_server

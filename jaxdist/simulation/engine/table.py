@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from jaxdist.metrics.columns import aligned
 from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12
@@ -18,10 +19,14 @@ def simulation_table(report: Report) -> str:
     return "\n".join([*(line for part in parts for line in (*part, "")), *_checks(report)])
 
 
-def _curve(curve: Sequence[Point]) -> Iterator[str]:
-    yield f"{'virtual s':>10}  {'steps':>8}  {'updates':>8}  {'loss':>9}"
-    for point in thinned(curve, ROWS):
-        yield f"{point.seconds:>10.4g}  {point.steps:>8.6g}  {point.updates:>8}  {point.loss:>9.5g}"
+def _curve(curve: Sequence[Point]) -> list[str]:
+    return aligned(
+        ["virtual s", "steps", "updates", "loss"],
+        [
+            [f"{point.seconds:.4g}", f"{point.steps:.6g}", f"{point.updates}", f"{point.loss:.5g}"]
+            for point in thinned(curve, ROWS)
+        ],
+    )
 
 
 def thinned(curve: Sequence[Point], most: int) -> list[Point]:
@@ -58,23 +63,29 @@ def binned(counts: Counter[int], most: int) -> list[tuple[str, int]]:
     return [(names[at], found[at]) for at in sorted(found)]
 
 
-def _workers(report: Report) -> Iterator[str]:
-    yield f"{'worker':>6}  {'gradients':>9}  {'busy s':>8}  {'idle s':>8}  {'idle':>4}  crashes"
-    for number, one in enumerate(report.work):
-        yield (
-            f"{number:>6}  {one.gradients:>9}  {one.busy_seconds:>8.3g}  "
-            f"{one.idle_seconds:>8.3g}  {one.idle_share:>4.0%}  {one.crashes or '':>7}".rstrip()
-        )
+def _workers(report: Report) -> list[str]:
+    rows = [
+        [
+            *(str(number), str(one.gradients), f"{one.busy_seconds:.3g}"),
+            *(f"{one.idle_seconds:.3g}", f"{one.idle_share:.0%}", str(one.crashes or "")),
+        ]
+        for number, one in enumerate(report.work)
+    ]
+    return aligned(["worker", "gradients", "busy s", "idle s", "idle", "crashes"], rows)
 
 
 def _servers(report: Report) -> Iterator[str]:
-    yield f"{'server':>6}  {'MB in':>9}  {'MB out':>9}"
-    for number, pair in enumerate(zip(report.received_bytes, report.sent_bytes, strict=True)):
-        yield f"{number:>6}  {pair[0] / 1e6:>9.4g}  {pair[1] / 1e6:>9.4g}"
+    both = zip(report.received_bytes, report.sent_bytes, strict=True)
+    yield from _megabytes(["server", "MB in", "MB out"], both)
     if report.rack_received_bytes:
-        yield f"{'rack':>6}  {'MB in':>9}"
-    for number, size in enumerate(report.rack_received_bytes):
-        yield f"{number:>6}  {size / 1e6:>9.4g}"
+        yield from _megabytes(["rack", "MB in"], zip(report.rack_received_bytes))
+
+
+def _megabytes(header: list[str], rows: Iterable[tuple[float, ...]]) -> list[str]:
+    return aligned(
+        header,
+        [[str(at), *(f"{size / 1e6:.4g}" for size in row)] for at, row in enumerate(rows)],
+    )
 
 
 def _checks(report: Report) -> Iterator[str]:

@@ -13,6 +13,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from jaxdist.metrics.columns import aligned
+
 ROUNDING = 1e-9
 """The relative difference up to which two sums of times count as equal."""
 
@@ -63,17 +65,19 @@ class Partition:
         """Format the division as a table, followed by lines that compare it with other divisions.
 
         >>> print(partition(LayerCosts([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
-        chunk  stage  layers        time
-            0      0  0-3 (4)       4
-            1      1  4-5 (2)       4
+        chunk  stage  layers   time
+            0      0  0-3 (4)     4
+            1      1  4-5 (2)     4
         slowest: chunk 0, 4; mean 4; even counts would give 5
         no other division into chunks has a faster slowest chunk
         """
-        lines = [f"{'chunk':>5}  {'stage':>5}  {'layers':<12}  time"]
-        for chunk, (low, high) in enumerate(pairwise(self.bounds)):
-            layers = f"{low}-{high - 1} ({high - low})"
-            where = f"{chunk:>5}  {self.placement[chunk]:>5}"
-            lines.append(f"{where}  {layers:<12}  {self.seconds[chunk]:.4g}")
+        rows = [
+            [str(chunk), str(stage), f"{low}-{high - 1} ({high - low})", f"{seconds:.4g}"]
+            for chunk, (stage, (low, high), seconds) in enumerate(
+                zip(self.placement, pairwise(self.bounds), self.seconds, strict=True)
+            )
+        ]
+        lines = aligned(["chunk", "stage", "layers", "time"], rows, left=[2])
         near = max(self.seconds) * (1 - ROUNDING)
         slowest = next(chunk for chunk, time in enumerate(self.seconds) if time >= near)
         mean = sum(self.seconds) / len(self.seconds)
