@@ -12,7 +12,7 @@ import jaxdist
 
 ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
-    ("errors", "types", "trees", "jaxprs", "permute", "runtime", "config"),
+    ("errors", "types", "trees", "jaxprs", "permute", "columns", "runtime", "config"),
     ("mesh", "hlo"),
     ("cost", "pipeline_schedules"),
     ("sharding", "collectives", "models", "data"),

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core.report import Report, holds, show, versions
+from jaxdist.columns import Columns, cells
+from jaxdist.columns import markdown as markdown_table
 from jaxdist.errors import JaxdistError
-from jaxdist.metrics.columns import Columns, cells
-from jaxdist.metrics.columns import markdown as markdown_table
 from jaxdist.types import Json, JsonObject
 
 ENOUGH_RUNS = 5

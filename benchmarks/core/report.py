@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.core.harness import Sample, paired_ratio
+from jaxdist.columns import Value, cells, table
 from jaxdist.errors import JaxdistError
-from jaxdist.metrics.columns import Value, cells, table
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject

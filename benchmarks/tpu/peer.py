@@ -14,12 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxdist.columns import table
 from jaxdist.cost.step_time import StepTime, step_time
 from jaxdist.errors import RunError
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.parse import parse
 from jaxdist.inspect.times import dearest, parts_of, show_seconds
-from jaxdist.metrics.columns import table
 from jaxdist.runtime.topology import topology_devices
 
 WRITTEN = "*after_codegen.txt"

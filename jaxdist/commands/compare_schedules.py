@@ -15,10 +15,10 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from jaxdist.columns import table
 from jaxdist.commands.pipelines import ALTERNATIVES, document_of, with_costs
 from jaxdist.config.schema import Config, validate
 from jaxdist.errors import ConfigError
-from jaxdist.metrics.columns import table
 from jaxdist.metrics.report import write_json
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.costs import CostsConfig, Time

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxdist.columns import table
 from jaxdist.config.describe import tags
 from jaxdist.config.document import Document, Node, Origin
 from jaxdist.config.explain import explain_problems
 from jaxdist.config.override import apply_override
 from jaxdist.config.schema import problems_error
 from jaxdist.errors import ConfigError, RunError, os_errors_as
-from jaxdist.metrics.columns import table
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.check import ring_sizes
 from jaxdist.pipeline_schedules.costs import CostsConfig

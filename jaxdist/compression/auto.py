@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from jaxdist.collectives.algorithms.auto import Auto, LinkConfig, aligned, described_levels, label
+from jaxdist.collectives.algorithms.auto import Auto, LinkConfig, described_levels, label
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
+from jaxdist.columns import aligned
 from jaxdist.compression.choice import Choice, PerParameter
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.codecs.cast import Cast
@@ -198,7 +199,7 @@ def explain_candidates(
     lines = described_levels(f"reduction of {tree_size(leaves):,} gradients", sizes, levels)
     header = ("predicted", "of best", "wire", "coding", "sent bytes", "codec")
     rows = [_row(one, found[0].seconds) for one in found]
-    return "\n".join([*lines, *aligned([header, *rows])])
+    return "\n".join([*lines, *aligned(header, rows, left=[-1])])
 
 
 def _row(one: CodecCandidate, best: float) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from typing import Literal
 
 from rich.console import Console
 
+from jaxdist.columns import table
 from jaxdist.cost.step_time import StepTime
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
 from jaxdist.mesh import describe_mesh
-from jaxdist.metrics.columns import table
 from jaxdist.types import JsonObject
 
 DiffVerdict = Literal["same program", "same numbers", "different"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from jaxdist.columns import table
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import (
     CollectiveRow,
@@ -16,7 +17,6 @@ from jaxdist.inspect.rows import (
 from jaxdist.inspect.servers import WorkerPart
 from jaxdist.inspect.times import show_seconds
 from jaxdist.mesh import describe_mesh
-from jaxdist.metrics.columns import table
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxdist.columns import table
 from jaxdist.cost.step_time import StepTime
 from jaxdist.hlo.entries import Entry
 from jaxdist.inspect.program import Inspection
-from jaxdist.metrics.columns import table
 from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.types import JsonObject
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.columns import table
 from jaxdist.cost.energy import POWERS, Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.times import show_seconds
-from jaxdist.metrics.columns import table
 from jaxdist.planner.explain import joules_of
 from jaxdist.planner.result import Result, first_numbers
 from jaxdist.planner.target import Target

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.columns import table
 from jaxdist.cost.energy import Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.times import seconds_table, show_seconds
-from jaxdist.metrics.columns import table
 from jaxdist.metrics.figure import new_figure, save_figure
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.search import SPARE, Judged, Model

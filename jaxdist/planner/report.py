@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxdist.columns import table
 from jaxdist.config import Document
 from jaxdist.config.importing import foreign_code
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.times import show_seconds
-from jaxdist.metrics.columns import table
 from jaxdist.metrics.report import write_json
 from jaxdist.planner.compare import energy_kwh, print_comparison
 from jaxdist.planner.confirm import Confirmed, confirm, lay_out

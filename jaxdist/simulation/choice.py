@@ -14,8 +14,8 @@ from rich.console import Console
 
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
+from jaxdist.columns import aligned
 from jaxdist.config.schema import Config
-from jaxdist.metrics.columns import aligned
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.build import ConsistencyConfig

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxdist.metrics.columns import aligned
+from jaxdist.columns import aligned
 from jaxdist.simulation.engine.report import Report
 from jaxdist.study.variants import Variant
 from jaxdist.types import JsonObject

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.metrics.columns import Columns, cells, markdown
+from jaxdist.columns import Columns, cells, markdown
 from jaxdist.study.trial import (
     TrialOutcome,
     VariantTrial,

@@ -18,6 +18,7 @@ from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, axis_size, names
 from jaxdist.collectives.contract import Algorithm, Combine, Operation, Size, Traffic
 from jaxdist.collectives.cost import Level, predict_seconds
+from jaxdist.columns import aligned
 from jaxdist.config.schema import Config
 from jaxdist.mesh import DCN
 from jaxdist.runtime.hardware import Link, Topology, find_device
@@ -189,7 +190,7 @@ class Auto(Algorithm):
             _row(candidate, found[0], kind, payload_bytes, [*sizes.values()]) for candidate in found
         ]
         header = ("predicted", "of best", "steps", "sent bytes", "algorithm")
-        return "\n".join([*lines, *aligned([header, *rows])])
+        return "\n".join([*lines, *aligned(header, rows, left=[-1])])
 
     def _chosen(self, kind: Operation, x: jax.Array, axis: Axis) -> Algorithm:
         return self.choose_here(kind, leaf_bytes(x), axis)
@@ -287,13 +288,3 @@ def _row(
         f"{traffic.sent_bytes:.0f}",
         label(candidate.algorithm),
     )
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of a table as lines, aligned to the right except in the last column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True))][:-1])
-        + f"  {row[-1]}"
-        for row in rows
-    ]

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from jaxdist.columns import aligned
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.errors import ConfigError, some_of
-from jaxdist.metrics.columns import aligned
 from jaxdist.param_server.placement.ranges import PlaceableTensor, Range, cut_ranges
 
 RANGE_BYTES = 4 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxdist.metrics.columns import aligned
+from jaxdist.columns import aligned
 from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12

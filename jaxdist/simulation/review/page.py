@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxdist.columns import markdown
 from jaxdist.inspect.rows import show_bytes
-from jaxdist.metrics.columns import markdown
 from jaxdist.simulation.review.efficiency import MOST_WORKERS, Point, curves
 from jaxdist.simulation.review.optimizers import OptimizerRow, optimizer_rows
 from jaxdist.simulation.review.patterns import MIXED, Pattern, patterns, zero_bytes

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from jaxdist.metrics.columns import aligned
+from jaxdist.columns import aligned
 
 ROUNDING = 1e-9
 """The relative difference up to which two sums of times count as equal."""
