@@ -193,7 +193,7 @@ def onebit_lamb(
         pairs = zip(leaves, jax.tree.leaves(params), strict=True)
         shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
         # The factor is 1 at first, and `factor_change` limits its changes.
-        running = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
+        running = [structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones)]
         return [*(jax.tree.map(wide_zeros, params) for _ in range(3)), *running]
 
     step = partial(_step, b1=b1, b2=b2, eps=eps, most=most, rule=rule)

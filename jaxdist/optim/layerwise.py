@@ -111,7 +111,8 @@ def layerwise(
 
     def init(params: Params) -> OptState:
         zeros = (jax.tree.map(wide_zeros, params) for _ in state_type._fields[1:])
-        return state_type(jnp.zeros((), jnp.int32), *(zeros if begin is None else begin(params)))
+        moments = zeros if begin is None else begin(params)
+        return state_type(jnp.zeros((), jnp.int32), *moments)
 
     def update(
         updates: Updates, state: OptState, params: Params = None, **extra: object

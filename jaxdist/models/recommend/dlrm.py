@@ -40,13 +40,13 @@ class Dlrm(Recommender):
     """A model of tables, a bottom MLP, dot products of all pairs of vectors, and a top MLP."""
 
     def __init__(self, config: DlrmConfig, tables: Tables, rngs: nnx.Rngs, dense: int):
-        super().__init__(config, tables)
         sizes, fields, hint = [dense, *config.bottom, config.width], tables.form.fields, tables.hint
         self.bottom = DenseTower(sizes, rngs, hint) if dense else None
         vectors = len(fields) + bool(dense)
         first = config.width * (1 if dense else len(fields))
         pairs = vectors * (vectors - 1) // 2
         self.top = DenseTower([first + pairs, *config.top, 1], rngs, hint)
+        super().__init__(config, tables)
 
     def __call__(
         self, ids_BF: jax.Array, dense: jax.Array | None = None, pulled: jax.Array | None = None
