@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -137,13 +137,12 @@ def _count(size: int | Split) -> int:
     return size.dcn * size.ici if isinstance(size, Split) else size
 
 
-def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) -> list[str]:
+def propose(sizes: Mapping[str, int | Split], device_count: int) -> list[str]:
     """Propose meshes with the axes of `sizes` for another number of devices, most similar first.
 
     Args:
       sizes: the sizes of the mesh that does not fit.
       device_count: the number of devices.
-      most: the maximum number of proposals.
 
     >>> propose({"data": 3, "tensor": 2}, 8)
     ['{data: 4, tensor: 2}', '{data: 2, tensor: 4}', '{data: 8, tensor: 1}']
@@ -156,7 +155,6 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
     slow = math.prod(size.dcn for size in sizes.values() if isinstance(size, Split))
     if device_count % slow:
         sizes, slow = {axis: _count(size) for axis, size in sizes.items()}, 1
-    wanted = [max(size, 1) for size in _inside(sizes)]
 
     def factorings(n: int, k: int) -> list[tuple[int, ...]]:
         if k == 1:
@@ -164,31 +162,34 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         return [(d, *rest) for d in divisors for rest in factorings(n // d, k - 1)]
 
-    def distance(found: tuple[int, ...]) -> float:
-        return sum(abs(math.log2(a / b)) for a, b in zip(found, wanted, strict=True))
-
-    best = sorted(factorings(device_count // slow, len(sizes)), key=distance)[:most]
-    return [describe_mesh(_with_inside(sizes, found)) for found in best]
+    return _most_similar(sizes, factorings(device_count // slow, len(sizes)))
 
 
-def _inside(sizes: Mapping[str, int | Split]) -> list[int]:
-    """Return the size of each axis inside the fast network."""
-    return [size.ici if isinstance(size, Split) else size for size in sizes.values()]
-
-
-def _with_inside(sizes: Mapping[str, int | Split], inside: Sequence[int]) -> dict[str, int | Split]:
-    """Return the sizes of all axes, with a new size of each axis inside the fast network.
-
-    The sizes across the slow network are unchanged.
+def _most_similar(
+    sizes: Mapping[str, int | Split], inside: Iterable[tuple[int, ...]], most: int = 3
+) -> list[str]:
+    """Format the meshes whose sizes are most similar to `sizes`, the most similar mesh first.
 
     Args:
-      sizes: the size of each mesh axis.
-      inside: the new size of each axis inside the fast network.
+      sizes: the sizes of the mesh that does not fit. The sizes across the slow network are kept.
+      inside: for each candidate, the size of each axis inside the fast network.
+      most: the maximum number of meshes.
     """
-    return {
-        axis: Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
-        for (axis, size), count in zip(sizes.items(), inside, strict=True)
-    }
+    wanted = [max(s.ici if isinstance(s, Split) else s, 1) for s in sizes.values()]
+
+    def distance(found: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        pairs = zip(found, wanted, strict=True)
+        return sum(abs(math.log2(a / b)) for a, b in pairs), found
+
+    return [
+        describe_mesh(
+            {
+                axis: Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
+                for (axis, size), count in zip(sizes.items(), found, strict=True)
+            }
+        )
+        for found in sorted(inside, key=distance)[:most]
+    ]
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
@@ -243,29 +244,18 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
         ici += [1, size.ici] if split else [size]
     types = (AxisType.Auto,) * len(names)
     try:
-        return _arranged(devices, dcn, ici, tuple(names), types)
+        if math.prod(dcn) > 1:
+            return Mesh(_two_level(devices, dcn, ici), tuple(names), axis_types=types)
+        # `jax.make_mesh` may reorder TPU devices, so that the axes are rings of the torus.
+        return jax.make_mesh(tuple(ici), tuple(names), axis_types=types, devices=devices)
     # jax raises this error if an axis would fill only a part of a dim of the torus.
     except NotImplementedError as error:
         dims = _torus(devices)
         raise MeshError(
             f"mesh {describe_mesh(sizes)} does not map onto whole dims of a torus of "
             f"{'x'.join(map(str, dims))}, so that its axes would not be rings; meshes that do: "
-            f"{' or '.join(_on_whole_dims(sizes, dims))}"
+            f"{' or '.join(_most_similar(sizes, _on_whole_dims(len(sizes), dims)))}"
         ) from error
-
-
-def _arranged(
-    devices: list[Device],
-    dcn: list[int],
-    ici: list[int],
-    names: tuple[str, ...],
-    types: tuple[AxisType, ...],
-) -> Mesh:
-    if math.prod(dcn) == 1:
-        # `jax.make_mesh` may reorder TPU devices, so that the axes are rings of the torus.
-        shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
-    return Mesh(_two_level(devices, dcn, ici), names, axis_types=types)
 
 
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -278,32 +268,20 @@ def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes if size > 1)
 
 
-def _on_whole_dims(
-    sizes: Mapping[str, int | Split], dims: Sequence[int], most: int = 3
-) -> list[str]:
-    """Return meshes whose axes fill whole dims of a torus, the most similar mesh first.
+def _on_whole_dims(axes: int, dims: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the sizes of meshes whose axes fill whole dims of a torus.
 
     Args:
-      sizes: the sizes of the mesh that does not fit. The sizes across the slow network are kept.
+      axes: the number of axes.
       dims: the sizes of the torus.
-      most: the maximum number of meshes.
     """
-    axes = list(sizes)
-    owners = itertools.product(range(len(axes)), repeat=len(dims))
-    found = {
+    return {
         tuple(
             math.prod(size for size, own in zip(dims, owner, strict=True) if own == axis)
-            for axis in range(len(axes))
+            for axis in range(axes)
         )
-        for owner in owners
+        for owner in itertools.product(range(axes), repeat=len(dims))
     }
-    inside = _inside(sizes)
-
-    def distance(one: tuple[int, ...]) -> float:
-        return sum(abs(math.log2(a / b)) for a, b in zip(one, inside, strict=True))
-
-    best = sorted(found, key=lambda one: (distance(one), one))[:most]
-    return [describe_mesh(_with_inside(sizes, one)) for one in best]
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:

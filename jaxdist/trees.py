@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,32 @@ def join_leaves(some: PyTree, others: PyTree) -> PyTree:
     for key in some.keys() & others.keys():
         found[key] = join_leaves(some[key], others[key])
     return {key: found[key] for key in sorted(found)}
+
+
+def change_some(
+    function: Callable[[list[Any]], Sequence[Any]], leaves: Sequence[Any], places: Sequence[int]
+) -> list[Any]:
+    """Return all leaves, of which a function has changed those at some places, all in one call.
+
+    >>> change_some(lambda some: [sum(some), 0], ["a", 1, 2], [1, 2])
+    ['a', 3, 0]
+    """
+    found = list(leaves)
+    if places:
+        changed = function([leaves[i] for i in places])
+        for i, leaf in zip(places, changed, strict=True):
+            found[i] = leaf
+    return found
+
+
+def wide(tree: PyTree) -> PyTree:
+    """Convert floating leaves to float32 or wider, for sums of many terms."""
+
+    def one(x: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if floating else x
+
+    return jax.tree.map(one, tree)
 
 
 def pattern_of(name: str) -> str:

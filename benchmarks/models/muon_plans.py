@@ -99,7 +99,7 @@ def twice(
     target = second.experiment.program
     state = reloaded(first.experiment.program, state, target)
     other, state = second.run(jax.device_get(target.home.used(state)))
-    last = jax.device_get(target.home.used_params(state.params))
+    last = jax.device_get(target.home.used.params(state.params))
     return [*one.values.values(), *other.values.values()], leaves_by_name(last)
 
 

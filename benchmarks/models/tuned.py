@@ -103,13 +103,13 @@ def ours(
     counts = [leaf for leaf in jax.tree.leaves(program.own_shapes.opt_state) if not leaf.shape]
     held = tree_bytes(program.own_shapes.opt_state) - tree_bytes(counts)
     size = held / tree_size(program.model.trained)
-    write(made, source, folder / "text", program.home.used_params(state.params)[PREFIX])
+    write(made, source, folder / "text", program.home.used.params(state.params)[PREFIX])
     losses = []
     for tokens in given["text"]:
         state, metrics = program.train(state, put(made, tokens))
         losses.append(float(metrics[0]))
     found["text losses"] = np.array(losses)
-    write(made, source, folder / "tuned", program.home.used_params(state.params)[PREFIX])
+    write(made, source, folder / "tuned", program.home.used.params(state.params)[PREFIX])
     # The loss of a step is computed from the parameters before the step.
     _, metrics = program.train(state, put(made, given["text"][0]))
     found["tuned loss"] = np.asarray(metrics[0])
@@ -118,7 +118,7 @@ def ours(
     program = made.program
     state, _ = begin_with(program, BeginWith(run=str(path)), say=print)
     state = moved(made, state)
-    write(made, source, folder / "dpo", program.home.used_params(state.params)[PREFIX])
+    write(made, source, folder / "dpo", program.home.used.params(state.params)[PREFIX])
     answer = np.zeros((ROWS, 2, LENGTH), np.float32)
     for row, ends in zip(answer, ENDS, strict=True):
         for one, end in zip(row, ends, strict=True):

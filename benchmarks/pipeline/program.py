@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.pipeline.executor.execute import run_pipeline
 from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.stage import StageContext
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
 from jaxdist.pipeline_schedules.schedule import TaskKind
@@ -149,7 +149,11 @@ Local = Callable[[Params, Params, PyTree], GradientsAndSums]
 
 def executor(ticks: Ticks, model: ModelFns) -> Local:
     """Return the step on one stage by jaxdist's executor."""
-    return partial(run_pipeline, ticks, model, axis=AXIS)
+
+    def local(chunks: Params, scale: Params, rows: PyTree) -> GradientsAndSums:
+        return run_pipeline(StageContext(ticks, model, chunks, scale, rows, AXIS))
+
+    return local
 
 
 def compile_step(

@@ -9,7 +9,7 @@ the shards of tensors by the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +59,15 @@ def reduce_tree(
     axis = checked(axis, "reduce_tree")
     leaves, structure = jax.tree.flatten(tree)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    reduced: dict[int, jax.Array] = {}
-    for bucket in plan_buckets(arrays, fusion_bytes(algorithm), order):
+
+    def reduced(bucket: list[int]) -> list[jax.Array]:
         packed = [arrays[index] for index in bucket]
         if fuses(algorithm, "all_reduce", axis, sum(map(leaf_bytes, packed))):
-            flat = all_reduce(pack(packed), axis, op=op, algorithm=algorithm)
-            results = unpack(flat, packed)
-        else:
-            results = [all_reduce(leaf, axis, op=op, algorithm=algorithm) for leaf in packed]
-        reduced |= zip(bucket, results, strict=True)
-    return jax.tree.unflatten(structure, [reduced[index] for index in range(len(arrays))])
+            return unpack(all_reduce(pack(packed), axis, op=op, algorithm=algorithm), packed)
+        return [all_reduce(leaf, axis, op=op, algorithm=algorithm) for leaf in packed]
+
+    buckets = plan_buckets(arrays, fusion_bytes(algorithm), order)
+    return jax.tree.unflatten(structure, in_buckets(reduced, buckets))
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
@@ -134,6 +133,16 @@ def plan_buckets(
         if bucket:
             filling[dtype] = bucket, used_bytes + size_bytes
     return full + [bucket for bucket, _ in filling.values()]
+
+
+def in_buckets(
+    function: Callable[[list[int]], Iterable[jax.Array]], buckets: Sequence[list[int]]
+) -> list[jax.Array]:
+    """Call a function for each bucket, and return the results for all leaves, in their order."""
+    found: dict[int, jax.Array] = {}
+    for bucket in buckets:
+        found |= zip(bucket, function(bucket), strict=True)
+    return [found[index] for index in range(len(found))]
 
 
 def pack(leaves: Sequence[jax.Array]) -> jax.Array:

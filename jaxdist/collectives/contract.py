@@ -23,7 +23,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,7 @@ Combine = Callable[[jax.Array, jax.Array], jax.Array]
 Operation = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all"
 ]
-KINDS: tuple[Operation, ...] = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "all_to_all",
-)
+KINDS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True)

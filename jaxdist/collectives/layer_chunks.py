@@ -12,7 +12,7 @@ from functools import partial
 import jax
 from jax import lax
 
-from jaxdist.trees import leaf_bytes
+from jaxdist.trees import change_some, leaf_bytes
 
 Layers = list[jax.Array]
 """A list of tensors: the same few layers of several stacks, or tensors that are not stacked."""
@@ -56,12 +56,12 @@ def by_layers(
         if count == held[0].shape[0]:
             once += mine
         else:
-            _replace(found, mine, _in_chunks(partial(function, mine), held, filled, count))
+            in_chunks = partial(_in_chunks, partial(function, mine), filled, count)
+            found = change_some(in_chunks, found, mine)
     # A stack with a single chunk is passed together with the leaves that are not stacks, so that
     # `function` can send all of these in one message.
     once.sort()
-    _replace(found, once, function(once, [leaves[i] for i in once]))
-    return found
+    return change_some(partial(function, once), found, once)
 
 
 def group(layers: Sequence[int | None]) -> list[list[int]]:
@@ -103,7 +103,7 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
 
 
 def _in_chunks(
-    function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
+    function: Callable[[Layers], Layers], into: Layers | None, count: int, stacks: Layers
 ) -> Layers:
     """Call `function` on chunks of `count` layers, in sequence, and return whole stacks.
 
@@ -120,11 +120,6 @@ def _in_chunks(
     # The results may be shorter than their buffers. A trace of the function gives their lengths.
     shapes = jax.eval_shape(function, stacks)
     return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
-
-
-def _replace(leaves: Layers, positions: list[int], new: Layers) -> None:
-    for i, leaf in zip(positions, new, strict=True):
-        leaves[i] = leaf
 
 
 def _take(stacks: Layers, start: jax.Array, count: int) -> Layers:

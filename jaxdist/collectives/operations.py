@@ -21,7 +21,6 @@ through a varying result is the gradient of the sum of all devices' losses. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -32,7 +31,8 @@ from jaxdist.collectives import check, differentiate
 from jaxdist.collectives.algorithms.single_device import unless_single_device
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, axis_size, checked, varying
-from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.contract import Algorithm, Operation
+from jaxdist.collectives.differentiate import Function
 
 Op = Literal["sum", "mean", "max", "min"]
 XLA = Xla()
@@ -57,14 +57,7 @@ def all_reduce(
     [6.0, 6.0, 6.0, 6.0]
     """
     x, axis, size, algorithm = _arguments("all_reduce", x, axis, algorithm)
-    combine = check.combine_of(op, x, "all_reduce")
-
-    def run(flat: jax.Array) -> jax.Array:
-        if op in ("sum", "mean"):
-            return differentiate.all_reduce(algorithm, axis, flat)
-        forward = partial(algorithm.all_reduce, axis=axis, combine=combine)
-        return differentiate.extremum(f"all_reduce with op={op!r}", forward)(flat)
-
+    run = _reduction("all_reduce", op, x, axis, algorithm)
     return _reduced(op, algorithm, size, partial(_elementwise, algorithm, run), x)
 
 
@@ -82,14 +75,8 @@ def reduce_scatter(
       This device's block, with c elements in `dim`. The last blocks are padded with zeros.
     """
     x, axis, size, algorithm = _arguments("reduce_scatter", x, axis, algorithm)
-    combine = check.combine_of(op, x, "reduce_scatter")
+    run = _reduction("reduce_scatter", op, x, axis, algorithm)
     dim = check.dim_of(dim, x, "dim", "reduce_scatter")
-
-    def run(blocks: jax.Array) -> jax.Array:
-        if op in ("sum", "mean"):
-            return differentiate.reduce_scatter(algorithm, axis, blocks)
-        forward = partial(algorithm.reduce_scatter, axis=axis, combine=combine)
-        return differentiate.extremum(f"reduce_scatter with op={op!r}", forward)(blocks)
 
     def scatter(x: jax.Array) -> jax.Array:
         blocks = into_blocks(x, dim, size)
@@ -116,10 +103,7 @@ def all_gather(
     rows = jnp.moveaxis(x, dim, 0)
     total = count * rows.shape[0]
     size = check.gathered_size(size, total, axis, "all_gather")
-
-    def run(block: jax.Array) -> jax.Array:
-        return differentiate.all_gather(algorithm, axis, block)
-
+    run = partial(differentiate.linear, "all_gather", algorithm, axis)
     flat = rows if algorithm.native else _settled(rows.reshape(-1))
     # The algorithms except `Xla` assume at least one element (`contract.py`).
     gathered = run(flat) if flat.size or algorithm.native else flat
@@ -133,7 +117,7 @@ def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm =
     """
     x, axis, size, algorithm = _arguments("broadcast", x, axis, algorithm)
     root = check.root_of(root, axis, size, "broadcast")
-    run = partial(differentiate.broadcast, algorithm, axis, root)
+    run = partial(differentiate.linear, "broadcast", algorithm, axis, root=root)
     return _elementwise(algorithm, run, x if algorithm.native else _settled(x))
 
 
@@ -151,18 +135,8 @@ def reduce(
       The result on the device `root`, and zeros on the other devices.
     """
     x, axis, size, algorithm = _arguments("reduce", x, axis, algorithm)
-    combine = check.combine_of(op, x, "reduce")
     root = check.root_of(root, axis, size, "reduce")
-
-    def run(flat: jax.Array) -> jax.Array:
-        if op in ("sum", "mean"):
-            return differentiate.reduce(algorithm, axis, root, flat)
-
-        def forward(flat: jax.Array) -> jax.Array:
-            return differentiate.on_root(algorithm.reduce(flat, axis, root, combine), axis, root)
-
-        return differentiate.extremum(f"reduce with op={op!r}", forward)(flat)
-
+    run = _reduction("reduce", op, x, axis, algorithm, root)
     return _reduced(op, algorithm, size, partial(_elementwise, algorithm, run), x)
 
 
@@ -191,7 +165,7 @@ def all_to_all(
     shape[split_dim] //= size
     parts = x.reshape(*shape[:split_dim], size, *shape[split_dim:])
     blocks = jnp.moveaxis(parts, split_dim, 0)
-    run = partial(differentiate.all_to_all, algorithm, axis)
+    run = partial(differentiate.linear, "all_to_all", algorithm, axis)
     received = _blockwise(algorithm, run, blocks, blocks.shape)
     shape[concat_dim] *= size
     return jnp.moveaxis(received, 0, concat_dim).reshape(shape)
@@ -223,6 +197,17 @@ def _arguments(
     return x, axis, axis_size(axis), unless_single_device(algorithm, axis)
 
 
+def _reduction(
+    kind: Operation, op: Op, x: jax.Array, axis: Axis, algorithm: Algorithm, root: int = 0
+) -> Function:
+    """Return the function that combines flat arrays by `op`; it sums them for "mean" too."""
+    combine = check.combine_of(op, x, kind)
+    if op in ("sum", "mean"):
+        return partial(differentiate.linear, kind, algorithm, axis, root=root)
+    forward = partial(differentiate.called, kind, algorithm, axis, combine=combine, root=root)
+    return differentiate.extremum(f"{kind} with op={op!r}", forward)
+
+
 def _settled(x: jax.Array) -> jax.Array:
     """Return `x` behind a barrier, so that XLA computes `x` only once.
 
@@ -232,13 +217,7 @@ def _settled(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def _reduced(
-    op: Op,
-    algorithm: Algorithm,
-    size: int,
-    run: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-) -> jax.Array:
+def _reduced(op: Op, algorithm: Algorithm, size: int, run: Function, x: jax.Array) -> jax.Array:
     """Call `run` in the dtype of the sum, and return the sum or the mean in the dtype of `x`.
 
     The dtype of the sum is the dtype of `x`. For floats of two bytes, the dtype is
@@ -253,9 +232,7 @@ def _reduced(
     return mean.astype(x.dtype)
 
 
-def _elementwise(
-    algorithm: Algorithm, run: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
+def _elementwise(algorithm: Algorithm, run: Function, x: jax.Array) -> jax.Array:
     """Call `run` on the flattened array, and return the result in the shape of `x`.
 
     For `Xla` the array is not flattened, because auto axes may split its dims. With any other
@@ -267,10 +244,7 @@ def _elementwise(
 
 
 def _blockwise(
-    algorithm: Algorithm,
-    run: Callable[[jax.Array], jax.Array],
-    blocks: jax.Array,
-    shape: tuple[int, ...],
+    algorithm: Algorithm, run: Function, blocks: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """Call `run` on blocks that are flattened to [N, c], and return the result in `shape`.
 

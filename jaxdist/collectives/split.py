@@ -7,7 +7,7 @@ split. A layer of many small tensors is then one message instead of many message
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxdist.collectives.axis import Axis, axis_size, checked
-from jaxdist.collectives.bucket import fuses, fusion_bytes, plan_buckets, unpack
+from jaxdist.collectives.bucket import fuses, fusion_bytes, in_buckets, plan_buckets, unpack
 from jaxdist.collectives.check import array, check_algorithm, check_counts, dim_of, gathered_size
 from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.operations import all_gather, into_blocks, reduce_scatter
@@ -70,7 +70,7 @@ def gather_leaves(
         return join_shards(blocks, [row.shape for row in rows], *mine)
 
     wholes = [jax.ShapeDtypeStruct((count, *shard.shape), shard.dtype) for shard in shards]
-    return _in_buckets("all_gather", wholes, axis, algorithm, one_by_one, together)
+    return _fused("all_gather", wholes, axis, algorithm, one_by_one, together)
 
 
 def scatter_leaves(
@@ -105,7 +105,7 @@ def scatter_leaves(
         shards = unpack(own, [jax.eval_shape(lambda b: b[0], block) for block in blocks])
         return [jnp.moveaxis(s, 0, dims[i]) for i, s in zip(bucket, shards, strict=True)]
 
-    return _in_buckets("reduce_scatter", tensors, axis, algorithm, one_by_one, together)
+    return _fused("reduce_scatter", tensors, axis, algorithm, one_by_one, together)
 
 
 def _checked(
@@ -117,7 +117,7 @@ def _checked(
     return arrays, [dim_of(d, x, "dim", operation) for d, x in zip(dims, arrays, strict=True)]
 
 
-def _in_buckets(
+def _fused(
     kind: Operation,
     payload: Sequence[jax.Array | jax.ShapeDtypeStruct],
     axis: Axis,
@@ -125,12 +125,12 @@ def _in_buckets(
     one_by_one: Callable[[int], jax.Array],
     together: Callable[[list[int]], list[jax.Array]],
 ) -> list[jax.Array]:
-    found: dict[int, jax.Array] = {}
-    for bucket in plan_buckets(payload, fusion_bytes(algorithm)):
+    def sent(bucket: list[int]) -> Iterable[jax.Array]:
         size_bytes = sum(leaf_bytes(payload[i]) for i in bucket)
         fused = len(bucket) > 1 and fuses(algorithm, kind, axis, size_bytes)
-        found |= zip(bucket, together(bucket) if fused else map(one_by_one, bucket), strict=True)
-    return [found[i] for i in range(len(payload))]
+        return together(bucket) if fused else map(one_by_one, bucket)
+
+    return in_buckets(sent, plan_buckets(payload, fusion_bytes(algorithm)))
 
 
 def join_shards(

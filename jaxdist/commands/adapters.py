@@ -124,7 +124,7 @@ def export_adapters(
         )
     check_free(out)
     state: Any = restored.state
-    params = program.home.used_params(program.evaluated(state))
+    params = program.home.used.params(program.evaluated(state))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}
     rows, adapters = _rows(model, run), program.model.adapters
     with os_errors_as(RunError, f"{out} cannot be written", "name another directory"):

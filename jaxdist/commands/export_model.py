@@ -80,7 +80,7 @@ def export_model(
     if held not in DTYPES:
         raise ConfigError(f"--dtype {held} is unknown: use one of {', '.join(DTYPES)}")
     # Adapters are added to their kernels, since these files cannot contain adapters.
-    params = program.model.merged(program.home.used_params(program.evaluated(state)))
+    params = program.model.merged(program.home.used.params(program.evaluated(state)))
     values = dict(flatten_with_names(params))
     if program.model.buffers:
         kept = flatten_with_names(state.buffers)

@@ -53,7 +53,7 @@ def export_recommender(
     if held not in DTYPES:
         raise ConfigError(f"--dtype {held} is unknown: use one of {', '.join(DTYPES)}")
     program, state = experiment.program, restored.state
-    params = program.model.merged(program.home.used_params(program.evaluated(state)))
+    params = program.model.merged(program.home.used.params(program.evaluated(state)))
     values = {name: np.asarray(leaf) for name, leaf in flatten_with_names(params)}
     form = model.form(experiment.dataset.fields or {})
     known = np.empty(0, KEY)

@@ -27,9 +27,9 @@ from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.check import ring_sizes
 from jaxdist.pipeline_schedules.costs import CostsConfig
 from jaxdist.pipeline_schedules.csv_form import Csv, read_csv, write_csv
-from jaxdist.pipeline_schedules.draw.svg import write_svg
+from jaxdist.pipeline_schedules.draw.svg import draw_svg
 from jaxdist.pipeline_schedules.draw.text import draw_text
-from jaxdist.pipeline_schedules.draw.trace import write_trace
+from jaxdist.pipeline_schedules.draw.trace import chrome_trace
 from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 from jaxdist.types import JsonObject
@@ -82,8 +82,8 @@ def show_schedule(
     console.print()
     console.print(_by_stage(timeline))
     for path, what, write in (
-        (svg, "picture", lambda path: write_svg(timeline, path)),
-        (trace, "trace", lambda path: write_trace(timeline, path)),
+        (svg, "picture", lambda path: path.write_text(draw_svg(timeline), "utf-8")),
+        (trace, "trace", lambda path: path.write_text(json.dumps(chrome_trace(timeline)), "utf-8")),
         (csv, "schedule", lambda path: write_csv(timeline.schedule, path)),
     ):
         if path is not None:

@@ -163,7 +163,7 @@ def make_program(
     with at("optim"), own("optim"):
         optimizer = build_optimizer(optim, params=model.trained, dims=dims, rate=rate)
         of_rule = optim.explain(NamedParams(model.trained, dims))
-    if config.parallel.deterministic is not None and exchange.zero is not None:
+    if config.parallel.deterministic is not None and exchange.zero.stage:
         with at("optim"), own("optim"):
             check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.trained))
     with at():

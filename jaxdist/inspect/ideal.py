@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxdist.experiment import Experiment
-from jaxdist.mesh import axis_names, entry_names
+from jaxdist.mesh import entry_names
 from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.sharding import param_shardings
 
@@ -37,8 +37,7 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
     all-reduce. The result is None if no axis shares the batch.
     """
     layout = experiment.layout
-    axis = layout.axis_of("batch")
-    names = axis_names(layout.mesh, axis) if axis else ()
+    names = layout.batch_axes
     if not names:
         return None
     program = experiment.program
@@ -87,8 +86,7 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
             )
         return tuple(notes)
     if stage == 3:
-        once = exchange.zero is not None and exchange.zero.once
-        passes = "once a step" if once else "for both passes"
+        passes = "once a step" if exchange.zero.once else "for both passes"
         notes.append(f"parallel.zero.stage 3 gathers parameters {passes}")
     if stage >= 2 and count > 1:
         notes.append(

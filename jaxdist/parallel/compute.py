@@ -17,7 +17,8 @@ from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInpu
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.objective import Objective
 from jaxdist.sharding import Layout
-from jaxdist.types import Buffers, Grads, Params, PyTree
+from jaxdist.trees import wide
+from jaxdist.types import Buffers, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,11 @@ class WholeBatch(Unstaged):
 
     microbatches: int = field(default=1, init=False)
 
-    def gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        return self.objective.total_gradients(held, batch, key, around)
+    def gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        return self.objective.total_gradients(held, around)
 
-    def mean_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        return self.objective.mean_gradients(held, batch, key, around)
+    def mean_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        return self.objective.mean_gradients(held, around)
 
 
 @dataclass(frozen=True)
@@ -64,18 +61,16 @@ class Accumulated(Unstaged):
 
     microbatches: int
 
-    def gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        pieces = split_rows(dict(batch), self.microbatches, self.layout)
+    def gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        pieces = split_rows(dict(held.batch), self.microbatches, self.layout)
         # With a common key, dropout would drop the same units in all microbatches.
-        keys = jax.random.split(key, self.microbatches)
+        keys = jax.random.split(held.key, self.microbatches)
 
         def one(buffers: Buffers, rows: PyTree, key: jax.Array) -> Gradients:
-            given = held._replace(buffers=buffers)
-            found = self.objective.total_gradients(given, rows, key, around)
+            given = held._replace(buffers=buffers, batch=rows, key=key)
+            found = self.objective.total_gradients(given, around)
             # With a loss scale the gradients are in float32 already.
-            return found if held.scale is not None else found._replace(grads=_wide(found.grads))
+            return found if held.scale is not None else found._replace(grads=wide(found.grads))
 
         def body(carry: Gradients, piece: tuple[Any, Any]) -> tuple[Gradients, None]:
             grads, more, buffers = one(carry.buffers, *piece)
@@ -91,10 +86,8 @@ class Accumulated(Unstaged):
         # A scan keeps the activations of only one microbatch in memory at a time.
         return jax.lax.scan(body, begun, (pieces, keys))[0]
 
-    def mean_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        return over_weight(self.gradients(held, batch, key, around))
+    def mean_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        return over_weight(self.gradients(held, around))
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
@@ -108,8 +101,3 @@ def over_weight(found: Gradients) -> Gradients:
     """Convert gradients of the total loss to gradients of the mean loss."""
     weight = divisor(found.sums["loss"].weight)
     return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
-
-
-def _wide(grads: Grads) -> PyTree:
-    """Widen gradients to at least float32, since narrow sums would lose bits."""
-    return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)

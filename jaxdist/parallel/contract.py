@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step, besides the batch.
+    """The inputs of a step.
 
     Attributes:
       params: the parameters with the shapes that the model and the optimizer see.
@@ -43,12 +43,16 @@ class StepInputs(NamedTuple):
         shards does not divide its length.
       buffers: the model's buffers before the step.
       scale: the state of the loss scale, or None without a loss scale.
+      batch: the whole batch, or a device's rows in a `jax.shard_map` over the axes of the batch.
+      key: the random key of the step.
     """
 
     params: Params
     stored: Params
     buffers: Buffers
     scale: LossScaleState | None
+    batch: Batch
+    key: jax.Array
 
 
 @dataclass(frozen=True)
@@ -82,26 +86,17 @@ class Compute(Protocol):
     @property
     def explicit(self) -> bool: ...
 
-    def gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        """Compute gradients of the total loss of the rows in `batch`, summed over microbatches.
+    def gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        """Compute gradients of the total loss of `held.batch`, summed over microbatches.
 
         Args:
-          held: the parameters, buffers and loss scale.
-          batch: the whole batch, or a device's rows if `around.axes` is not empty.
-          key: the random key of the step.
+          held: the inputs. The batch has a device's rows if `around.axes` is not empty.
           around: the context, which says how the batch is split.
         """
         ...
 
-    def mean_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
-        """Compute gradients of the mean loss of `batch`, which must be the whole batch.
-
-        The arguments are the arguments of `gradients`.
-        """
+    def mean_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
+        """Compute gradients of the mean loss of `held.batch`, which must be the whole batch."""
         ...
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
@@ -139,7 +134,7 @@ class Exchange(Protocol):
     The state of an exchange without residuals is `()`.
 
     Attributes:
-      zero: the split of the training state over replicas, or None without ZeRO.
+      zero: the split of the training state over replicas; without ZeRO its stage is 0.
       explicit: whether the exchange calls collectives explicitly. Otherwise XLA inserts all
         collectives.
       keeps_barriers: whether XLA must keep optimization barriers, because otherwise the replicas of
@@ -148,7 +143,7 @@ class Exchange(Protocol):
     """
 
     @property
-    def zero(self) -> ZeroSplit | None: ...
+    def zero(self) -> ZeroSplit: ...
     @property
     def explicit(self) -> bool: ...
     @property
@@ -181,13 +176,10 @@ class Exchange(Protocol):
         """
         ...
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
         """Compute gradients of the mean loss of the whole batch, and the exchange's next state.
 
-        `compute` is called with `held`, `batch` and `key`, which are the arguments of
-        `Compute.gradients`. `state` is the state of the exchange after the previous step.
+        `held` has the whole batch. `state` is the state of the exchange after the previous step.
         """
         ...
 

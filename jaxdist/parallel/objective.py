@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from jaxdist.trees import join_leaves
 from jaxdist.types import Buffers, Params
 
 NOWHERE = BatchContext()
+LossAndAux = tuple[jax.Array, tuple[Sums, Any]]
+"""A scalar to minimize, and a pair of the sums of loss and metrics and the next buffers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Objective:
         batch: Batch,
         key: jax.Array | None,
         around: BatchContext = NOWHERE,
-    ) -> tuple[jax.Array, tuple[Sums, Any]]:
+    ) -> LossAndAux:
         """Compute the total loss of a batch, the sums of loss and metrics, and the next buffers.
 
         Args:
@@ -75,80 +77,65 @@ class Objective:
         base.eval()
         return (base,)
 
-    def mean_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
+    def mean_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
         """Compute gradients of the mean loss of a batch.
 
         The arguments are the arguments of `jaxdist.parallel.contract.Compute.gradients`.
         """
         # The loss is divided before differentiation, because dividing the gradients would be
         # another pass over the gradients.
-        own, frozen = self.model.divided(held.params)
+        found = self._differentiated(self._mean, held, around)
+        if held.scale is None:
+            return found
+        return found._replace(grads=unscale(found.grads, held.scale))
 
-        def mean(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
-            given = (join_leaves(own, frozen), held.buffers, batch, key)
-            return self._mean(held, around, *given)
-
-        grads, (sums, buffers) = gradients_of(mean, own)
-        grads = around.placed(grads)
-        if held.scale is not None:
-            grads = unscale(grads, held.scale)
-        return Gradients(grads, sums, buffers)
-
-    def total_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
+    def total_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
         """Compute gradients of the total loss of a batch.
 
         The arguments are the arguments of `jaxdist.parallel.contract.Compute.gradients`.
         """
-        if held.scale is not None:
-            # The loss scale is chosen for the mean loss. The product of the loss scale and the
-            # total loss could overflow.
-            found = self.mean_gradients(held, batch, key, around)
-            weight = _common(found.sums["loss"].weight, around)
-            return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
-        own, frozen = self.model.divided(held.params)
+        if held.scale is None:
+            return self._differentiated(self._total, held, around)
+        # The loss scale is chosen for the mean loss. The product of the loss scale and the total
+        # loss could overflow.
+        found = self.mean_gradients(held, around)
+        weight = _common(found.sums["loss"].weight, around)
+        return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
 
-        def total(own: Params) -> tuple[jax.Array, tuple[Sums, Any]]:
-            return self.sums(join_leaves(own, frozen), held.buffers, batch, key, around)
-
-        grads, (sums, buffers) = gradients_of(total, own)
-        return Gradients(around.placed(grads), sums, buffers)
-
-    def field_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, field: str
-    ) -> jax.Array:
+    def field_gradients(self, held: StepInputs, field: str) -> jax.Array:
         """Compute the gradient of the mean loss of a whole batch with respect to a batch field.
 
         Args:
-          held: the parameters, buffers and loss scale.
-          batch: the whole batch.
-          key: the random key of the step.
-          field: the name of an array of floats in `batch`.
+          held: the inputs of the step, with the whole batch.
+          field: the name of an array of floats in the batch.
         """
 
         def mean(values: jax.Array) -> jax.Array:
-            given = {**batch, field: values}
-            return self._mean(held, NOWHERE, held.params, held.buffers, given, key)[0]
+            return self._mean(held._replace(batch={**held.batch, field: values}), NOWHERE)[0]
 
-        return jax.grad(mean)(batch[field])
+        return jax.grad(mean)(held.batch[field])
 
-    def _mean(
-        self,
-        held: StepInputs,
-        around: BatchContext,
-        params: Params,
-        buffers: Buffers,
-        batch: Batch,
-        key: jax.Array,
-    ) -> tuple[jax.Array, tuple[Sums, Any]]:
+    def _differentiated(
+        self, loss: Callable[..., LossAndAux], held: StepInputs, around: BatchContext
+    ) -> Gradients:
+        """Differentiate a loss, a function of the inputs and the context."""
+        own, frozen = self.model.divided(held.params)
+
+        def of_own(own: Params) -> LossAndAux:
+            return loss(held._replace(params=join_leaves(own, frozen)), around)
+
+        grads, (sums, buffers) = gradients_of(of_own, own)
+        return Gradients(around.placed(grads), sums, buffers)
+
+    def _total(self, held: StepInputs, around: BatchContext) -> LossAndAux:
+        return self.sums(held.params, held.buffers, held.batch, held.key, around)
+
+    def _mean(self, held: StepInputs, around: BatchContext) -> LossAndAux:
         """Compute the mean loss of a batch, and the pair of sums and next buffers.
 
         With a loss scale, the mean loss is multiplied by the scale.
         """
-        total, aux = self.sums(params, buffers, batch, key, around)
+        total, aux = self._total(held, around)
         # The weight is a constant in the derivative, even if a loss computes its weight from the
         # outputs of the model. The gradients then equal the gradients of the total over the weight.
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)

@@ -12,16 +12,18 @@ from typing import Any, Literal
 import jax
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
-from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.config import CompressAuto, Compression, CompressionConfig
 from jaxdist.config.schema import Config
 from jaxdist.errors import CollectiveError, CompressionError, ConfigError
-from jaxdist.mesh import axis_names
 from jaxdist.parallel.compiler import XlaConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.all_reduce import AllReduce
-from jaxdist.parallel.exchange.compressed import compressed_exchange
+from jaxdist.parallel.exchange.compressed import (
+    CompressedAllReduce,
+    CompressedScatter,
+    CompressedUnsharded,
+)
 from jaxdist.parallel.exchange.messages import Messages, blocks_of
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.strict import Strict
@@ -110,39 +112,36 @@ def plan_exchange(
         check_devices(layout.mesh, facts.batch_axes, strict.shards)
     given = config.zero, layout, params, dims
     zero = plan_zero(*given, parts=config.shards, by_layer=whole_matrices)
-    if zero is not None and zero.stage == 3 and facts.stages > 1:
+    if zero.stage == 3 and facts.stages > 1:
         zero = replace(zero, once=config.pipeline.gather == "step")
     told = tuple(notices(facts, zero))
+    settings: dict[str, Any] = {"scanned": scanned, "frozen": frozen}
     if strict is not None:
-        settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}
-        given = {**settings, "algorithm": XLA, "order": Order(strict.shards), "frozen": frozen}
-        return Strict(whole, zero, **given), told
+        settings |= {"axes": facts.batch_axes, "algorithm": XLA, "order": Order(strict.shards)}
+        return Strict(whole, zero, **settings), told
     if facts.reduction is None:
         return XlaExchange(whole, zero, frozen=frozen), told
-    settings = {
-        "mesh": layout.mesh,
+    settings |= {
         "axes": facts.batch_axes,
         "algorithm": facts.reduction,
         "reduce_dtype": config.reduce_dtype,
-        "scanned": scanned,
-        "frozen": frozen,
         "global_statistics": config.batch_norm == "global",
     }
     if config.compression is None:
         return explicit_exchange(whole, zero, **settings), told
-    if zero is not None and zero.stage >= 2 and config.compression.axis == "data":
+    if zero.stage >= 2 and config.compression.axis == "data":
         settings["reduce_codec"] = config.compression.codec
         return explicit_exchange(whole, zero, **settings), told
     sent, placed = (divide(tree, frozen)[0] for tree in (params, whole))
     compression = _chosen_codec(config.compression, facts, sent, placed, scanned)
     inside = zero
-    if zero is None and compression.axis == "data.dcn":
+    if not zero.stage and compression.axis == "data.dcn":
         # Small tensors are split too, or every device would send them on the slow network.
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
     messages = _messages(compression, facts, inside, sent, placed, scanned, seed)
-    found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
-    return found, told
+    kinds = CompressedAllReduce, CompressedScatter, CompressedUnsharded, CompressedUnsharded
+    return kinds[zero.stage](whole, zero, messages=messages, inside=inside, **settings), told
 
 
 def _chosen_codec(
@@ -173,7 +172,7 @@ def _chosen_codec(
 def _messages(
     config: Compression,
     facts: Facts,
-    inside: ZeroSplit | None,
+    inside: ZeroSplit,
     params: Params,
     whole: Shardings,
     scanned: frozenset[str],
@@ -185,7 +184,7 @@ def _messages(
       config: the compression config, with a fixed codec.
       facts: the facts about the plan.
       inside: the split of tensors over the fast network while messages are sent over the slow
-        network, or None if messages with whole tensors are sent over all axes.
+        network; it is not used if messages with whole tensors are sent over all axes.
       params: the shapes of the trained parameters.
       whole: the shardings that these parameters have without ZeRO.
       scanned: the names of the parameters whose first dim counts layers.
@@ -196,17 +195,15 @@ def _messages(
     """
     across = config.axis == "data.dcn"
     axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)
-    mesh = jax.tree.leaves(whole)[0].mesh
     specs, shapes = jax.tree.map(lambda sharding: sharding.spec, whole), params
-    if across and inside is not None:
+    if across:
         specs = inside.specs(specs)
         shapes = jax.eval_shape(inside.filled, params)
-    blocks = blocks_of(shapes, specs, mesh)
+    blocks = blocks_of(shapes, specs, inside.mesh)
     named = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(blocks)}
-    choice = config.choice(named, scanned)
-    algorithm = facts.reduction
-    assert algorithm is not None, "see Facts.reduction"
-    messages = Messages(mesh, axes, blocks, choice, config.feedback, algorithm, seed)
+    assert facts.reduction is not None, "see Facts.reduction"
+    how = config.choice(named, scanned), config.feedback, facts.reduction, seed
+    messages = Messages(inside.mesh, axes, blocks, *how)
     try:
         # Tracing the initial state checks that the codec can encode every block.
         jax.eval_shape(messages.init)
@@ -215,29 +212,15 @@ def _messages(
     return messages
 
 
-def explicit_exchange(
-    whole: Shardings,
-    zero: ZeroSplit | None,
-    *,
-    axes: tuple[str, ...],
-    algorithm: Algorithm,
-    **settings: Any,
-) -> Exchange:
+def explicit_exchange(whole: Shardings, zero: ZeroSplit, **settings: Any) -> Exchange:
     """Build the uncompressed exchange with explicit collectives for a ZeRO stage.
 
     Args:
       whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
-      zero: the split of the training state, or None without ZeRO.
-      axes: the mesh axes that split the batch. The axis across the slowest network comes first.
-      algorithm: the algorithm of the sums over `axes`.
+      zero: the split of the training state.
       settings: the other fields of `jaxdist.parallel.exchange.explicit.Explicit`.
     """
-    settings |= {"axes": axes, "algorithm": algorithm}
-    if zero is None:
-        return AllReduce(whole, None, **settings)
-    return (
-        Scatter(whole, zero, **settings) if zero.stage == 1 else Unsharded(whole, zero, **settings)
-    )
+    return (AllReduce, Scatter, Unsharded, Unsharded)[zero.stage](whole, zero, **settings)
 
 
 def plan_facts(
@@ -251,8 +234,7 @@ def plan_facts(
       dims: the logical dims of each parameter, by name.
       offloads: whether activations are offloaded to the host's memory.
     """
-    axis = layout.axis_of("batch")
-    batch_axes = axis_names(layout.mesh, axis) if axis else ()
+    axis, batch_axes = layout.axis_of("batch"), layout.batch_axes
     split = {
         name: dim
         for name, found in dims.items()

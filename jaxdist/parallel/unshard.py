@@ -21,46 +21,64 @@ from jax.sharding import PartitionSpec
 from jaxdist.collectives.axis import axis_size
 from jaxdist.models.layers import Deferred
 from jaxdist.parallel.wire import ZeroMessages
-from jaxdist.types import Params, PyTree
+from jaxdist.types import PyTree
+
+
+@dataclass(frozen=True)
+class SplitDim:
+    """The dim of a parameter that ZeRO splits.
+
+    Attributes:
+      dim: the negative index of the dim, which counts from the last dim. A stack of layers and a
+        slice of the stack therefore have the same `dim`.
+      spec: the partition spec of the parameter over auto axes, with an entry for each dim,
+        including a dim of layers.
+      length: the length of the dim without padding, or None if the dim is not padded.
+    """
+
+    dim: int
+    spec: PartitionSpec
+    length: int | None = None
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["shard", "second"],
-    meta_fields=["dim", "wire", "spec", "length"],
+    data_fields=["full", "shard", "second"],
+    meta_fields=["split", "wire"],
 )
 @dataclass(frozen=True)
 class ShardedParameter(Deferred):
-    """A parameter of which each device holds a shard (stage 3).
+    """A parameter of which each device holds a shard (stage 3), or whose gradient is sharded.
 
-    Parameters that are used together are gathered by one all-gather. In the backward pass the
-    gradients of these parameters are summed by one reduce-scatter.
+    Sharded parameters that are used together are gathered by one all-gather. In the backward pass
+    the gradients of parameters that are used together are summed by one reduce-scatter. In stage 2,
+    and for parameters that are gathered once per step, devices hold whole parameters.
 
     Attributes:
-      shard: this device's shard.
-      dim: the negative index of the split dim, which counts from the last dim. A stack of layers
-        and a slice of the stack therefore have the same `dim`.
+      shard: this device's shard, or zeros in its shape if devices hold the whole parameter.
+        Differentiation returns the shard of the summed gradient as the gradient of `shard`.
+      split: the split dim.
       wire: the collectives.
-      spec: the partition spec over auto axes, with an entry for each dim, including a dim of
-        layers.
-      length: the length of the split dim without padding, or None if the dim is not padded.
+      full: the whole parameter if devices hold it, whose gradient is zeros, otherwise None.
       second: a second copy from `ZeroMessages.hold`, which is gathered inside the fast network
         instead of `shard`, or None to gather `shard` over all axes.
     """
 
     shard: jax.Array
-    dim: int
+    split: SplitDim
     wire: ZeroMessages
-    spec: PartitionSpec
-    length: int | None = None
+    full: jax.Array | None = None
     second: jax.Array | None = None
 
     @classmethod
     def whole(cls, several: Sequence[ShardedParameter]) -> list[jax.Array]:
-        """Gather whole parameters, whose gradients become gradients of the shards."""
-        splits = tuple(SplitDim(leaf.dim, leaf.spec, leaf.length) for leaf in several)
+        """Return whole parameters, whose gradients become gradients of the shards."""
+        wire, splits = several[0].wire, tuple(leaf.split for leaf in several)
+        shards = [leaf.shard for leaf in several]
+        fulls = [leaf.full for leaf in several if leaf.full is not None]
         seconds = [leaf.second for leaf in several if leaf.second is not None]
-        return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
+        given = (fulls, shards) if fulls else (shards, seconds)
+        return _wholes(wire, splits, not fulls, *given)
 
     def carried(self) -> jax.Array:
         """Return this device's shard of a gradient, where `self` is the gradient of a parameter."""
@@ -69,128 +87,98 @@ class ShardedParameter(Deferred):
     @property
     def ahead(self) -> bool:
         """Whether the parameters of a layer are gathered while the previous layer computes."""
-        return self.wire.ahead
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["full", "shard"],
-    meta_fields=["dim", "wire", "spec"],
-)
-@dataclass(frozen=True)
-class Scattered(Deferred):
-    """A parameter that is whole on each device, but whose gradient is sharded (stage 2).
-
-    Each use runs a reduce-scatter in the backward pass. In stage 3, a parameter that is gathered
-    once for a whole step is a `Scattered` parameter too.
-
-    Attributes:
-      full: the whole parameter. Differentiation returns zeros as its gradient.
-      shard: zeros of a shard's shape. Differentiation returns this device's shard of the
-        parameter's summed gradient as the gradient of these zeros.
-      dim, wire, spec: the attributes of `ShardedParameter`.
-    """
-
-    full: jax.Array
-    shard: jax.Array
-    dim: int
-    wire: ZeroMessages
-    spec: PartitionSpec
-
-    @classmethod
-    def whole(cls, several: Sequence[Scattered]) -> list[jax.Array]:
-        """Return whole parameters, whose gradients become gradients of the shards."""
-        splits = tuple(SplitDim(leaf.dim, leaf.spec) for leaf in several)
-        fulls, shards = [leaf.full for leaf in several], [leaf.shard for leaf in several]
-        return _itself(several[0].wire, splits, fulls, shards)
-
-    def carried(self) -> jax.Array:
-        """Return this device's shard of a gradient, where `self` is the gradient of a parameter."""
-        return self.shard
+        return self.full is None and self.wire.ahead
 
 
 def defer(
     param: jax.Array,
-    dim: int,
+    split: SplitDim,
     wire: ZeroMessages,
-    spec: PartitionSpec,
     *,
     sharded: bool,
-    length: int | None = None,
-    second: jax.Array | None = None,
-    once: bool = False,
-) -> PyTree:
-    """Build a deferred parameter: a `ShardedParameter`, or a `Scattered` parameter.
+    second: jax.Array | None,
+    once: bool,
+) -> ShardedParameter:
+    """Build a deferred parameter.
 
     Args:
       param: this device's shard of the parameter if `sharded`, otherwise the whole parameter.
-      dim: the index of the split dim of the parameter or of its gradient, not negative.
+      split: the split dim of the parameter or of its gradient.
       wire: the collectives.
-      spec: the partition spec of the parameter over auto axes.
       sharded: whether the parameter is sharded (stage 3). Otherwise only the parameter's gradient
         is sharded.
-      length, second: the attributes of `ShardedParameter`.
-      once: whether to gather the shard here, once for all uses in a step. The result is then a
-        `Scattered` parameter.
+      second: the attribute of `ShardedParameter`.
+      once: whether to gather the shard here, once for all uses in a step.
     """
-    full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
+    if sharded and not once:
+        return ShardedParameter(param, split, wire, second=second)
     dtype = param.dtype
-    if sharded and once:
-        gather = partial(wire.gather, dims=[dim], lengths=[length])
-        (param,) = on_blocks(gather, [full])([param])
-    elif sharded:
-        return ShardedParameter(param, dim - param.ndim, wire, full, length, second)
+    if sharded:
+        gather = partial(wire.gather, dims=[param.ndim + split.dim], lengths=[split.length])
+        (param,) = on_blocks(gather, [split.spec])([param])
     shape = [*param.shape]
-    shape[dim] = -(-shape[dim] // axis_size(wire.axes))
-    return Scattered(param, jnp.zeros(shape, dtype), dim - param.ndim, wire, full)
-
-
-@dataclass(frozen=True)
-class SplitDim:
-    """The dim of a tensor that ZeRO splits, with the attributes of `ShardedParameter`."""
-
-    dim: int
-    spec: PartitionSpec
-    length: int | None = None
+    shape[split.dim] = -(-shape[split.dim] // axis_size(wire.axes))
+    return ShardedParameter(jnp.zeros(shape, dtype), split, wire, param)
 
 
 Splits = tuple[SplitDim, ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(
-    wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _wholes(
+    wire: ZeroMessages,
+    splits: Splits,
+    sharded: bool,
+    held: list[jax.Array],
+    more: list[jax.Array],
 ) -> list[jax.Array]:
-    dims, lengths = _dims(splits, shards), [split.length for split in splits]
-    specs = [_of_last(split.spec, shard.ndim) for split, shard in zip(splits, shards, strict=True)]
-    if seconds:
+    """Return whole parameters.
+
+    Args:
+      wire: the collectives.
+      splits: the split dim of each parameter.
+      sharded: whether devices hold shards instead of whole parameters.
+      held: the shards, or the whole parameters.
+      more: the second copies of the shards, or [] without such copies; for whole parameters, the
+        zeros in the shapes of shards.
+    """
+    if not sharded:
+        return held
+    dims, lengths = _dims(splits, held), [split.length for split in splits]
+    specs = [_of_last(split.spec, shard.ndim) for split, shard in zip(splits, held, strict=True)]
+    if more:
         gather = partial(wire.gather_seconds, dims=dims, lengths=lengths)
-        return on_blocks(gather, [PartitionSpec(None, *spec) for spec in specs], specs)(seconds)
-    return on_blocks(partial(wire.gather, dims=dims, lengths=lengths), specs)(shards)
+        return on_blocks(gather, [PartitionSpec(None, *spec) for spec in specs], specs)(more)
+    return on_blocks(partial(wire.gather, dims=dims, lengths=lengths), specs)(held)
 
 
-def _gathered_forward(
-    wire: ZeroMessages, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+def _wholes_forward(
+    wire: ZeroMessages, splits: Splits, sharded: bool, held: Any, more: Any
 ) -> tuple[list[jax.Array], PyTree]:
     # The backward pass needs only the dtypes of the arguments, but a residual must be an array, so
-    # scalars carry the dtypes. The second copies of the shards (`seconds`) get a gradient of
-    # zero, because the gradient of the shards is already the whole gradient.
-    like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
-    return _gathered(wire, splits, shards, seconds), like
+    # scalars carry the dtypes. `gather_dtype` does not change the dtypes of gradients.
+    like = [[jnp.zeros((), x.dtype) for x in part] for part in (held if sharded else (), more)]
+    # Without the condition, scans would keep copies of the whole parameters for the backward pass.
+    return _wholes(wire, splits, sharded, held, more) if sharded else held, like
 
 
-def _gathered_backward(
-    wire: ZeroMessages, splits: Splits, saved: PyTree, cotangents: list[jax.Array]
+def _wholes_backward(
+    wire: ZeroMessages, splits: Splits, sharded: bool, saved: PyTree, cotangents: list[jax.Array]
 ) -> PyTree:
-    shards, seconds = saved
+    of_held, of_more = saved
     summed = _scattered(wire, splits, cotangents)
-    count = axis_size(wire.slow)
-    # `seconds` is empty if no second copy of the shards is stored.
-    zeros = [jnp.zeros((count, *s.shape), x.dtype) for s, x in zip(summed, seconds, strict=False)]
-    return [s.astype(x.dtype) for s, x in zip(summed, shards, strict=True)], zeros
+    shards = of_held if sharded else of_more
+    own = [s.astype(x.dtype) for s, x in zip(summed, shards, strict=True)]
+    # The other arrays get a gradient of zero, because the gradient of the shards is already the
+    # whole gradient.
+    if not sharded:
+        return [jnp.zeros_like(cotangent) for cotangent in cotangents], own
+    shapes = [(axis_size(wire.slow), *s.shape) for s in summed]
+    # `of_more` is empty if no second copy of the shards is stored.
+    return own, [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, of_more, strict=False)]
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_wholes.defvjp(_wholes_forward, _wholes_backward)
 
 
 def _scattered(wire: ZeroMessages, splits: Splits, grads: list[jax.Array]) -> list[jax.Array]:
@@ -237,30 +225,3 @@ def on_blocks(
         )(arrays)
 
     return run
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _itself(
-    wire: ZeroMessages, splits: Splits, fulls: list[jax.Array], shards: list[jax.Array]
-) -> list[jax.Array]:
-    del wire, splits, shards
-    return fulls
-
-
-def _itself_forward(
-    wire: ZeroMessages, splits: Splits, fulls: Any, shards: Params
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    del wire, splits
-    # Scalars carry the dtypes of the gradients, which `gather_dtype` does not change.
-    return fulls, [jnp.zeros((), shard.dtype) for shard in shards]
-
-
-def _itself_backward(
-    wire: ZeroMessages, splits: Splits, like: list[jax.Array], cotangents: list[jax.Array]
-) -> PyTree:
-    summed = _scattered(wire, splits, cotangents)
-    zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
-    return zeros, [s.astype(x.dtype) for s, x in zip(summed, like, strict=True)]
-
-
-_itself.defvjp(_itself_forward, _itself_backward)

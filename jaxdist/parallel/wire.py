@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from jaxdist.collectives.split import gather_leaves, join_shards, scatter_leaves
 from jaxdist.compression import Codec, first_round
 from jaxdist.compression.sender import encode_once
 from jaxdist.mesh import ICI
-from jaxdist.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,9 @@ class ZeroMessages:
         if self.gather_codec is None:
             given = {"lengths": lengths, "algorithm": self.algorithm}
             return gather_leaves(self._carried(shards), dims, self.axes, **given)
-        rows, flat = _in_front(shards, dims)
-        message = encode_once(self.gather_codec, flat, (), first_round())[0]
-        blocks = self._decoded(self._gathered(message, self.axes), flat)
-        return self._joined(blocks, rows, shards, dims, lengths)
+        rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
+        flat = jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])
+        return self._joined(self._encoded(flat, self.axes), rows, shards, dims, lengths)
 
     def hold(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Gather shards across the slow network, as the input of `gather_seconds`.
@@ -147,18 +146,17 @@ class ZeroMessages:
         if self.gather_codec is None:
             (own,) = self._carried([shard])
             return all_gather(own[None], self.slow, algorithm=self.algorithm)
-        flat = shard.reshape(-1).astype(jnp.float32)
-        message = encode_once(self.gather_codec, flat, (), first_round())[0]
-        blocks = self._decoded(self._gathered(message, self.slow), flat)
+        blocks = self._encoded(shard.reshape(-1).astype(jnp.float32), self.slow)
         return blocks.reshape(-1, *shard.shape).astype(self.gather_dtype or shard.dtype)
 
-    def _gathered(self, message: PyTree, axis: Axis) -> PyTree:
-        return jax.tree.map(lambda m: all_gather(m[None], axis, algorithm=self.algorithm), message)
-
-    def _decoded(self, messages: PyTree, like: jax.Array) -> jax.Array:
+    def _encoded(self, flat: jax.Array, axis: Axis) -> jax.Array:
+        """Gather the arrays [n] of all N devices as messages of `gather_codec`, to [N, n]."""
         codec = self.gather_codec
         assert codec is not None
-        return jax.vmap(lambda m: codec.decode(m, like, first_round()))(messages)
+        message = encode_once(codec, flat, (), first_round())[0]
+        gather = partial(all_gather, axis=axis, algorithm=self.algorithm)
+        messages = jax.tree.map(lambda m: gather(m[None]), message)
+        return jax.vmap(lambda m: codec.decode(m, flat, first_round()))(messages)
 
     def _carried(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         return [shard.astype(self.gather_dtype or shard.dtype) for shard in shards]
@@ -180,15 +178,3 @@ class ZeroMessages:
             x.astype(self.gather_dtype or shard.dtype)
             for x, shard in zip(wholes, shards, strict=True)
         ]
-
-
-def _in_front(
-    shards: Sequence[jax.Array], dims: Sequence[int]
-) -> tuple[list[jax.Array], jax.Array]:
-    """Move the split dim of each shard to the front.
-
-    Returns:
-      The moved shards, and a flat concatenation of all of them in float32.
-    """
-    rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
-    return rows, jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])

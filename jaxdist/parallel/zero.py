@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.compression import Codec
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import ICI, axis_names, entry_names
+from jaxdist.mesh import ICI, entry_names
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.sharding import Dims, Layout
 from jaxdist.sharding.dims import resting_names
@@ -43,16 +42,11 @@ class ZeroSplit:
     """The split of the training state over replicas, parameter by parameter.
 
     Attributes:
-      mesh: the mesh over which the state is split.
-      stage: the stage of ZeRO, from 1 to 3.
+      mesh: the mesh of the training state.
+      config: the config, whose stage is 0 without ZeRO.
       axes: the mesh axes over which the state is split. The axis across the slowest network comes
         first.
       dims: the split dim of each parameter by name, or None for a parameter that is not split.
-      gather_dtype: the dtype of gathered parameters, or None for the dtype of the parameters.
-      prefetch: whether the parameters of a layer are gathered while the previous layer computes.
-      gather_codec: the codec of parameters in gathers, or None to send them uncompressed.
-      secondary: whether shards are gathered across the slow network once per step.
-      offload: whether the optimizer's state of split parameters is in the host's memory.
       resting: the names of the parameters that rest in the host's memory.
       once: whether stage 3 gathers all parameters once per step, and keeps them whole until the end
         of the step.
@@ -63,18 +57,27 @@ class ZeroSplit:
     """
 
     mesh: Mesh
-    stage: Stage
+    config: ZeroConfig
     axes: tuple[str, ...]
     dims: Mapping[str, int | None]
-    gather_dtype: str | None = None
-    prefetch: bool = False
-    gather_codec: Codec | None = None
-    secondary: bool = False
-    offload: bool = False
     resting: frozenset[str] = frozenset()
     once: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of ZeRO."""
+        return self.config.stage
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The names of the parameters whose optimizer's state is in the host's memory.
+
+        The state of parameters that are not split is small, and stays on the device.
+        """
+        names = frozenset(name for name, dim in self.dims.items() if dim is not None)
+        return names if self.config.offload else frozenset()
 
     def dims_of(self, tree: PyTree) -> list[int | None]:
         """Return the split dim of each leaf of a tree like the parameters, in order."""
@@ -97,11 +100,8 @@ class ZeroSplit:
 
     def shardings(self, shardings: Shardings) -> PyTree:
         """Return the shardings of the shards, from the shardings without ZeRO."""
-
-        def split(sharding: NamedSharding, dim: int | None) -> NamedSharding:
-            return NamedSharding(self.mesh, self._split(sharding.spec, dim))
-
-        return self.map(split, shardings)
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(specs))
 
     def filled(self, tree: PyTree) -> PyTree:
         """Pad the split dims of a tree like the parameters with zeros, where shards are uneven."""
@@ -151,8 +151,8 @@ def plan_zero(
     *,
     parts: int | None = None,
     by_layer: bool = False,
-) -> ZeroSplit | None:
-    """Choose the split dim of each parameter, or return None for stage 0.
+) -> ZeroSplit:
+    """Choose the split dim of each parameter; at stage 0 no parameter is split.
 
     Args:
       config: the config of ZeRO.
@@ -171,7 +171,7 @@ def plan_zero(
         pattern of `offload_parameters` matches no parameter or a parameter that is stored padded.
     """
     if config.stage == 0:
-        return None
+        return ZeroSplit(layout.mesh, config, (), dict.fromkeys(dims))
     axes = _axes(config, layout)
     parts = parts or math.prod(layout.mesh.shape[axis] for axis in axes)
     chosen: dict[str, int | None] = {}
@@ -201,10 +201,8 @@ def plan_zero(
             else:
                 padded[name] = leaf.shape[dim], _filled(leaf.shape[dim], parts)
         chosen[name] = dim
-    gathers = config.gather_dtype, config.prefetch, config.gather_codec, config.secondary
-    given = layout.mesh, config.stage, axes, chosen, *gathers, config.offload
     resting = resting_names(config.offload_parameters, chosen, padded if config.stage == 3 else {})
-    return ZeroSplit(*given, resting, uneven=uneven, padded=padded)
+    return ZeroSplit(layout.mesh, config, axes, chosen, resting, uneven=uneven, padded=padded)
 
 
 LANES, SUBLANES = 128, 8
@@ -297,9 +295,7 @@ def _filled(length: int, parts: int) -> int:
 
 
 def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
-    axis = layout.axis_of("batch")
-    names = axis_names(layout.mesh, axis) if axis else ()
-    mesh = dict(layout.mesh.shape)
+    names, mesh = layout.batch_axes, dict(layout.mesh.shape)
     if not names:
         raise ConfigError(
             f"parallel.zero.stage {config.stage} splits the state over the axis of the batch, but "

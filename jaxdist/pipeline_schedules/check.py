@@ -1,12 +1,10 @@
-"""The check that a schedule can run, and the microbatches whose activations a schedule keeps.
+"""The check that a schedule can run, and the number of activations that a schedule keeps.
 
 The error message of the check names the task, its stage and its position, which is the index of the
 task in the stage's row.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.order import Dependency, Walk, places
@@ -20,7 +18,7 @@ _SAME_WORK = {
 }
 
 
-def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """Raise ConfigError if a schedule cannot run.
 
     These rules are checked, in this order:
@@ -29,14 +27,6 @@ def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None)
     2. Every task has a known chunk and microbatch, occurs once, and is on the stage of its chunk.
     3. No task is missing. A schedule without backward tasks is for evaluation.
     4. No stage waits forever.
-    5. No activation is overwritten in a ring buffer while it is still needed.
-
-    Args:
-      schedule: the schedule to check.
-      slots: the size of the ring buffer of a chunk's activations, as a number for all chunks or a
-        sequence with a number for each chunk, or None to skip the last check. The activation of
-        microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or WEIGHT
-        task.
 
     Raises:
       ConfigError: a rule is violated; the message describes the first violation.
@@ -51,8 +41,6 @@ def check_schedule(schedule: Schedule, slots: int | Sequence[int] | None = None)
         _check_row(schedule, stage)
     _check_complete(schedule)
     _check_order(schedule)
-    if slots is not None:
-        _check_slots(schedule, slots)
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -205,35 +193,19 @@ def _chain(
     return "; ".join(links)
 
 
-def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
-    """Return each task of a chunk, with the microbatches whose activations are live after the task.
-
-    The result is empty for a schedule without backward tasks, which keeps no activations.
-    """
-    tasks = [t for t in schedule.tasks(schedule.placement[chunk]) if t.chunk == chunk]
-    if all(task.kind is TaskKind.FORWARD for task in tasks):
-        return []
-    live: set[int] = set()
-    found = []
-    for task in tasks:
-        if task.kind is TaskKind.FORWARD:
-            live.add(task.microbatch)
-        elif task.kind is not TaskKind.INPUT:
-            live.discard(task.microbatch)
-        found.append((task, frozenset(live)))
-    return found
-
-
 def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
-    """Return the smallest size of each chunk's ring buffer that `check_schedule` accepts.
+    """Return the smallest size of a ring buffer for the activations of each chunk.
+
+    The activation of microbatch b is in slot b mod size, from its FORWARD task to the end of its
+    FULL or WEIGHT task. A schedule without backward tasks keeps no activations.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))
     (4, 3, 2, 1)
     """
     sizes = []
-    for chunk in range(schedule.chunks):
-        together = {live for _, live in live_microbatches(schedule, chunk)}
+    for chunk, stage in enumerate(schedule.placement):
+        together = _live([task for task in schedule.tasks(stage) if task.chunk == chunk])
         size = max((len(live) for live in together), default=1) or 1
         # Two live microbatches may have the same index modulo the number of slots, so more slots
         # than live microbatches may be necessary.
@@ -243,23 +215,15 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
-    sizes = [slots] * schedule.chunks if isinstance(slots, int) else list(slots)
-    if len(sizes) != schedule.chunks or min(sizes) < 1:
-        raise ConfigError(
-            f"schedule {schedule.name}: slots are {sizes} for {schedule.chunks} chunks: give a "
-            "single number of at least 1, or a number for each chunk"
-        )
-    for chunk, size in enumerate(sizes):
-        for task, live in live_microbatches(schedule, chunk):
-            if task.kind is not TaskKind.FORWARD:
-                continue
-            lost = [b for b in live if b != task.microbatch and (b - task.microbatch) % size == 0]
-            if lost:
-                stage = schedule.placement[chunk]
-                raise ConfigError(
-                    f"schedule {schedule.name}: stage {stage}, position "
-                    f"{places(schedule.rows[stage])[task]}: {task} overwrites slot "
-                    f"{task.microbatch % size} of {size}, where microbatch {lost[0]} of chunk "
-                    f"{chunk} is still needed: the chunk needs {ring_sizes(schedule)[chunk]} slots"
-                )
+def _live(tasks: list[Task]) -> set[frozenset[int]]:
+    """Return the sets of microbatches whose activations are live after a task of a chunk."""
+    if all(task.kind is TaskKind.FORWARD for task in tasks):
+        return set()
+    live, found = set[int](), set[frozenset[int]]()
+    for task in tasks:
+        if task.kind is TaskKind.FORWARD:
+            live.add(task.microbatch)
+        elif task.kind is not TaskKind.INPUT:
+            live.discard(task.microbatch)
+        found.add(frozenset(live))
+    return found

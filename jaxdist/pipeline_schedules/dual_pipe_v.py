@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.pipeline_schedules.order import refuse_fewer
+from jaxdist.pipeline_schedules.order import RowWriter, refuse_fewer
 from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shape
 
 
@@ -41,71 +42,37 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
     ['0F0', '1F0', '0F1', '1B0', '1F1', '0B0', '1B1', '0I1', '0W1']
     """
     refuse_fewer("dual_pipe_v", stages, microbatches, 2 * stages, "v_half")
-    rows = tuple(_Writer(stage, stages).row(microbatches) for stage in range(stages))
+    rows = tuple(_row(stage, stages, microbatches) for stage in range(stages))
     return Schedule("dual_pipe_v", microbatches, v_shape(stages), rows)
 
 
-class _Writer:
-    """A writer of the tasks of a stage, which keeps delayed weight tasks in a queue."""
+def _row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
+    row, owed = RowWriter(), deque[Task]()
+    down, up, after = stage, 2 * stages - 1 - stage, stages - 1 - stage
+    (forward_down, back_down), (forward_up, back_up) = (
+        [(kind, chunk) for kind in (TaskKind.FORWARD, TaskKind.FULL)] for chunk in (down, up)
+    )
 
-    def __init__(self, stage: int, stages: int) -> None:
-        self.stage, self.stages = stage, stages
-        self.down, self.up = stage, 2 * stages - 1 - stage
-        self.tasks: list[Task] = []
-        self.owed: deque[Task] = deque()
-        self.count = {(way, chunk): 0 for way in (False, True) for chunk in (self.down, self.up)}
+    def split(chunk: int) -> None:
+        row.add((TaskKind.INPUT, chunk))
+        owed.append(replace(row.tasks[-1], kind=TaskKind.WEIGHT))
 
-    def row(self, microbatches: int) -> tuple[Task, ...]:
-        # The loops here and in `_drain` are the eight steps of DeepSeek's `DualPipeV`, with the
-        # same numbers of iterations.
-        after = self.stages - 1 - self.stage
-        for _ in range(2 * after):
-            self._forward(self.down)
-        for _ in range(self.stage + 1):
-            self._forward(self.down)
-            self._forward(self.up)
-        for _ in range(after):
-            self._back(self.up, split=True)
-            self._weight()
-            self._forward(self.up)
-        for _ in range(microbatches - 2 * self.stages + self.stage + 1):
-            self._forward(self.down)
-            self._back(self.up)
-            self._forward(self.up)
-            self._back(self.down)
-        for _ in range(after):
-            self._back(self.up)
-            self._forward(self.up)
-            self._back(self.down)
-        self._drain(after)
-        return tuple(self.tasks)
-
-    def _drain(self, after: int) -> None:
-        """Write the backward tasks of the last microbatches.
-
-        The later backward tasks are split into INPUT and WEIGHT tasks.
-        """
-        left = 2 * (self.stage + 1)
-        for number in range(left):
-            self._back(self.down if number % 2 else self.up, split=number > self.stage)
-        for _ in range(after):
-            self._weight()
-            self._back(self.down, split=True)
-        while self.owed:
-            self._weight()
-
-    def _next(self, back: bool, chunk: int) -> int:
-        self.count[back, chunk] += 1
-        return self.count[back, chunk] - 1
-
-    def _forward(self, chunk: int) -> None:
-        self.tasks.append(Task(TaskKind.FORWARD, chunk, self._next(False, chunk)))
-
-    def _back(self, chunk: int, *, split: bool = False) -> None:
-        microbatch = self._next(True, chunk)
-        self.tasks.append(Task(TaskKind.INPUT if split else TaskKind.FULL, chunk, microbatch))
-        if split:
-            self.owed.append(Task(TaskKind.WEIGHT, chunk, microbatch))
-
-    def _weight(self) -> None:
-        self.tasks.append(self.owed.popleft())
+    # These are the eight steps of DeepSeek's `DualPipeV`, with the same numbers of iterations.
+    row.add(forward_down, times=2 * after)
+    row.add(forward_down, forward_up, times=stage + 1)
+    for _ in range(after):
+        split(up)
+        row.tasks.append(owed.popleft())
+        row.add(forward_up)
+    middle = microbatches - 2 * stages + stage + 1
+    row.add(forward_down, back_up, forward_up, back_down, times=middle)
+    row.add(back_up, forward_up, back_down, times=after)
+    for number in range(2 * (stage + 1)):
+        if number > stage:
+            split(down if number % 2 else up)
+        else:
+            row.add(back_down if number % 2 else back_up)
+    for _ in range(after):
+        row.tasks.append(owed.popleft())
+        split(down)
+    return (*row.tasks, *owed)

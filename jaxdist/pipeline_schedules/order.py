@@ -24,7 +24,7 @@ def key(task: Task) -> Dependency:
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """Return the results that a task needs; `schedule.needs` returns the tasks instead."""
+    """Return the results that a task needs; `needs` returns the tasks instead."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
@@ -32,6 +32,28 @@ def needed(task: Task, chunks: int) -> list[Dependency]:
         return [(True, chunk, microbatch)]
     own = (False, chunk, microbatch)
     return [own] if chunk == chunks - 1 else [own, (True, chunk + 1, microbatch)]
+
+
+def needs(task: Task, chunks: int) -> tuple[Task, ...]:
+    """Return the tasks whose results a task needs.
+
+    A backward task needs the FULL or the INPUT task of the next chunk. A schedule has only one of
+    these two tasks, but both are in the result.
+
+    Args:
+      task: the task that needs results.
+      chunks: the number of chunks of the schedule.
+
+    >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
+    ['0F5', '1B5', '1I5']
+    """
+    own, other = (TaskKind.INPUT,), (TaskKind.FULL, TaskKind.INPUT)
+    backward = own if task.kind is TaskKind.WEIGHT else other
+    return tuple(
+        Task(kind, chunk, microbatch)
+        for back, chunk, microbatch in needed(task, chunks)
+        for kind in (backward if back else (TaskKind.FORWARD,))
+    )
 
 
 class Walk:
@@ -68,7 +90,7 @@ class Walk:
             while place[stage] < len(row):
                 task = row[place[stage]]
                 if task is not None:
-                    missing = _missing(task, chunks, done)
+                    missing = next((n for n in needed(task, chunks) if n not in done), None)
                     if missing is not None:
                         # The task may lack other results too. The walk finds them when it visits
                         # the stage again.
@@ -82,13 +104,6 @@ class Walk:
                 place[stage] += 1
 
 
-def _missing(task: Task, chunks: int, done: set[Dependency]) -> Dependency | None:
-    for need in needed(task, chunks):
-        if need not in done:
-            return need
-    return None
-
-
 def places(row: tuple[Slot, ...]) -> dict[Task, int]:
     """Return the index of each task in a row; a task that occurs twice has the first index."""
     found: dict[Task, int] = {}
@@ -100,6 +115,8 @@ def places(row: tuple[Slot, ...]) -> dict[Task, int]:
 
 class RowWriter:
     """A writer of the tasks of a stage, which counts the microbatches of each kind and chunk.
+
+    FULL and INPUT tasks are counted together, since a microbatch has only one of them.
 
     Attributes:
       tasks: the tasks that are written so far.
@@ -125,8 +142,9 @@ class RowWriter:
         """
         for _ in range(times):
             for kind, chunk in pattern:
-                self.tasks.append(Task(kind, chunk, self.count[kind, chunk]))
-                self.count[kind, chunk] += 1
+                counted = TaskKind.FULL if kind is TaskKind.INPUT else kind
+                self.tasks.append(Task(kind, chunk, self.count[counted, chunk]))
+                self.count[counted, chunk] += 1
 
 
 def refuse_small(name: str, stages: int, microbatches: int) -> None:

@@ -84,30 +84,6 @@ class Schedule:
         return tuple(task for task in self.rows[stage] if task is not None)
 
 
-def needs(task: Task, chunks: int) -> tuple[Task, ...]:
-    """Return the tasks whose results a task needs.
-
-    A backward task needs the FULL or the INPUT task of the next chunk. A schedule has only one of
-    these two tasks, but both are in the result.
-
-    Args:
-      task: the task that needs results.
-      chunks: the number of chunks of the schedule.
-
-    >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
-    ['0F5', '1B5', '1I5']
-    """
-    kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
-    if kind is TaskKind.FORWARD:
-        return () if chunk == 0 else (Task(kind, chunk - 1, microbatch),)
-    if kind is TaskKind.WEIGHT:
-        return (Task(TaskKind.INPUT, chunk, microbatch),)
-    own = Task(TaskKind.FORWARD, chunk, microbatch)
-    if chunk == chunks - 1:
-        return (own,)
-    return (own, *(Task(k, chunk + 1, microbatch) for k in (TaskKind.FULL, TaskKind.INPUT)))
-
-
 def loop(stages: int, chunks: int) -> tuple[int, ...]:
     """Return the looping placement: chunk c is on stage c mod stages.
 

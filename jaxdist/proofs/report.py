@@ -12,7 +12,6 @@ from rich.console import Console
 
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.mesh import axis_names
 from jaxdist.metrics.report import write_json
 from jaxdist.proofs.certificate import Proof, identity_of, path_of, to_json, write_certificate
 from jaxdist.proofs.neighbours import neighbours
@@ -121,8 +120,8 @@ def _near(
 def _sent(steps: Steps) -> Sent:
     program, layout = steps.experiment.program, steps.experiment.layout
     synchronous = steps.experiment.config.strategy.type == "synchronous"
-    axis = layout.axis_of("batch") if synchronous else None
+    axes = layout.batch_axes if synchronous else ()
     trained, _ = program.model.divided(program.state_shapes.params)
-    owed = owed_sums(trained, layout.mesh, axis_names(layout.mesh, axis) if axis else ())
+    owed = owed_sums(trained, layout.mesh, axes)
     closed = jax.make_jaxpr(program.train)(program.state_shapes, program.batch)
     return compare(closed, steps.compiled, layout.mesh, program.state_shapes, owed)

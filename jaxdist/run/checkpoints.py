@@ -217,7 +217,7 @@ def _finished(
         return program.home.from_files(state)
     # No state of the strategy was loaded: `outer` is the placeholder (), which must not be
     # converted.
-    stored = replace(program.home, outer=()).from_files(state)
+    stored = replace(program.home.from_files, with_outer=False)(state)
     return replace(stored, outer=_begun_outer(program, stored.params))
 
 
@@ -247,8 +247,8 @@ def _begun_outer(program: Program, params: Params) -> PyTree:
         return ()
 
     def begin(params: Params) -> PyTree:
-        trained = program.model.divided(home.used_params(params))[0]
-        return home.stored_outer(outer.begin(trained))
+        trained = program.model.divided(home.used.params(params))[0]
+        return home.stored.outer(outer.begin(trained))
 
     return jax.jit(begin, out_shardings=_shardings(program.state_shapes.outer))(params)
 

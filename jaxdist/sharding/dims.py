@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.errors import ConfigError, ShardingError, closest, did_you_mean
 from jaxdist.sharding.layout import ELLIPSIS, Layout, ShardingConfig
 from jaxdist.trees import pattern_of
-from jaxdist.types import Dims, PyTree
+from jaxdist.types import Dims
 
 STACKED = "layers"
 """The name of the first dim of the parameters of stacked layers."""
@@ -57,7 +57,8 @@ def resolve_dims(
     unnamed: dict[str, tuple[int, ...]] = {}
     otherwise = None if layout is None or _splits_parameters(layout) else "whole"
     for name, shape in shapes.items():
-        pattern = _first(name, config.params) or otherwise
+        named = (d for p, d in config.params.items() if fnmatch.fnmatchcase(name, p))
+        pattern = next(named, otherwise)
         found = _given(dims[name], pattern, shape, name in stacked)
         if found is None:
             unnamed[name] = shape
@@ -84,11 +85,6 @@ def _splits_parameters(layout: Layout) -> bool:
     """Return whether the mesh splits a dim of parameters, apart from the dim of stacked layers."""
     dims = {dim for dim, _ in layout.rules} - ACTIVATION_DIMS - {STACKED}
     return any(layout.parts(dim) > 1 for dim in dims)
-
-
-def _first(name: str, params: Mapping[str, Any]) -> PyTree:
-    matches = (dims for pattern, dims in params.items() if fnmatch.fnmatchcase(name, pattern))
-    return next(matches, None)
 
 
 def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
@@ -175,7 +171,9 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
         # If parameters with different numbers of dims match a pattern, the YAML uses the pattern
         # for the most frequent number of dims. Parameters with another number are listed by their
         # names, before the pattern.
-        for key, members in _keys(pattern, names, taken=pattern in lines).items():
+        apart = pattern in lines or len(names) == 1
+        keys = {glob.escape(name): [name] for name in names} if apart else {pattern: names}
+        for key, members in keys.items():
             free = ["null"] * rank
             if names[0] in stacked:
                 free[0] = STACKED
@@ -196,20 +194,6 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
             *(lines[key] for key in ordered),
         ]
     )
-
-
-def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[str]]:
-    """Return patterns for parameters, with the names that each pattern matches.
-
-    Args:
-      pattern: the common pattern of the names.
-      names: the names of the parameters.
-      taken: whether other parameters use the common pattern. If true, each name is a pattern for a
-        single parameter.
-    """
-    if taken or len(names) == 1:
-        return {glob.escape(name): [name] for name in names}
-    return {pattern: [*names]}
 
 
 def _shown(values: Sequence[Any] | None) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import jax
@@ -28,6 +29,8 @@ Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 tokens' experts `[T, k]` and weights `[T, k]` to the weighted sums `[T, D]`. The experts of this
 device are counted from 0. An index that is larger than the last of them means an expert on another
 device, which adds nothing to the sum."""
+Transfer = Callable[[jax.Array], jax.Array]
+"""A function from the rows that a device sends to the rows that it receives."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +124,33 @@ class Padded:
     def __call__(
         self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
     ) -> jax.Array:
-        """Exchange tokens as `TokenExchange` does, by all-to-alls of equal parts."""
+        """Exchange tokens as `TokenExchange` does, by the transfers that `transfers` returns."""
         sent = _Sent.plan(place, ids_Tk)
-        count = place.size * place.experts
+        there, back = self.transfers(place, sent.counts)
 
         def exchanged(x: jax.Array) -> jax.Array:
-            buffer = spread(x, sent.tokens, sent.places)
-            return lax.all_to_all(buffer, place.axes, 0, 0, tiled=True)
+            return there(spread(x, sent.tokens, sent.places))
 
         # In the buffers, experts are counted from 1, because a row without a token has the number
         # 0.
         ids = exchanged((ids_Tk + 1).astype(jnp.int32)) - 1
-        ids = place.own(jnp.where(ids < 0, count, ids))
+        ids = place.own(jnp.where(ids < 0, place.size * place.experts, ids))
         y_RD = local(exchanged(x_TD), ids, exchanged(weights_Tk))
-        y_RD = lax.all_to_all(y_RD, place.axes, 0, 0, tiled=True)
-        return collected(y_RD, sent.places, sent.tokens)
+        return collected(back(y_RD), sent.places, sent.tokens)
+
+    def transfers(self, place: Place, counts: jax.Array) -> tuple[Transfer, Transfer]:
+        """Return the transfer of buffers to the devices with the experts, and the transfer back.
+
+        Args:
+          place: the axes and sizes of the exchange.
+          counts: the number of tokens that this device sends to each device, `[X]`.
+        """
+        del counts
+
+        def moved(x: jax.Array) -> jax.Array:
+            return lax.all_to_all(x, place.axes, 0, 0, tiled=True)
+
+        return moved, moved
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
         """Return the number of sent tokens, as `TokenExchange.tokens_sent` does.
@@ -145,36 +160,26 @@ class Padded:
         return 2.0 * (devices - 1) * most
 
 
-class Ragged:
+class Ragged(Padded):
     """The exchange by ragged all-to-alls, which send only rows with tokens.
 
     XLA does not support ragged all-to-alls on CPUs.
     """
 
-    def __call__(
-        self, place: Place, local: Local, x_TD: jax.Array, ids_Tk: jax.Array, weights_Tk: jax.Array
-    ) -> jax.Array:
-        """Exchange tokens as `TokenExchange` does, by ragged all-to-alls."""
-        sent = _Sent.plan(place, ids_Tk)
+    def transfers(self, place: Place, counts: jax.Array) -> tuple[Transfer, Transfer]:
+        """Return ragged all-to-alls, as `Padded.transfers` does."""
         X, M = place.size, place.most
-        count = X * place.experts
-        received = lax.all_to_all(sent.counts, place.axes, 0, 0, tiled=True)
+        received = lax.all_to_all(counts, place.axes, 0, 0, tiled=True)
         # Each sender has M fixed rows in a receiver's buffer, so it knows the offset of its rows
         # without communication.
         starts = jnp.arange(X, dtype=jnp.int32) * M
         here = jnp.full(X, lax.axis_index(place.axis), jnp.int32) * M
 
-        def moved(x: jax.Array, sizes: jax.Array, back: jax.Array) -> jax.Array:
+        def moved(sizes: jax.Array, back: jax.Array, x: jax.Array) -> jax.Array:
             into = jnp.zeros((X * M, *x.shape[1:]), x.dtype)
             return lax.ragged_all_to_all(x, into, starts, sizes, here, back, axis_name=place.axis)
 
-        def exchanged(x: jax.Array) -> jax.Array:
-            return moved(spread(x, sent.tokens, sent.places), sent.counts, received)
-
-        ids = exchanged((ids_Tk + 1).astype(jnp.int32)) - 1
-        ids = place.own(jnp.where(ids < 0, count, ids))
-        y_RD = local(exchanged(x_TD), ids, exchanged(weights_Tk))
-        return collected(moved(y_RD, received, sent.counts), sent.places, sent.tokens)
+        return partial(moved, counts, received), partial(moved, received, counts)
 
     def tokens_sent(self, tokens: int, most: int, devices: int, top_k: int) -> float:
         """Return the expected number of sent tokens if each token's experts are drawn uniformly.

@@ -141,14 +141,13 @@ class Layout:
         """
         if dim is None:
             return None
-        for name, axis in self.rules:
-            if name == dim:
-                return axis
-        names = [name for name, _ in self.rules]
-        raise ShardingError(
-            f"no sharding rule for dim {dim!r}: {did_you_mean(dim, names)}; "
-            f"add sharding.rules.{dim}: <mesh axis or null>"
-        )
+        rules = dict(self.rules)
+        if dim not in rules:
+            raise ShardingError(
+                f"no sharding rule for dim {dim!r}: {did_you_mean(dim, [*rules])}; "
+                f"add sharding.rules.{dim}: <mesh axis or null>"
+            )
+        return rules[dim]
 
     def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
         """Return the partition spec of a tensor with these logical dims.
@@ -192,6 +191,12 @@ class Layout:
     def replicated(self) -> NamedSharding:
         """The sharding of a value that has a replica on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the rule for the batch, without the axis that also splits experts."""
+        axis = self.axis_of("batch")
+        return axis_names(self.mesh, axis) if axis else ()
 
     @property
     def data_size(self) -> int:

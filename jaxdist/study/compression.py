@@ -8,7 +8,6 @@ from jaxdist.compression.choice import Choice, PerParameter, Stages
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment
 from jaxdist.hlo import ledger
-from jaxdist.mesh import axis_names
 from jaxdist.optim.build import AdamWConfig, SgdConfig
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.parallel.exchange.compressed import Compressed
@@ -97,9 +96,8 @@ def check_sent(experiment: Experiment) -> None:
       ConfigError: a single device has the complete batch.
     """
     layout = experiment.layout
-    axis = layout.axis_of("batch")
     shape = layout.mesh.shape
-    sizes = {name: shape[name] for name in (axis_names(layout.mesh, axis) if axis else ())}
+    sizes = {name: shape[name] for name in layout.batch_axes}
     if all(size == 1 for size in sizes.values()):
         raise ConfigError(
             f"--of compression: a single device computes the whole batch (mesh {dict(shape)}), so "
@@ -114,8 +112,7 @@ def sent_bytes(experiment: Experiment) -> float:
     """
     program, mesh = _without_warm_up(experiment.program), experiment.layout.mesh
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
-    axis = experiment.layout.axis_of("batch")
-    shared = set(axis_names(mesh, axis) if axis else ())
+    shared = {*experiment.layout.batch_axes}
     return sum(
         collective.times_high * collective.sent_bytes
         for collective in ledger(compiled, mesh).collectives

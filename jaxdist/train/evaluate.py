@@ -116,9 +116,7 @@ def evaluate(
     if LOAD in first:
         worst = violation(load)
         means |= {"max_vio": float(worst.max()), "max_vio_mean": float(worst.mean())}
-    return means | {name: _value_of([sums[name] for sums in fetched]) for name in sorted(whole)}
-
-
-def _value_of(parts: Sequence[Any]) -> float:
-    """Return the value of a metric, such as AUC, that needs all parts of a split together."""
-    return type(parts[0]).value(parts)
+    for name in sorted(whole):
+        # A metric such as AUC needs all parts of a split together.
+        means[name] = type(first[name]).value([sums[name] for sums in fetched])
+    return means

@@ -177,7 +177,7 @@ class Generator:
         home, model = self.program.home, self.program.model
         if not home.views and not model.adapters:
             return lambda params: params
-        return jax.jit(lambda params: model.merged(home.used_params(params)))
+        return jax.jit(lambda params: model.merged(home.used.params(params)))
 
     @cached_property
     def _begin(self) -> Any:

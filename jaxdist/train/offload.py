@@ -8,7 +8,6 @@ a barrier, on the previous group's state in the host's memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import jax
 from jaxdist.errors import ConfigError
 from jaxdist.models.remat import HOST_MEMORY
 from jaxdist.optim.owners import Owner, of_params
+from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.train.home import Home
 from jaxdist.trees import leaf_bytes
@@ -26,84 +26,19 @@ GROUPS = 8
 parameter, so that a large parameter is a group by itself."""
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """A view that keeps the shards of the optimizer's state in the host's memory.
-
-    Attributes:
-      zero: the split of the state; only the state of split parameters is moved.
-      in_files: whether checkpoints read and write the host's memory directly. If they do not, the
-        complete state is copied to the device first.
-    """
-
-    zero: ZeroSplit
-    in_files: bool
-    in_steps: bool = field(default=False, init=False)
-    params: bool = field(default=False, init=False)
-    opt_state: bool = field(default=True, init=False)
-
-    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
-        return self._moved(leaf, owner, jax.memory.Space.Host)
-
-    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
-        return self._moved(leaf, owner, jax.memory.Space.Device)
-
-    def _moved(self, leaf: Leaf, owner: Owner, space: Any) -> PyTree:
-        return jax.device_put(leaf, space) if on_host(self.zero, owner) else leaf
-
-
-@dataclass(frozen=True)
-class HostParameters:
-    """A view that keeps chosen parameters in the host's memory.
-
-    A step copies these parameters to the device where the step uses them
-    (`jaxdist.models.host.resting`).
-
-    Attributes:
-      names: the names of these parameters.
-    """
-
-    names: frozenset[str]
-    in_steps: bool = field(default=True, init=False)
-    in_files: bool = field(default=True, init=False)
-    params: bool = field(default=True, init=False)
-    opt_state: bool = field(default=False, init=False)
-
-    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
-        return self._moved(leaf, owner, jax.memory.Space.Host)
-
-    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
-        return self._moved(leaf, owner, jax.memory.Space.Device)
-
-    def _moved(self, leaf: Leaf, owner: Owner, space: Any) -> PyTree:
-        return jax.device_put(leaf, space) if owner.name in self.names else leaf
-
-
-def on_host(zero: ZeroSplit | None, owner: Owner) -> bool:
-    """Return whether the optimizer's state of a parameter is in the host's memory.
-
-    The state of parameters that are not split is small, and stays on the device.
-
-    Args:
-      zero: the split of the state by ZeRO, or None without ZeRO.
-      owner: the parameter.
-    """
-    return zero is not None and zero.offload and zero.dims[owner.name] is not None
-
-
-def check_host_memory(zero: ZeroSplit | None) -> None:
+def check_host_memory(zero: ZeroSplit) -> None:
     """Refuse `parallel.zero.offload` and `offload_parameters` where devices have no host memory.
 
     Raises:
       ConfigError: a setting is on, and the host's memory is not among the devices' memories.
     """
-    if zero is None or not (zero.offload or zero.resting):
+    if not (zero.offloaded or zero.resting):
         return
     memories = [one.kind for one in zero.mesh.local_devices[0].addressable_memories()]
     if HOST_MEMORY not in memories:
         held, name = "offload true keeps the optimizer's state", "offload"
         instead = "set parallel.zero.offload: false"
-        if not zero.offload:
+        if not zero.offloaded:
             held, name = "offload_parameters keeps parameters", "offload_parameters"
             instead = "leave out parallel.zero.offload_parameters"
         raise ConfigError(
@@ -113,48 +48,12 @@ def check_host_memory(zero: ZeroSplit | None) -> None:
         )
 
 
-@dataclass(frozen=True)
-class StreamedLeaves:
-    """The leaves in the host's memory that an update streams through the device.
-
-    Attributes:
-      home: the conversions of the optimizer's state.
-      resting: the names of the parameters in the host's memory.
-      whole: the shardings of the parameters between steps.
-      shares: the shardings of the parameters during the update.
-    """
-
-    home: Home
-    resting: frozenset[str]
-    whole: Shardings
-    shares: Shardings
-
-    def to_device(self, params: Params) -> PyTree:
-        """Copy parameters in the host's memory to the device, with the shardings of the update."""
-        return self._each(params, self.shares, jax.memory.Space.Device)
-
-    def to_host(self, params: Params) -> PyTree:
-        """Copy the new parameters back to the memory and the shardings that `to_device` changed."""
-        return self._each(params, self.whole, jax.memory.Space.Host)
-
-    def _each(self, params: Params, shardings: Shardings, space: Any) -> PyTree:
-        def moved(leaf: jax.Array, sharding: Any, owner: Owner) -> jax.Array:
-            if owner.name not in self.resting:
-                return leaf
-            # A sharding is set while the leaf is in the device's memory, from which XLA can send.
-            if space == jax.memory.Space.Device:
-                leaf = jax.device_put(leaf, space)
-            leaf = jax.lax.with_sharding_constraint(leaf, sharding)
-            return jax.device_put(leaf, space)
-
-        return jax.tree.map(moved, params, shardings, of_params(params))
-
-
 def streamed(
     update: Callable[[Params, OptState], tuple[Any, ...]],
     stored: OptState,
     params: Params,
-    streams: StreamedLeaves,
+    home: Home,
+    exchange: Exchange,
     after: jax.Array,
 ) -> tuple[Any, OptState, OptState]:
     """Update the parameters group by group, so that few groups are on the device at once.
@@ -169,7 +68,8 @@ def streamed(
         the new state, all in the form with which steps compute.
       stored: the optimizer's state in its stored form.
       params: the parameters that are updated.
-      streams: the leaves in the host's memory.
+      home: the conversions of the optimizer's state.
+      exchange: the exchange, whose placements are the shardings of the parameters.
       after: the norm of the gradients. No parameter is copied to the device before the norm is
         known, since the backward pass needs the memory.
 
@@ -178,36 +78,52 @@ def streamed(
       only the leaves without an owner may be used; and the optimizer's new state in its stored
       form.
     """
-    home = streams.home
+    resting, placements = exchange.zero.resting, exchange.placements
+    whole, shares = home.model.divided(placements.params)[0], placements.shares
     leaves, structure = jax.tree.flatten(stored)
     owners = structure.flatten_up_to(home.owners)
     given, like = jax.tree.flatten(params)
     names = [owner.name for owner in jax.tree.leaves(of_params(params))]
     new_params, new_leaves = list(given), list(leaves)
-    before: list[jax.Array] = [after] if streams.resting else []
+    before: list[jax.Array] = [after] if resting else []
     found: Any = ()
-    for group in groups_of(_sizes(names, given, leaves, owners, streams.resting)):
+    for group in groups_of(_sizes(names, given, leaves, owners, resting)):
         mine = [i for i, owner in enumerate(owners) if owner is not None and owner.name in group]
-        resting = [i for i, name in enumerate(names) if name in group & streams.resting]
+        copied = [i for i, name in enumerate(names) if name in group & resting]
         held, own = list(leaves), list(given)
-        if before and (mine or resting):
-            moving = [leaves[i] for i in mine], [given[i] for i in resting]
+        if before and (mine or copied):
+            moving = [leaves[i] for i in mine], [given[i] for i in copied]
             waiting = jax.lax.optimization_barrier((moving, before))[0]
-            for into, places, arrays in zip((held, own), (mine, resting), waiting, strict=True):
+            for into, places, arrays in zip((held, own), (mine, copied), waiting, strict=True):
                 for i, leaf in zip(places, arrays, strict=True):
                     into[i] = leaf
-        found = update(
-            streams.to_device(like.unflatten(own)), home.opt_to_step(structure.unflatten(held))
-        )
-        kept = structure.flatten_up_to(home.opt_from_step(found[1]))
+        ready = _copied(like.unflatten(own), shares, resting, jax.memory.Space.Device)
+        found = update(ready, home.to_step.opt_state(structure.unflatten(held)))
+        kept = structure.flatten_up_to(home.from_step.opt_state(found[1]))
         for i, owner in enumerate(owners):
             if owner is None or owner.name in group:
                 new_leaves[i] = kept[i]
-        for i, leaf in enumerate(jax.tree.leaves(streams.to_host(found[0]))):
+        back = _copied(found[0], whole, resting, jax.memory.Space.Host)
+        for i, leaf in enumerate(jax.tree.leaves(back)):
             if names[i] in group:
                 new_params[i] = leaf
-        before = [new_leaves[i] for i in mine] + [new_params[i] for i in resting] or before
+        before = [new_leaves[i] for i in mine] + [new_params[i] for i in copied] or before
     return like.unflatten(new_params), found[1], structure.unflatten(new_leaves)
+
+
+def _copied(params: Params, shardings: Shardings, names: frozenset[str], space: Any) -> PyTree:
+    """Copy the named parameters to a memory, and change their shardings."""
+
+    def copied(leaf: jax.Array, sharding: Any, owner: Owner) -> jax.Array:
+        if owner.name not in names:
+            return leaf
+        # A sharding is set while the leaf is in the device's memory, from which XLA can send.
+        if space == jax.memory.Space.Device:
+            leaf = jax.device_put(leaf, space)
+        leaf = jax.lax.with_sharding_constraint(leaf, sharding)
+        return jax.device_put(leaf, space)
+
+    return jax.tree.map(copied, params, shardings, of_params(params))
 
 
 def _sizes(

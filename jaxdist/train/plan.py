@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
+from jaxdist.cost.context import near_lengths
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import (
     BatchPhase,
     BatchRampConfig,
     PhaseConfig,
-    PhasePlan,
     plan_phases,
     ramp_stages,
 )
@@ -154,7 +153,9 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
         phases do not sum to 1.
     """
     if train.phases is not None:
-        plan = _plan_phases(train, train.phases, examples)
+        per_example = math.fsum(p.examples_fraction / p.batch_size for p in train.phases)
+        total = round(train.steps / per_example) if train.steps else train.total_examples(examples)
+        plan = plan_phases(train.phases, total_examples=total)
         return TrainPlan(plan.stages, Rate(plan.schedule, plan.explained))
     if train.batch_ramp is not None:
         return TrainPlan(_plan_ramp(train, train.batch_ramp, examples))
@@ -168,15 +169,6 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
     sizes = sizes or ((0, train.batch_size),)
     stage = last_stage(sizes, steps * train.full_batch_size)
     return TrainPlan((stage,), sizes=sizes, full_steps=steps)
-
-
-def _plan_phases(
-    train: TrainConfig, phases: Sequence[PhaseConfig], examples: int | None
-) -> PhasePlan:
-    if train.steps is None:
-        return plan_phases(phases, total_examples=train.total_examples(examples))
-    steps_per_example = math.fsum(p.examples_fraction / p.batch_size for p in phases)
-    return plan_phases(phases, total_examples=round(train.steps / steps_per_example))
 
 
 def _plan_ramp(
@@ -211,18 +203,12 @@ def plan_learning_rate(
         phases would override; the warm-up is in epochs, but the batch size grows.
     """
     if plan.rate is not None:
-        given = [
-            name
-            for name, value in (
-                ("learning_rate", optim.learning_rate),
-                ("scale_from", optim.scale_from),
-                ("schedule", None if optim.schedule == ScheduleConfig() else optim.schedule),
-            )
-            if value is not None
-        ]
-        if given:
+        own = None if optim.schedule == ScheduleConfig() else optim.schedule
+        given = {"learning_rate": optim.learning_rate, "scale_from": optim.scale_from}
+        idle = [name for name, value in {**given, "schedule": own}.items() if value is not None]
+        if idle:
             raise ConfigError(
-                f"{', '.join(given)} has no effect, since train.phases set the learning rate: "
+                f"{', '.join(idle)} has no effect, since train.phases set the learning rate: "
                 "remove it, or train.phases"
             )
         return plan.rate
@@ -306,11 +292,9 @@ def check_batch(
     """
     parts = (shards or layout.data_size) * microbatches
     if batch_size % parts:
-        below = batch_size // parts * parts
-        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
         along = " x ".join(layout.names_of("batch")) or "data"
         over = f"{shards} logical shards" if shards else f"{layout.data_size} devices along {along}"
         raise ConfigError(
             f"a batch of {batch_size} does not divide over {over} x {microbatches} microbatches = "
-            f"{parts} parts; use {fitting}"
+            f"{parts} parts; use {near_lengths(batch_size, parts)}"
         )

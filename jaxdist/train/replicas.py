@@ -75,7 +75,7 @@ def replica_notices(settings: ReplicaCheckConfig | None, program: Program) -> tu
             "leave train.check_replicas out",
         )
     zero = program.exchange.zero
-    if zero is not None and zero.stage < 3 and settings.every > 1:
+    if 0 < zero.stage < 3 and settings.every > 1:
         return (
             f"train.check_replicas.every {settings.every} misses differences with "
             f"parallel.zero.stage {zero.stage}: each step gathers the parameters from shards "

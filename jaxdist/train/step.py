@@ -31,7 +31,7 @@ from jaxdist.parallel.contract import Compute, Exchange, StepInputs
 from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
-from jaxdist.train.offload import StreamedLeaves, on_host, streamed
+from jaxdist.train.offload import streamed
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names, join_leaves
 from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
@@ -109,26 +109,19 @@ class Program:
     @property
     def offloads(self) -> bool:
         """Whether the optimizer's state or parameters are in the host's memory."""
-        zero = self.exchange.zero
-        return zero is not None and (zero.offload or bool(zero.resting))
-
-    @property
-    def _streams(self) -> StreamedLeaves:
-        zero, placements = self.exchange.zero, self.exchange.placements
-        whole = self.model.divided(placements.params)[0]
-        resting = frozenset() if zero is None else zero.resting
-        return StreamedLeaves(self.home, resting, whole, placements.shares)
+        return bool(self.exchange.zero.offloaded or self.exchange.zero.resting)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         replicated = self.layout.replicated
         placements = self.exchange.placements
         shares = dict(flatten_with_names(placements.shares))
+        offloaded = self.exchange.zero.offloaded
 
         def placed(_: Any, owner: Owner | None) -> NamedSharding:
             if owner is None:
                 return replicated
             spec = owner.spec(shares[owner.name].spec)
-            kind = HOST_MEMORY if on_host(self.exchange.zero, owner) else None
+            kind = HOST_MEMORY if owner.name in offloaded else None
             return NamedSharding(replicated.mesh, spec, memory_kind=kind)
 
         return TrainState(
@@ -144,23 +137,18 @@ class Program:
     @property
     def _resting_shardings(self) -> PyTree:
         """The shardings of the stored parameters, each in the memory that holds the parameter."""
-        whole, zero = self.exchange.placements.params, self.exchange.zero
-        if zero is None or not zero.resting:
+        whole, resting = self.exchange.placements.params, self.exchange.zero.resting
+        if not resting:
             return whole
 
         def placed(sharding: NamedSharding, owner: Owner) -> NamedSharding:
-            kind = HOST_MEMORY if owner.name in zero.resting else None
-            return sharding.with_memory_kind(kind) if kind else sharding
+            return sharding.with_memory_kind(HOST_MEMORY) if owner.name in resting else sharding
 
         return jax.tree.map(placed, whole, of_params(self.model.params))
 
-    def _keys(self) -> tuple[jax.Array, jax.Array]:
+    def _keys(self) -> tuple[jax.Array, ...]:
         """Return the random keys of the initial parameters and of the steps."""
-        init, step = jax.random.split(jax.random.key(self.seed))
-        return init, step
-
-    def _init(self) -> TrainState:
-        return self._begun(*self.model.init(self._keys()[0]))
+        return tuple(jax.random.split(jax.random.key(self.seed)))
 
     def _begun(self, params: Params, buffers: Buffers) -> TrainState:
         optimizer, trained = self.optimizer, self.model.divided(params)[0]
@@ -178,7 +166,7 @@ class Program:
         """Create an initial state, of which each device creates only its shards."""
 
         def init() -> TrainState:
-            return self.home.stored(self._init())
+            return self.home.stored(self._begun(*self.model.init(self.init_key)))
 
         return jax.jit(init, out_shardings=self._stored_shardings)()
 
@@ -192,8 +180,8 @@ class Program:
         # The key depends only on seed and step, so that a resumed run draws the same dropout masks.
         key = jax.random.fold_in(self._keys()[1], state.step)
         scale = scale_for(state.params, state.loss_scale)
-        held = StepInputs(state.params, stored.params, state.buffers, scale)
-        found, exchange = self.exchange.gradients(self.compute, held, batch, key, state.exchange)
+        held = StepInputs(state.params, stored.params, state.buffers, scale, batch, key)
+        found, exchange = self.exchange.gradients(self.compute, held, state.exchange)
         return StepGradients(*found, exchange)
 
     def _update(
@@ -222,9 +210,8 @@ class Program:
         away: OptState = None
         with jax.named_scope("optimizer"):
             if self.offloads:
-                moved, opt_state, away = streamed(
-                    update, stored.opt_state, params, self._streams, norm
-                )
+                given = stored.opt_state, params, self.home, self.exchange, norm
+                moved, opt_state, away = streamed(update, *given)
             else:
                 moved, opt_state = update(params, state.opt_state)
         if self.optimizer.skips_empty:
@@ -349,10 +336,10 @@ class Program:
             state = self.home.to_step(stored)
             found = self._gradients(stored, state, batch)
             key = jax.random.fold_in(self._keys()[1], stored.step)
-            held = StepInputs(state.params, stored.params, state.buffers, None)
+            held = StepInputs(state.params, stored.params, state.buffers, None, batch, key)
             # The gradient of the parameters and the gradient of the field have a common part. XLA
             # computes this part only once if XLA places all communication.
-            of_field = compute.objective.field_gradients(held, batch, key, field)
+            of_field = compute.objective.field_gradients(held, field)
             return *self._update(stored, state, found), of_field
 
         shardings = self._stored_shardings, self.layout.replicated, self.batch[field].sharding
@@ -369,7 +356,7 @@ class Program:
 
         def gradients(stored: TrainState, batch: Batch) -> StepGradients:
             found = self._gradients(stored, self.home.to_step(stored), batch)
-            return found._replace(grads=self.home.grads_from_step(found.grads))
+            return found._replace(grads=self.home.from_step.grads(found.grads))
 
         shapes = jax.eval_shape(gradients, self.state_shapes, self.batch)
         replicated = self.layout.replicated
@@ -386,7 +373,7 @@ class Program:
         """
 
         def update(stored: TrainState, found: StepGradients) -> tuple[TrainState, jax.Array]:
-            own = found._replace(grads=self.home.grads_to_step(found.grads))
+            own = found._replace(grads=self.home.to_step.grads(found.grads))
             return self._update(stored, self.home.to_step(stored), own)
 
         return self._jitted.updating(update, (self._stored_shardings, self.layout.replicated))
@@ -401,7 +388,7 @@ class Program:
         assert outer is not None
 
         def between(stored: TrainState) -> TrainState:
-            state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
+            state, carried = self.home.to_step(stored), self.home.to_step.outer(stored.outer)
             # As in a step, each device computes its share of the new parameters, which is then sent
             # to the devices that store them.
             trained, frozen = self.model.divided(state.params)
@@ -410,7 +397,7 @@ class Program:
             moved, carried = self.exchange.apply(outer.exchange, given, ())
             params = self.exchange.publish(moved, trained)
             new = self.home.from_step(replace(state, params=join_leaves(params, frozen)))
-            carried = self.home.outer_from_step(carried)
+            carried = self.home.from_step.outer(carried)
             return replace(new, opt_state=stored.opt_state, outer=carried)
 
         return self._jitted.updating(between, self._stored_shardings)
@@ -420,7 +407,7 @@ class Program:
         """A compiled function from (stored parameters, buffers, batch) to the sums of the loss."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
-            own = self.home.params_to_step(params)
+            own = self.home.to_step.params(params)
             return self.exchange.sums(self.compute, own, buffers, batch)
 
         return self._jitted(evaluate, out_shardings=self.layout.replicated)
@@ -444,7 +431,7 @@ class Program:
             if chosen is not None:
                 params = chosen(state.opt_state, params)
             if self.outer is not None:
-                carried = self.home.outer_to_step(stored.outer)
+                carried = self.home.to_step.outer(stored.outer)
                 params = self.outer.evaluated(params, carried, state.step)
             return self.home.from_step(replace(state, params=join_leaves(params, frozen))).params
 

@@ -24,31 +24,31 @@ class SplitDims(Protocol):
     def uneven(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
-def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
+def notices(facts: Facts, plan: SplitDims) -> list[str]:
     """Return a sentence, with the reason, for each valid setting that has no effect.
 
     Args:
       facts: the facts about the config and its model.
-      plan: the dims that ZeRO splits, or None if ZeRO splits nothing.
+      plan: the dims that ZeRO splits, all of which are None at stage 0.
     """
     rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]
 
 
-def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
+def _of_stage(facts: Facts, plan: SplitDims) -> Iterator[str]:
     zero, parts, axes = facts.zero, facts.parts(facts.state_axes), ", ".join(facts.state_axes)
     if zero.stage and parts == 1 and not (zero.offload or zero.offload_parameters):
         yield (
             f"{shown_stage(facts)} has no effect: {axes} of {shown_mesh(facts)} has size 1, so "
             "that nothing is split; leave parallel.zero out, or use more devices along this axis"
         )
-    elif plan is not None and all(dim is None for dim in plan.dims.values()):
+    elif zero.stage and all(dim is None for dim in plan.dims.values()):
         yield (
             f"{shown_stage(facts)} has no effect: ZeRO splits no parameter over {parts} devices. "
             f"Parameters of less than {zero.whole_below} elements (parallel.zero.whole_below) stay "
             "whole; leave parallel.zero out, or lower whole_below"
         )
-    elif plan is not None and plan.uneven:
+    elif plan.uneven:
         uneven = [f"{name} {list(shape)}" for name, shape in plan.uneven.items()]
         yield (
             f"{shown_stage(facts)} keeps {some_of(uneven, 1)} whole on every device: no "

@@ -39,7 +39,7 @@ def found(mesh: dict[str, int], microbatches: int, parallel: Any, name: str) -> 
     own = jax.device_get(jax.jit(program.home.used)(program.init()))
     state = put_state(program, replace(own, params=drawn()))
     given = program.gradients(state, batch)
-    grads = jax.jit(program.home.grads_to_step)(given.grads)
+    grads = jax.jit(program.home.to_step.grads)(given.grads)
     _, values = program.update(state, given)
     named = dict(zip(program.metrics, map(float, values), strict=True))
     mean = float(given.sums["loss"].total) / float(given.sums["loss"].weight)

@@ -24,6 +24,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import (
     StageSpecs,
     Visit,
 )
+from jaxdist.parallel.pipeline.executor.stage import StageContext
 from jaxdist.parallel.pipeline.model.chunks import from_stages, to_stages
 from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.trees import flatten_with_names
@@ -196,14 +197,9 @@ def program(name, ticks, layout, key=None):
     )
 
     def local(params, shared, rows):
-        given = {"axis": "stage", "specs": specs}
-        if not ticks.trains:
-            return jax.lax.psum(
-                evaluate_pipeline(ticks, parts, params, shared, rows, **given), data
-            )
-        return jax.lax.psum(
-            run_pipeline(ticks, parts, params, shared, rows, key=key, **given), data
-        )
+        own = key if ticks.trains else None
+        stage = StageContext(ticks, parts, params, shared, rows, "stage", own, specs)
+        return jax.lax.psum((run_pipeline if ticks.trains else evaluate_pipeline)(stage), data)
 
     function = jax.shard_map(
         local,

@@ -5,7 +5,8 @@ from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
-from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.order import needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
 from jaxdist.pipeline_schedules.zero_bubble.v import v_half, v_min, zb_v
 

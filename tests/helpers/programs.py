@@ -43,9 +43,7 @@ def exchange_of(model, layout, zero, reduce, **explicit):
     whole = param_shardings(layout, model.params, model.dims)
     if reduce is None:
         return XlaExchange(whole, zero)
-    return explicit_exchange(
-        whole, zero, mesh=layout.mesh, axes=("data",), algorithm=reduce, **explicit
-    )
+    return explicit_exchange(whole, zero, axes=("data",), algorithm=reduce, **explicit)
 
 
 def shapes_of(layout, batch):

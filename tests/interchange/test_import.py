@@ -140,7 +140,7 @@ def test_an_imported_run_has_the_models_parameters_on_any_mesh(model, tmp_path, 
     settings += ["parallel.zero.whole_below=0"]
     experiment, restored = open_run(tmp_path / "run", settings, step=None, console=QUIET)
     program = experiment.program
-    params = jax.jit(program.home.used_params)(restored.state.params)
+    params = jax.jit(program.home.used.params)(restored.state.params)
     embedding = np.asarray(params["embedding"])
     right = arrays(model)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(embedding[:VOCAB], right)
@@ -342,7 +342,7 @@ def test_each_device_reads_its_block_only(model, tmp_path, devices, monkeypatch)
     # All layers of a query fit into the room together.
     assert "model.layers.0.self_attn.q_proj.weight" in read_whole
     right = {leaf.name: leaf.block((slice(None),) * len(leaf.shape)) for leaf in leaves}
-    for name, value in flatten_with_names(experiment.program.home.used_params(params)):
+    for name, value in flatten_with_names(experiment.program.home.used.params(params)):
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 

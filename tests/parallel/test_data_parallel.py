@@ -20,7 +20,9 @@ from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.loss import Mean
 from jaxdist.parallel.contract import Gradients, StepInputs
 from jaxdist.parallel.exchange.all_reduce import AllReduce
+from jaxdist.parallel.zero import ZeroSplit
 from jaxdist.trees import tree_bytes
+from jaxdist.validity.zero import ZeroConfig
 
 P = jax.sharding.PartitionSpec
 
@@ -82,22 +84,24 @@ def test_the_second_step_does_not_compile_again():
 class Drawn(NamedTuple):
     """A `Compute` whose gradients are random numbers, and whose loss weighs 60 over all rows."""
 
-    def gradients(self, held, batch, key, around):
-        rows = batch["rows"]
+    def gradients(self, held, around):
+        rows = held.batch["rows"]
         mean = Mean(rows.sum(), jnp.float32(60 / 8))
         buffers = {"mean": rows.mean(), "count": held.buffers["count"] + 1}
-        return Gradients({"w": jax.random.uniform(key, (8,))}, {"loss": mean}, buffers)
+        return Gradients({"w": jax.random.uniform(held.key, (8,))}, {"loss": mean}, buffers)
 
 
 def test_each_device_draws_its_own_random_numbers_and_buffers_become_their_mean():
     mesh = build_mesh(MeshConfig.model_validate({"data": 8}))
     whole = {"w": NamedSharding(mesh, P())}
-    exchange = AllReduce(whole, None, mesh=mesh, axes=("data",), algorithm=Ring())
+    zero = ZeroSplit(mesh, ZeroConfig(), (), {"w": None})
+    exchange = AllReduce(whole, zero, axes=("data",), algorithm=Ring())
 
     def run(key):
         params = {"w": jnp.zeros(8)}
-        held = StepInputs(params, params, {"mean": jnp.zeros(()), "count": jnp.int32(4)}, None)
-        return exchange.gradients(Drawn(), held, {"rows": jnp.arange(16.0)}, key, ())[0]
+        buffers, batch = {"mean": jnp.zeros(()), "count": jnp.int32(4)}, {"rows": jnp.arange(16.0)}
+        held = StepInputs(params, params, buffers, None, batch, key)
+        return exchange.gradients(Drawn(), held, ())[0]
 
     key = jax.random.key(0)
     grads, sums, buffers = jax.jit(run)(key)

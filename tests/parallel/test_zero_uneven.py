@@ -96,9 +96,8 @@ def program_of(mesh, stage=0, reduce=None, *, optim=LAMB, microbatches=2, device
     exchange = LeftToXla(whole, split)
     if reduce:
         axes, scanned = axis_names(layout.mesh, "data"), model.scanned
-        exchange = explicit_exchange(
-            whole, split, mesh=layout.mesh, axes=axes, algorithm=reduce, scanned=scanned
-        )
+        given = {"axes": axes, "algorithm": reduce, "scanned": scanned}
+        exchange = explicit_exchange(whole, split, **given)
     optimizer = (
         Optimizer(optim, lambda _: jnp.float32(1))
         if isinstance(optim, optax.GradientTransformationExtraArgs)

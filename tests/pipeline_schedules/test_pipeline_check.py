@@ -8,12 +8,11 @@ from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.check import check_schedule, ring_sizes
-from jaxdist.pipeline_schedules.derived import forward_only
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
-from jaxdist.pipeline_schedules.order import Walk, needed
-from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.order import Walk, needed, needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
 
@@ -109,32 +108,6 @@ def test_ring_buffers(build):
     made = build(4, 8)
     sizes = ring_sizes(made)
     assert sizes == simulate(made).peak_activations
-    check_schedule(made, slots=sizes)
-    for chunk, size in enumerate(sizes):
-        if size == 1:
-            continue
-        short = [n - (c == chunk) for c, n in enumerate(sizes)]
-        message = (
-            rf"stage {chunk}, position \d+: {chunk}F\d overwrites slot \d of \d, where microbatch "
-        )
-        with pytest.raises(ConfigError, match=message):
-            check_schedule(made, slots=short)
-
-
-def test_slots_of_a_violation():
-    with pytest.raises(
-        ConfigError,
-        match=r"stage 0, position 3: 0F3 overwrites slot 0 of 3, where microbatch 0 of chunk 0 is "
-        r"still needed: the chunk needs 4 slots",
-    ):
-        check_schedule(gpipe(2, 4), slots=3)
-    check_schedule(forward_only((0, 1), 4), slots=1)
-
-
-@pytest.mark.parametrize("slots", [0, [1], [4, 0]])
-def test_slots_that_are_none(slots):
-    with pytest.raises(ConfigError, match=r"for 2 chunks: give a single number of at least 1"):
-        check_schedule(gpipe(2, 4), slots=slots)
 
 
 def test_walk_meets_every_need():

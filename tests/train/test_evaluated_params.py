@@ -44,7 +44,7 @@ def trained(found, steps=3):
 
 
 def evaluated(found, state):
-    return np.asarray(found.home.used_params(found.evaluated(state))["w"])
+    return np.asarray(found.home.used.params(found.evaluated(state))["w"])
 
 
 def test_a_schedule_free_optimizer_has_its_average_evaluated():

@@ -39,8 +39,8 @@ class Rounded(AllReduce):
         """The sum over devices stays, in equal parts."""
         return jax.tree.map(lambda x, s: jnp.broadcast_to(x.sum(0) / len(s), s.shape), saved, state)
 
-    def gradients(self, compute, held, batch, key, state):
-        found = self.stacked(compute, held, batch, key)
+    def gradients(self, compute, held, state):
+        found = self.stacked(compute, held)
         wanted = jax.tree.map(jnp.add, found.grads, state)
         sent = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), wanted)
         left = jax.tree.map(jnp.subtract, wanted, sent)
@@ -53,8 +53,8 @@ class Counted(AllReduce):
     def init(self, params):
         return jnp.int32(0)
 
-    def gradients(self, compute, held, batch, key, state):
-        found, _ = super().gradients(compute, held, batch, key, ())
+    def gradients(self, compute, held, state):
+        found, _ = super().gradients(compute, held, ())
         return found, state + 1
 
 
@@ -85,8 +85,8 @@ def program(devices, stateful=True, kind=Rounded, optim=OPTIM, **plan):
     if not stateful:
         return found
     own = found.exchange
-    given = {"mesh": own.mesh, "axes": own.axes, "algorithm": own.algorithm}
-    return replace(found, exchange=kind(own.whole, None, **given))
+    given = {"axes": own.axes, "algorithm": own.algorithm}
+    return replace(found, exchange=kind(own.whole, own.zero, **given))
 
 
 def bits(tree):

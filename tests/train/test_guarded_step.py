@@ -286,8 +286,8 @@ def test_sums_over_microbatches_and_devices_are_float32(way):
     state, key = found.state_shapes, jax.random.key(0)
 
     def grads_of(params, buffers, batch, key):
-        held = StepInputs(params, params, buffers, None)
-        return found.compute.gradients(held, batch, key, BatchContext()).grads
+        held = StepInputs(params, params, buffers, None, batch, key)
+        return found.compute.gradients(held, BatchContext()).grads
 
     grads = jax.eval_shape(grads_of, state.params, state.buffers, found.batch, key)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

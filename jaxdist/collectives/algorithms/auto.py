@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import jax
@@ -124,7 +125,8 @@ class Auto(Algorithm):
         Returns:
           The fastest algorithm, or the first of several equally fast algorithms.
         """
-        return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
+        found = self.candidates(kind, payload_bytes, levels)
+        return min(found, key=attrgetter("seconds")).algorithm
 
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
@@ -184,7 +186,7 @@ class Auto(Algorithm):
         ...
         """
         levels = self.levels(sizes, on)
-        found = sorted(self.candidates(kind, payload_bytes, levels), key=_seconds)
+        found = sorted(self.candidates(kind, payload_bytes, levels), key=attrgetter("seconds"))
         lines = described_levels(f"{kind} of {payload_bytes:.0f} bytes", sizes, levels)
         rows = [
             _row(candidate, found[0], kind, payload_bytes, [*sizes.values()]) for candidate in found
@@ -223,10 +225,6 @@ class Auto(Algorithm):
         sizes = {f"{index}{DCN}": count for index, count in enumerate(slow)} | {"fast": fast}
         levels = self.levels(sizes, jax.devices()[0].device_kind)
         return self.choose(kind, payload_bytes, levels).traffic(kind, payload_bytes, size)
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
 
 
 def here_kind() -> str:

@@ -33,14 +33,40 @@ class Circulant(Algorithm):
     """
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        return reduce_scatter(blocks, axis, combine)
+        """Reduce-scatter [N, c] -> [c] over N devices, in ceil(log2 N) rounds."""
+        rows = [row[0] for row in _from_here(blocks, axis)]
+        for more, fewer in rounds(axis_size(axis)):
+            # All blocks of a round are one message, which costs one latency.
+            sent = jnp.concatenate(rows[fewer:more])
+            arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
+            # If `more` is odd, the device keeps one block more than it receives. `zip` leaves out
+            # this last kept block, and the next line appends it unchanged.
+            reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
+            rows = reduced + rows[more - fewer : fewer]
+        return rows[0]
 
     def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
         into = jnp.zeros(axis_size(axis) * block.size, block.dtype)
         return all_gather(block, axis, into).reshape(-1, block.size)
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        return all_to_all(blocks, axis)
+        """All-to-all [N, c] -> [N, c] over N devices, in ceil(log2 N) rounds.
+
+        Let d be the distance to the device that a block is for, written as a sum of powers of two.
+        The block is sent once for each of these powers, over a distance equal to the power.
+        """
+        size = axis_size(axis)
+        rows = _from_here(blocks, axis)
+        for hops in powers(size):
+            moving = [i for i in range(size) if i & hops]
+            arrived = shift(jnp.concatenate([rows[i] for i in moving]), axis, hops)
+            for i, row in zip(moving, jnp.split(arrived, len(moving)), strict=True):
+                rows[i] = row
+        # The loop overwrites every row, so `blocks` only gives the array its shape and dtype.
+        received = blocks
+        for distance, row in enumerate(rows):
+            received = lax.dynamic_update_slice(received, row, (neighbour(axis, -distance), 0))
+        return received
 
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
         return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
@@ -62,20 +88,6 @@ def rounds(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """Reduce-scatter [N, c] -> [c] over N devices, in ceil(log2 N) rounds."""
-    rows = [row[0] for row in _from_here(blocks, axis)]
-    for more, fewer in rounds(axis_size(axis)):
-        # All blocks of a round are one message, which costs one latency.
-        sent = jnp.concatenate(rows[fewer:more])
-        arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
-        # If `more` is odd, the device keeps one block more than it receives. `zip` leaves out this
-        # last kept block, and the next line appends it unchanged.
-        reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
-        rows = reduced + rows[more - fewer : fewer]
-    return rows[0]
-
-
 def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
     """All-gather [c] -> [N * c], and write the result into `into`, an array of shape [N * c]."""
     rows = [block]
@@ -86,26 +98,6 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
         start = neighbour(axis, offset) * block.size
         into = lax.dynamic_update_slice(into, row, (start,))
     return into
-
-
-def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """All-to-all [N, c] -> [N, c] over N devices, in ceil(log2 N) rounds.
-
-    Let d be the distance to the device that a block is for, written as a sum of powers of two. The
-    block is sent once for each of these powers, over a distance equal to the power.
-    """
-    size = axis_size(axis)
-    rows = _from_here(blocks, axis)
-    for hops in powers(size):
-        moving = [i for i in range(size) if i & hops]
-        arrived = shift(jnp.concatenate([rows[i] for i in moving]), axis, hops)
-        for i, row in zip(moving, jnp.split(arrived, len(moving)), strict=True):
-            rows[i] = row
-    # The loop overwrites every row, so `blocks` only gives the array its shape and dtype.
-    received = blocks
-    for distance, row in enumerate(rows):
-        received = lax.dynamic_update_slice(received, row, (neighbour(axis, -distance), 0))
-    return received
 
 
 def powers(size: int) -> list[int]:

@@ -34,7 +34,7 @@ class Halving(circulant.Circulant):
             # floating-point numbers is commutative.
             return combine(flat, shift(flat, axis, 1))
         blocks = split_padded(flat, axis_size(axis))
-        mine = circulant.reduce_scatter(blocks, axis, combine)
+        mine = self.reduce_scatter(blocks, axis, combine)
         # `blocks` is not used again, so its memory can hold the result.
         return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]
 

@@ -5,6 +5,7 @@ A fast network has g devices. Each device sends 1/g of its bytes over the slow n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import jax
@@ -30,6 +31,16 @@ from jaxdist.collectives.contract import (
 
 Flat = Annotated[Xla | Ring | Tree | DoubleTree | Halving, Field(discriminator="type")]
 Network = Literal["inside", "across"]
+PHASES: Mapping[Operation, tuple[Operation | None, Operation | None, Operation | None]] = {
+    "all_reduce": ("reduce_scatter", "all_reduce", "all_gather"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter", None),
+    "all_gather": (None, "all_gather", "all_gather"),
+    "broadcast": ("broadcast", "broadcast", "all_gather"),
+    "reduce": ("reduce_scatter", "reduce", "all_gather"),
+    "all_to_all": ("all_to_all", "all_to_all", None),
+}
+"""The steps of each operation: inside a fast network, across networks, and inside again. A step
+across networks sends the part of a device in its fast network, except for an all-to-all."""
 
 
 class Hierarchical(Algorithm):
@@ -133,34 +144,14 @@ class Hierarchical(Algorithm):
                 f"hierarchical needs the sizes of two axes or more, slowest first, not {size!r}: "
                 "give a tuple such as (2, 4)"
             )
-        whole, part = payload_bytes, payload_bytes / size[-1]
-        plan: dict[Operation, list[tuple[Network, Operation, float]]] = {
-            "all_reduce": [
-                ("inside", "reduce_scatter", whole),
-                ("across", "all_reduce", part),
-                ("inside", "all_gather", whole),
-            ],
-            "reduce_scatter": [
-                ("inside", "reduce_scatter", whole),
-                ("across", "reduce_scatter", part),
-            ],
-            "all_gather": [("across", "all_gather", part), ("inside", "all_gather", whole)],
-            "broadcast": [
-                ("inside", "broadcast", whole),
-                ("across", "broadcast", part),
-                ("inside", "all_gather", whole),
-            ],
-            "reduce": [
-                ("inside", "reduce_scatter", whole),
-                ("across", "reduce", part),
-                ("inside", "all_gather", whole),
-            ],
-            "all_to_all": [("inside", "all_to_all", whole), ("across", "all_to_all", whole)],
-        }
+        part = payload_bytes if kind == "all_to_all" else payload_bytes / size[-1]
+        networks: tuple[Network, ...] = ("inside", "across", "inside")
         sizes = {"inside": size[-1:], "across": size[:-1]}
+        steps = zip(networks, PHASES[kind], (payload_bytes, part, payload_bytes), strict=True)
         return tuple(
-            (level, getattr(self, level).traffic(step, amount, sizes[level]))
-            for level, step, amount in plan[kind]
+            (network, getattr(self, network).traffic(step, amount, sizes[network]))
+            for network, step, amount in steps
+            if step is not None
         )
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:

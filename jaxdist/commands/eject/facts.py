@@ -184,7 +184,7 @@ def _optimizer(facts: FileContents, experiment: Experiment) -> None:
 def _step(facts: FileContents, experiment: Experiment) -> None:
     config, layout = experiment.config, experiment.layout
     exchange = experiment.program.exchange
-    zero, stage = exchange.zero, config.parallel.zero.stage
+    stage = exchange.zero.stage
     facts.values |= {
         "MESH": dict(layout.mesh.shape),
         "ROWS": shortened(layout.spec(("batch",))),
@@ -198,7 +198,7 @@ def _step(facts: FileContents, experiment: Experiment) -> None:
     moments = shards if isinstance(config.optim, SgdConfig) else f"({shards}, {shards})"
     facts.values["MOMENTS"] = Name(f"({moments}, P())" if config.optim.skips else moments)
     facts.flag(fake=config.mesh.fake_devices, zero=stage, apart=stage in (1, 2))
-    facts.flag(**{f"zero{stage}": True}, whole=zero is None and layout.data_size > 1)
+    facts.flag(**{f"zero{stage}": True}, whole=not stage and layout.data_size > 1)
     if mesh_axis_size(layout.mesh, "stage") > 1:
         _pipeline(facts, experiment)
     elif isinstance(config.parallel.reduce, Ring):

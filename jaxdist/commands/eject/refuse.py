@@ -125,7 +125,7 @@ def check_built(experiment: Experiment) -> None:
     """
     config, zero = experiment.config, experiment.program.exchange.zero
     stages = mesh_axis_size(experiment.layout.mesh, "stage")
-    if zero is not None and zero.padded:
+    if zero.padded:
         raise ConfigError(
             f"eject: {', '.join(zero.padded)} would need padding to be split over the devices by "
             "parallel.zero; use a number of devices that divides a dim of each parameter, or a "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.order import needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 
 IDLE = ".."
 

@@ -8,20 +8,17 @@ from typing import Any
 import jax
 
 from jaxdist.collectives.layer_chunks import Layers, by_layers
-from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import Explicit, over
-from jaxdist.types import Grads, Params, PyTree
+from jaxdist.types import Grads, PyTree
 
 
 @dataclass(frozen=True)
 class AllReduce(Explicit):
     """The exchange that all-reduces whole gradients, a few layers at a time."""
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
-        found = self.stacked(compute, held, batch, key)
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held)
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
     def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
@@ -41,6 +38,3 @@ class AllReduce(Explicit):
             return over(weight, self.sum(leaves, self.axes))
 
         return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))
-
-    def publish(self, params: Params, into: Params) -> PyTree:
-        return params

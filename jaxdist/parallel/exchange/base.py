@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.parallel.compiler import Options
@@ -24,12 +24,12 @@ class Base:
 
     Attributes:
       whole: the shardings that the parameters have without ZeRO, a tree like the parameters.
-      zero: the split of the training state over replicas, or None without ZeRO.
+      zero: the split of the training state over replicas; without ZeRO its stage is 0.
       frozen: the names of the parameters that are not trained and have no gradients.
     """
 
     whole: Shardings
-    zero: ZeroSplit | None
+    zero: ZeroSplit
     frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     @property
@@ -43,10 +43,14 @@ class Base:
         return compute.sums(params, buffers, batch)
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh that the step runs on."""
+        return self.zero.mesh
+
+    @property
     def placements(self) -> Placements:
-        shares = self.whole if self.zero is None else self.zero.shardings(self.whole)
-        sharded = self.zero is not None and self.zero.stage == 3
-        return Placements(shares if sharded else self.whole, self.trained(shares))
+        shares = self.zero.shardings(self.whole)
+        return Placements(shares if self.zero.stage == 3 else self.whole, self.trained(shares))
 
     def trained(self, tree: PyTree) -> PyTree:
         """Return a tree like the parameters without the leaves of frozen parameters."""
@@ -67,15 +71,14 @@ class Base:
 
     def state_shardings(self, state: PyTree) -> PyTree:
         """Return shardings that replicate the state on all devices."""
-        mesh = jax.tree.leaves(self.whole)[0].mesh
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
         """Return the saved state unchanged, because the state is the same on every mesh."""
         return saved
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
-        if self.zero is None:
+        if not self.zero.stage:
             return grads, params
         lie = self.placements.shares
         return jax.lax.with_sharding_constraint((grads, params), (lie, lie))

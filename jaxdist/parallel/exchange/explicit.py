@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
@@ -23,15 +23,13 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.layer_chunks import Layers, by_layers
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression import Codec
-from jaxdist.models.loss import Batch
 from jaxdist.models.mean import check_adds_up
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
 from jaxdist.parallel.contract import BatchContext, Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import ZeroMessages
-from jaxdist.parallel.zero import ZeroSplit
-from jaxdist.trees import flatten_with_names, leaf_bytes
+from jaxdist.trees import change_some, flatten_with_names, leaf_bytes
 from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
@@ -45,7 +43,6 @@ class Explicit(Base):
     """An exchange in which each device computes gradients of its rows and calls collectives itself.
 
     Attributes:
-      mesh: the mesh that the step runs on.
       axes: the mesh axes that split the batch. The axis across the slowest network comes first.
       algorithm: the algorithm of the sums over `axes`.
       reduce_dtype: the dtype in which gradients are sent and summed, or None for the dtype of the
@@ -55,7 +52,6 @@ class Explicit(Base):
         instead of the rows of one device.
     """
 
-    mesh: Mesh = field(kw_only=True)
     axes: tuple[str, ...] = field(kw_only=True)
     algorithm: Algorithm = field(kw_only=True)
     reduce_dtype: str | None = field(default=None, kw_only=True)
@@ -64,20 +60,43 @@ class Explicit(Base):
     explicit: bool = field(default=True, init=False)
 
     def norm(self, grads: Grads) -> jax.Array:
-        if self.zero is None:
+        if not self.zero.stage:
             return global_norm(grads)
         return global_norm_of_shards(grads, self.placements.shares)
+
+    def mapped(
+        self,
+        function: Callable[..., Any],
+        in_specs: PyTree,
+        out_specs: PyTree,
+        axes: tuple[str, ...] = (),
+    ) -> Callable[..., Any]:
+        """Return a function that calls `function` on each device, in a `jax.shard_map`.
+
+        Args:
+          function: the function that each device runs; it may call collectives.
+          in_specs: the partition specs of the arguments.
+          out_specs: the partition specs of the results.
+          axes: the manual axes, or () for all axes of the mesh.
+        """
+        # With `check_vma`, jax would refuse results of `ppermute` and of gathers, because it cannot
+        # prove that they are equal on all devices.
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            axis_names={*axes},
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
 
     def on_rows(
         self,
         compute: Compute,
         held: StepInputs,
-        batch: Batch,
-        key: jax.Array,
         *,
         enter: Callable[[PyTree], PyTree] = lambda params: params,
         leave: Callable[[PyTree], PyTree],
-        params_specs: Specs = EVERYWHERE,
         grads_specs: Specs,
     ) -> Gradients:
         """Compute gradients of the total loss on each device's rows.
@@ -88,13 +107,10 @@ class Explicit(Base):
 
         Args:
           compute: the computation of gradients.
-          held: the parameters, buffers and loss scale.
-          batch: the whole batch.
-          key: the random key of the step.
+          held: the inputs of the step, with the whole batch.
           enter: the function from a device's stored parameters to the parameters that `compute`
             gets.
           leave: the function from a device's gradients to the `grads` of the result.
-          params_specs: the partition specs of the stored parameters over `axes`.
           grads_specs: the partition specs of the results of `leave` over `axes`.
         """
         around = BatchContext(self.axes, self.axes if self.global_statistics else ())
@@ -102,8 +118,8 @@ class Explicit(Base):
         def run(params: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             # With a common key, dropout would drop the same units on all devices.
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
-            own = held._replace(params=enter(params), buffers=buffers)
-            found = compute.gradients(own, batch, key, around)
+            own = held._replace(params=enter(params), buffers=buffers, batch=batch, key=key)
+            found = compute.gradients(own, around)
             check_adds_up(
                 found.sums, f"each device along {', '.join(self.axes)} has its own examples"
             )
@@ -113,37 +129,41 @@ class Explicit(Base):
             sums = reduce_tree(found.sums, self.axes, algorithm=quick)
             return Gradients(leave(found.grads), sums, self._mean(found.buffers))
 
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(params_specs, EVERYWHERE, PartitionSpec(self.axes), EVERYWHERE),
-            out_specs=Gradients(grads_specs, cast(Any, EVERYWHERE), EVERYWHERE),
-            check_vma=False,
-        )(held.stored, held.buffers, batch, key)
+        return self.on_batch(run, held, Gradients(grads_specs, cast(Any, EVERYWHERE), EVERYWHERE))
+
+    def on_batch(
+        self, function: Callable[..., Gradients], held: StepInputs, out_specs: PyTree
+    ) -> Gradients:
+        """Call `function` on each device with stored parameters, buffers, its rows and the key."""
+        params = self.shard_specs(held.stored) if self.zero.stage == 3 else EVERYWHERE
+        in_specs = params, EVERYWHERE, PartitionSpec(self.axes), EVERYWHERE
+        run = self.mapped(function, in_specs, out_specs, self.axes)
+        return run(held.stored, held.buffers, held.batch, held.key)
+
+    def shard_specs(self, params: Params) -> PyTree:
+        """Return the partition specs, over the axes of ZeRO only, of the shards of parameters."""
+        return self.zero.specs(jax.tree.map(lambda _: EVERYWHERE, params))
 
     def _mean(self, buffers: Buffers) -> PyTree:
         leaves, structure = jax.tree.flatten(buffers)
         # Integer buffers, such as counts of steps, are equal on all devices, and a mean would be a
         # float.
         floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
-        for i, mean in zip(floating, means, strict=True):
-            leaves[i] = mean
-        return structure.unflatten(leaves)
+        mean = partial(reduce_tree, axis=self.axes, op="mean", algorithm=XLA)
+        return structure.unflatten(change_some(mean, leaves, floating))
 
-    def stacked(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
-    ) -> Gradients:
+    def stacked(self, compute: Compute, held: StepInputs) -> Gradients:
         """Compute each device's gradients without summing them over devices.
 
         The gradients of all devices are stacked along a new first dim, which `axes` split. The
         arguments are the arguments of `on_rows`.
         """
         per_device = PartitionSpec(self.axes)
-        return self.on_rows(
-            compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
-        )
+        return self.on_rows(compute, held, leave=with_leading_dim, grads_specs=per_device)
+
+    def stacked_specs(self) -> PyTree:
+        """Return the partition specs, over all axes, of the gradients that `stacked` returns."""
+        return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
 
     def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Specs) -> PyTree:
         """Return a function that calls `reduce` on each device, in a `shard_map` over all axes.
@@ -160,16 +180,7 @@ class Explicit(Base):
             # The leading dim is split over `axes`, so each device has exactly one entry.
             return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
 
-        # With `check_vma`, jax would refuse results of `ppermute`, because it cannot prove that the
-        # algorithm makes them equal on all devices.
-        stacked = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=(stacked, EVERYWHERE),
-            out_specs=out_specs,
-            check_vma=False,
-        )
+        return self.mapped(run, (self.stacked_specs(), EVERYWHERE), out_specs)
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
         """Return the number of layers that each leaf stacks.
@@ -207,66 +218,11 @@ class Explicit(Base):
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
 
-
-@dataclass(frozen=True)
-class Sharding(Explicit):
-    """The base class of explicit exchanges with ZeRO, which gathers the new parameters.
-
-    Attributes:
-      zero: the split of the training state over replicas.
-      reduce_codec: the codec of gradients, without error feedback, or None to send them
-        uncompressed.
-    """
-
-    zero: ZeroSplit
-    reduce_codec: Codec | None = field(default=None, kw_only=True)
-
-    @property
-    def keeps_barriers(self) -> bool:
-        """Whether replicas need barriers, which is true below ZeRO stage 3.
-
-        A device uses the result of its update twice: it keeps the result and sends it. Without a
-        barrier XLA would fuse the update into both uses, and might round the kept and the sent
-        value differently.
-        """
-        return self.zero.stage < 3
-
-    def wire(self) -> ZeroMessages:
-        zero = self.zero
-        dtypes = zero.gather_dtype, self.reduce_dtype
-        codecs = zero.gather_codec, self.reduce_codec
-        return ZeroMessages(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
-
-    def finish(self, grads: Grads) -> PyTree:
-        """Sum gradients over the axes of the batch over which they are not summed yet.
-
-        A tensor that ZeRO does not split is summed over all axes of the batch. A shard, which is
-        already summed over ZeRO's axes, is summed over the other axes of the batch.
-        """
-        zero = self.zero
-        leaves, structure = jax.tree.flatten(grads)
-        dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
-        others = tuple(axis for axis in self.axes if axis not in zero.axes)
-        for axes, split in ((self.axes, False), (others, True)):
-            mine = [i for i, dim in enumerate(dims) if (dim is not None) is split]
-            if axes and mine:
-                total = on_blocks(partial(self.sum, axes=axes), [blocks[i] for i in mine])
-                for i, leaf in zip(mine, total([leaves[i] for i in mine]), strict=True):
-                    leaves[i] = leaf
-        return structure.unflatten(leaves)
-
     def publish(self, params: Params, into: Params) -> PyTree:
-        if self.zero.stage == 3:
+        if self.zero.stage in (0, 3):
             return params
-        # `check_vma` is off, because jax cannot prove that the gathered parameters are equal on all
-        # devices.
-        return jax.shard_map(
-            self._gather,
-            mesh=self.mesh,
-            in_specs=(self.zero.specs(self.specs), self.specs),
-            out_specs=self.specs,
-            check_vma=False,
-        )(self.zero.filled(params), into)
+        gather = self.mapped(self._gather, (self.zero.specs(self.specs), self.specs), self.specs)
+        return gather(self.zero.filled(params), into)
 
     def _gather(self, shards: Params, into: Params) -> PyTree:
         zero = self.zero
@@ -284,7 +240,52 @@ class Sharding(Explicit):
         return structure.unflatten(by_layers(gather, parts, layers, chunk, into=whole))
 
 
-def _with_leading_dim(grads: Grads) -> PyTree:
+@dataclass(frozen=True)
+class Sharding(Explicit):
+    """The base class of explicit exchanges with ZeRO, which sum gradients into shards.
+
+    Attributes:
+      reduce_codec: the codec of gradients, without error feedback, or None to send them
+        uncompressed.
+    """
+
+    reduce_codec: Codec | None = field(default=None, kw_only=True)
+
+    @property
+    def keeps_barriers(self) -> bool:
+        """Whether replicas need barriers, which is true below ZeRO stage 3.
+
+        A device uses the result of its update twice: it keeps the result and sends it. Without a
+        barrier XLA would fuse the update into both uses, and might round the kept and the sent
+        value differently.
+        """
+        return self.zero.stage < 3
+
+    def wire(self) -> ZeroMessages:
+        config = self.zero.config
+        dtypes = config.gather_dtype, self.reduce_dtype
+        codecs = config.gather_codec, self.reduce_codec
+        return ZeroMessages(self.zero.axes, self.algorithm, *dtypes, config.prefetch, *codecs)
+
+    def finish(self, grads: Grads) -> PyTree:
+        """Sum gradients over the axes of the batch over which they are not summed yet.
+
+        A tensor that ZeRO does not split is summed over all axes of the batch. A shard, which is
+        already summed over ZeRO's axes, is summed over the other axes of the batch.
+        """
+        zero = self.zero
+        leaves, structure = jax.tree.flatten(grads)
+        dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
+        others = tuple(axis for axis in self.axes if axis not in zero.axes)
+        for axes, split in ((self.axes, False), (others, True)):
+            mine = [i for i, dim in enumerate(dims) if axes and (dim is not None) is split]
+            total = on_blocks(partial(self.sum, axes=axes), [blocks[i] for i in mine])
+            leaves = change_some(total, leaves, mine)
+        return structure.unflatten(leaves)
+
+
+def with_leading_dim(grads: Grads) -> PyTree:
+    """Add a first dim of length 1 to each gradient."""
     return jax.tree.map(lambda g: g[None], grads)
 
 
@@ -310,8 +311,10 @@ def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | N
     Returns:
       All leaves in their order and dtypes; a leaf without a split dim is unchanged.
     """
-    found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
-    sent = send([leaves[i] for i, _ in split], [dim for _, dim in split])
-    for (i, _), leaf in zip(split, sent, strict=True):
-        found[i] = leaf.astype(leaves[i].dtype)
-    return found
+    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
+
+    def sent(some: Layers) -> Layers:
+        pairs = zip(send(some, [*split.values()]), some, strict=True)
+        return [new.astype(old.dtype) for new, old in pairs]
+
+    return change_some(sent, leaves, [*split])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.compression import CompressionState, Reduced, compressed_all_reduce, init_state
+from jaxdist.compression import CompressionState, compressed_all_reduce, init_state
 from jaxdist.compression.choice import PerParameter
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.reshard import reshard
@@ -74,13 +74,8 @@ class Messages:
 
         The saved state may be from a plan whose messages were sent over other axes.
         """
-        sizes = dict(self.mesh.shape)
-        return reshard(saved, state, [sizes[name] for name in sizes], self._places)
-
-    @property
-    def _places(self) -> list[int]:
-        names = list(self.mesh.axis_names)
-        return [names.index(axis) for axis in self.axes]
+        places = [self.mesh.axis_names.index(axis) for axis in self.axes]
+        return reshard(saved, state, [*self.mesh.shape.values()], places)
 
     def exchange(
         self,
@@ -107,11 +102,13 @@ class Messages:
           after: the function from the summed blocks to the mean gradients.
           out_specs: the partition specs of the results of `after`.
         """
+        settings: dict[str, Any] = {"codec": self.choice, "feedback": self.feedback}
+        settings |= {"algorithm": self.algorithm, "seed": self.seed}
 
         def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
             # Dividing before the codec keeps residuals valid if the next batch has another weight.
             own = jax.tree.map(lambda g: g[0].astype(jnp.float32) / divisor(weight), grads)
-            found = self._reduced(before(own), state)
+            found = compressed_all_reduce(before(own), state, self.axes, **settings)
             total = jax.tree.map(lambda x, g: x.astype(g.dtype), found.grads, grads)
             return after(total), found.state
 
@@ -122,17 +119,6 @@ class Messages:
             out_specs=(out_specs, self.spec),
             check_vma=False,
         )(grads, weight, state)
-
-    def _reduced(self, blocks: Grads, state: CompressionState) -> Reduced:
-        return compressed_all_reduce(
-            blocks,
-            state,
-            self.axes,
-            codec=self.choice,
-            feedback=self.feedback,
-            algorithm=self.algorithm,
-            seed=self.seed,
-        )
 
 
 def blocks_of(shapes: PyTree, specs: Specs, mesh: Mesh) -> PyTree:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jaxdist.collectives.layer_chunks import Layers, by_layers
-from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import Sharding, over, together
 from jaxdist.types import Grads, PyTree
@@ -18,10 +17,8 @@ from jaxdist.types import Grads, PyTree
 class Scatter(Sharding):
     """The exchange that reduce-scatters gradients after the backward pass, in chunks of layers."""
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
-        found = self.stacked(compute, held, batch, key)
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held)
         reduce = self.on_all_axes(self._mean_shards, self.zero.specs(self.specs))
         mean = reduce(found.grads, found.sums["loss"].weight)
         return found._replace(grads=self.zero.cut(mean)), state

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,12 @@ from jaxdist.optim.safety import all_finite, global_norm
 from jaxdist.parallel.compiler import PASSES, Options
 from jaxdist.parallel.contract import BatchContext, Compute, Given, Gradients, StepInputs
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit
-from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.strict.pieces import in_pieces, once
 from jaxdist.parallel.strict.reduction import Reduction
-from jaxdist.parallel.strict.tree import LocalTree, Order, add_blocks, settled, take_entry, wide
+from jaxdist.parallel.strict.tree import LocalTree, Order, add_blocks, settled, take_entry
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import ZeroMessages
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import change_some, flatten_with_names, wide
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
 AWAY = (
@@ -103,12 +102,10 @@ class Strict(Explicit):
         """Whether a single device, and not a group of devices, computes each logical shard."""
         return self.devices == self.mesh.size
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
-        found = self._blocks(compute, held, batch, key)
-        specs = self.specs if self.zero is None else self.zero.specs(self.specs)
-        total = self._on_all_axes(self.reduction.total, found.grads, specs)
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
+        found = self._blocks(compute, held)
+        shares = self.zero.specs(self.specs)
+        total = self.mapped(self.reduction.total, (self.stacked_specs(),), shares)(found.grads)
         # The barrier separates this code from the code before it, which depends on the number of
         # devices: on one device a weight may be a constant. The gradients are multiplied by the
         # reciprocal, because XLA rewrites a division by the weight as such a multiplication, but
@@ -116,10 +113,9 @@ class Strict(Explicit):
         given = (total, 1 / divisor(found.sums["loss"].weight))
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
-        mean = mean if self.zero is None else self.zero.cut(mean)
         # The last barrier separates the mean from the update, which must be the same program for
         # any number of devices.
-        return found._replace(grads=lax.optimization_barrier(mean)), state
+        return found._replace(grads=lax.optimization_barrier(self.zero.cut(mean))), state
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         def run(params: Params, buffers: Buffers, batch: PyTree) -> Sums:
@@ -133,19 +129,12 @@ class Strict(Explicit):
 
             return self.reduction.everywhere(add_blocks(one, self.local, flat=self._alone))
 
-        found = jax.shard_map(
-            run,
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(EVERYWHERE, EVERYWHERE, PartitionSpec(self.axes)),
-            out_specs=EVERYWHERE,
-            check_vma=False,
-        )
-        return found(params, buffers, batch)
+        in_specs = EVERYWHERE, EVERYWHERE, PartitionSpec(self.axes)
+        return self.mapped(run, in_specs, EVERYWHERE, self.axes)(params, buffers, batch)
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         grads, params = super().shares(grads, params)
-        if self.zero is not None:
+        if self.zero.stage:
             # `apply` updates the parts of a tree separately. The optimizer skips the step of a part
             # that has a NaN. A NaN in one part must therefore be in all parts, so that the
             # optimizer skips the whole step.
@@ -156,13 +145,8 @@ class Strict(Explicit):
         return lax.optimization_barrier((grads, params))
 
     def publish(self, params: Params, into: Params) -> PyTree:
-        params = lax.optimization_barrier(params)
-        if self.zero is None or self.zero.stage == 3:
-            return params
-        # A gather only copies bits, so the gather of `Scatter` gives the same bits here too.
-        settings = {"mesh": self.mesh, "axes": self.axes, "scanned": self.scanned}
-        settings["frozen"] = self.frozen
-        return Scatter(self.whole, self.zero, algorithm=XLA, **settings).publish(params, into)
+        # A gather only copies bits, so the gather of other exchanges gives the same bits here too.
+        return super().publish(lax.optimization_barrier(params), into)
 
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
@@ -173,7 +157,7 @@ class Strict(Explicit):
         devices. The arguments are the arguments of `jaxdist.parallel.contract.Exchange.apply`.
         """
         zero = self.zero
-        if zero is None:
+        if not zero.stage:
             return self._once(function, [tree for tree, _ in given], rest)
         shares = {name: s.spec for name, s in flatten_with_names(self.placements.shares)}
         owners = [jax.tree.structure(tree).flatten_up_to(owned) for tree, owned in given]
@@ -188,13 +172,7 @@ class Strict(Explicit):
 
         filled = [_owned(zero.fill_one, *of) for of in given]
         count = len(jax.eval_shape(function, *(tree for tree, _ in given), *rest))
-        found = jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=(specs, EVERYWHERE),
-            out_specs=tuple(specs[-count:]),
-            check_vma=False,
-        )(filled, rest)
+        found = self.mapped(run, (specs, EVERYWHERE), tuple(specs[-count:]))(filled, rest)
         last = [owned for _, owned in given[-count:]]
         cut = tuple(_owned(zero.cut_one, *of) for of in zip(found, last, strict=True))
         return lax.optimization_barrier(cut)
@@ -205,13 +183,11 @@ class Strict(Explicit):
         With ZeRO, each split gradient is divided along its split dim into as many parts as there
         are logical shards, and the sums of squares of the parts are added up in the fixed order.
         """
-        if self.zero is None:
+        if not self.zero.stage:
             (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
             return found
-        total = self._on_all_axes(
-            self.reduction.square, self.zero.filled(grads), EVERYWHERE, stacked=False
-        )
-        return jnp.sqrt(total)
+        square = self.mapped(self.reduction.square, (self.zero.specs(self.specs),), EVERYWHERE)
+        return jnp.sqrt(square(self.zero.filled(grads)))
 
     def _once(
         self,
@@ -226,19 +202,10 @@ class Strict(Explicit):
         The `jax.shard_map` makes the program the same for any number of devices. Without the
         `jax.shard_map`, functions that ask which mesh axes are auto axes would compute differently.
         """
-        run = jax.shard_map(
-            partial(once, function, flat=self._alone),
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(EVERYWHERE, EVERYWHERE),
-            out_specs=EVERYWHERE,
-            check_vma=False,
-        )
-        return run(tuple(trees), rest)
+        run = partial(once, function, flat=self._alone)
+        return self.mapped(run, (EVERYWHERE, EVERYWHERE), EVERYWHERE, self.axes)(tuple(trees), rest)
 
-    def _blocks(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array
-    ) -> Gradients:
+    def _blocks(self, compute: Compute, held: StepInputs) -> Gradients:
         """Compute each device's sums of gradients, stacked along a first dim that `axes` split.
 
         The `sums` of the result are over all logical shards, and its `buffers` are means over all
@@ -247,14 +214,16 @@ class Strict(Explicit):
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             rows, first = self._rows(batch), lax.axis_index(self.axes) * self.local.shards
-            given = held._replace(params=self._entered(stored), stored=(), buffers=buffers)
+            entered = self._entered(stored)
+            given = held._replace(params=entered, stored=(), buffers=buffers, key=None)
 
             def one(number: jax.Array) -> Gradients:
                 # The key depends on the shard's index in the batch, not on the device, because
                 # another number of devices must not change the masks.
                 own = jax.random.fold_in(key, first + number)
-                ready, mine = settled((given, take_entry(rows, number)), flat=self._alone)
-                found = compute.gradients(ready, mine, own, BatchContext())
+                ready = given._replace(batch=take_entry(rows, number))
+                ready = settled(ready, flat=self._alone)._replace(key=own)
+                found = compute.gradients(ready, BatchContext())
                 check_adds_up(found.sums, self._cut)
                 return wide(found)
 
@@ -263,21 +232,8 @@ class Strict(Explicit):
             means = jax.tree.map(self.reduction.mean_like, total, buffers)
             return Gradients(found.grads, sums, means)
 
-        split = self.zero is not None and self.zero.stage == 3
-        params = jax.tree.map(lambda _: EVERYWHERE, held.stored)
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(
-                self.zero.specs(params) if split and self.zero else EVERYWHERE,
-                EVERYWHERE,
-                PartitionSpec(self.axes),
-                EVERYWHERE,
-            ),
-            out_specs=Gradients(PartitionSpec(self.axes), EVERYWHERE, EVERYWHERE),  # pyright: ignore[reportArgumentType]
-            check_vma=False,
-        )(held.stored, held.buffers, batch, key)
+        out_specs: Any = Gradients(PartitionSpec(self.axes), cast(Any, EVERYWHERE), EVERYWHERE)
+        return self.on_batch(run, held, out_specs)
 
     def _rows(self, batch: PyTree) -> PyTree:
         """Reshape a device's rows from `[B, ...]` to `[shards, B / shards, ...]`."""
@@ -286,48 +242,15 @@ class Strict(Explicit):
     def _entered(self, stored: Params) -> PyTree:
         """Return whole parameters; with ZeRO stage 3, gather them from their shards."""
         zero = self.zero
-        if zero is None or zero.stage < 3:
+        if zero.stage < 3:
             return stored
         leaves, structure = jax.tree.flatten(stored)
         lengths, specs = zero.lengths_of(stored), jax.tree.leaves(self.all_specs)
         split = {i: dim for i, dim in enumerate(zero.dims_of(stored)) if dim is not None}
-        mine = [*split]
-        gather = partial(
-            ZeroMessages(zero.axes, XLA).gather,
-            dims=[*split.values()],
-            lengths=[lengths[i] for i in mine],
-        )
-        wholes = on_blocks(gather, [specs[i] for i in mine])([leaves[i] for i in mine])
-        for i, leaf in zip(mine, wholes, strict=True):
-            leaves[i] = leaf
-        return structure.unflatten(leaves)
-
-    def _on_all_axes(
-        self,
-        function: Callable[[PyTree], PyTree],
-        tree: PyTree,
-        out: PyTree,
-        *,
-        stacked: bool = True,
-    ) -> PyTree:
-        """Apply `function` on each device in a `shard_map` over all axes.
-
-        Args:
-          function: the function that each device runs.
-          tree: a tree like the gradients.
-          out: the partition specs of the results.
-          stacked: whether the leaves have a first dim that `axes` split. If False, ZeRO splits the
-            leaves.
-        """
-        if stacked:
-            specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
-        else:
-            assert self.zero is not None
-            specs = self.zero.specs(self.specs)
-        run = jax.shard_map(
-            function, mesh=self.mesh, in_specs=(specs,), out_specs=out, check_vma=False
-        )
-        return run(tree)
+        given = {"dims": [*split.values()], "lengths": [lengths[i] for i in split]}
+        gather = partial(ZeroMessages(zero.axes, XLA).gather, **given)
+        gathered = on_blocks(gather, [specs[i] for i in split])
+        return structure.unflatten(change_some(gathered, leaves, [*split]))
 
 
 def _owned(change: Callable[[Any, Owner], Any], tree: PyTree, owners: PyTree) -> PyTree:

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, StepInputs
-from jaxdist.parallel.exchange.explicit import EVERYWHERE, Sharding, over
-from jaxdist.parallel.unshard import defer, on_blocks
+from jaxdist.parallel.exchange.explicit import Sharding, over
+from jaxdist.parallel.unshard import SplitDim, defer, on_blocks
 from jaxdist.types import Params, PyTree
 
 
@@ -25,51 +24,32 @@ from jaxdist.types import Params, PyTree
 class Unsharded(Sharding):
     """The exchange that reduce-scatters each layer's gradients during the backward pass."""
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
-        shards = self.zero.specs(jax.tree.map(lambda _: EVERYWHERE, held.stored))
-        found = self.on_rows(
-            compute,
-            held,
-            batch,
-            key,
-            enter=self._deferred,
-            leave=self.finish,
-            params_specs=shards if self.zero.stage == 3 else EVERYWHERE,
-            grads_specs=self.trained(shards),
-        )
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
+        specs = self.trained(self.shard_specs(held.stored))
+        given = {"enter": self.deferred, "leave": self.finish, "grads_specs": specs}
+        found = self.on_rows(compute, held, **given)
         mean = over(found.sums["loss"].weight, self.zero.cut(found.grads))
         return found._replace(grads=mean), state
 
-    def _deferred(self, params: Params) -> PyTree:
+    def deferred(self, params: Params) -> PyTree:
         """Replace each parameter that ZeRO splits by a deferred parameter (see `defer`).
 
         With stage 3, a deferred parameter is gathered when a layer uses it, or here if all
         parameters are gathered once per step. In both stages, its gradient is reduce-scattered in
         the backward pass.
         """
-        zero = self.zero
-        wire, sharded = self.wire(), zero.stage == 3
-        leaves, structure = jax.tree.flatten(params)
+        zero, wire, (leaves, structure) = self.zero, self.wire(), jax.tree.flatten(params)
         given = zero.dims_of(params), zero.lengths_of(params), jax.tree.leaves(self.all_specs)
-        seconds = self._seconds(params) if zero.secondary else [None] * len(leaves)
-        deferred = [
-            leaf
-            if dim is None
-            else defer(
-                leaf,
-                dim,
-                wire,
-                spec,
-                sharded=sharded,
-                length=length,
-                second=second,
-                once=zero.once,
-            )
-            for leaf, dim, length, spec, second in zip(leaves, *given, seconds, strict=True)
-        ]
-        return structure.unflatten(deferred)
+        seconds = self._seconds(params) if zero.config.secondary else [None] * len(leaves)
+        settings = {"sharded": zero.stage == 3, "once": zero.once}
+        found = []
+        for leaf, dim, length, spec, second in zip(leaves, *given, seconds, strict=True):
+            if dim is not None:
+                spec = PartitionSpec(*spec, *(None,) * (leaf.ndim - len(spec)))
+                split = SplitDim(dim - leaf.ndim, spec, length)
+                leaf = defer(leaf, split, wire, second=second, **settings)
+            found.append(leaf)
+        return structure.unflatten(found)
 
     def _seconds(self, params: Params) -> list[jax.Array | None]:
         """Gather a second copy of the shards across the slow network.

@@ -22,26 +22,20 @@ class XlaExchange(Base):
 
     explicit: bool = field(default=False, init=False)
 
-    def gradients(
-        self, compute: Compute, held: StepInputs, batch: Batch, key: jax.Array, state: PyTree
-    ) -> tuple[Gradients, Any]:
-        held = held._replace(params=deferred(held.params, self._resting, self.frozen))
-        return compute.mean_gradients(held, batch, key, self._around), state
+    def gradients(self, compute: Compute, held: StepInputs, state: PyTree) -> tuple[Gradients, Any]:
+        held = held._replace(params=deferred(held.params, self.zero.resting, self.frozen))
+        return compute.mean_gradients(held, self._around), state
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        return compute.sums(deferred(params, self._resting, self.frozen), buffers, batch)
-
-    @property
-    def _resting(self) -> frozenset[str]:
-        return frozenset() if self.zero is None else self.zero.resting
+        return compute.sums(deferred(params, self.zero.resting, self.frozen), buffers, batch)
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
-        if not self._resting:
+        if not self.zero.resting:
             return super().shares(grads, params)
         # Parameters that rest in the host's memory are copied to the device before they are split.
         lie = self.placements.shares
         grads = jax.lax.with_sharding_constraint(grads, lie)
-        return grads, constrained(params, lie, self._resting)
+        return grads, constrained(params, lie, self.zero.resting)
 
     @property
     def _around(self) -> BatchContext:
@@ -51,7 +45,7 @@ class XlaExchange(Base):
         have the shardings that the parameters have before ZeRO splits them. Without ZeRO, the
         context sets no shardings.
         """
-        if self.zero is None:
+        if not self.zero.stage:
             return BatchContext()
         lie = self.placements.shares if self.zero.stage >= 2 else self.trained(self.whole)
         return BatchContext(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))

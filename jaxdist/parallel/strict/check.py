@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxdist.cost.context import near_lengths
 from jaxdist.errors import ConfigError
 from jaxdist.jaxprs import inner_jaxprs
 from jaxdist.mesh import describe_mesh
@@ -59,16 +61,12 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
         another axis of the mesh is not in `OTHER_AXES` or spans several processes.
     """
     sizes = dict(mesh.shape)
-    count = 1
-    for axis in batch_axes:
-        count *= sizes[axis]
+    count = math.prod(sizes[axis] for axis in batch_axes)
     if shards % count:
-        fitting = shards // count * count
-        near = " or ".join(str(n) for n in (fitting, fitting + count) if n)
         raise ConfigError(
             f"{shards} logical shards do not divide over {count} devices along data, but each "
-            f"device must compute the same number of shards; use {near}, or a size of mesh.data "
-            f"that divides {shards}",
+            f"device must compute the same number of shards; use {near_lengths(shards, count)}, "
+            f"or a size of mesh.data that divides {shards}",
             setting=("deterministic", "shards"),
         )
     others = [axis for axis, size in sizes.items() if axis not in batch_axes and size > 1]

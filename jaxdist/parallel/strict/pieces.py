@@ -9,6 +9,7 @@ piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ def in_pieces(
     """
 
     def run(number: jax.Array) -> tuple[Any, ...]:
-        cut = [_map(_cut(number, count), *pair) for pair in zip(trees, places, strict=True)]
+        cut = [
+            _map(partial(_cut, number, count), *pair) for pair in zip(trees, places, strict=True)
+        ]
         pieces, more = settled((cut, rest))
         return settled(function(*pieces, *more))
 
@@ -54,9 +57,10 @@ def in_pieces(
 
     def turn(number: jax.Array, done: tuple[Any, ...]) -> tuple[Any, ...]:
         found = run(number)
-        return tuple(_map(_put(number), *of) for of in zip(done, mine, found, strict=True))
+        put = partial(_put, number)
+        return tuple(_map(put, *of) for of in zip(done, mine, found, strict=True))
 
-    begun = tuple(_map(_room(count), *pair) for pair in zip(shapes, mine, strict=True))
+    begun = tuple(_map(partial(_room, count), *pair) for pair in zip(shapes, mine, strict=True))
     return turns(count, turn, begun)
 
 
@@ -96,30 +100,19 @@ def _map(function: Callable[..., Any], tree: PyTree, places: Places, *more: PyTr
     return structure.unflatten([function(*of) for of in zip(leaves, places, *rest, strict=True)])
 
 
-def _cut(number: jax.Array, count: int) -> Callable[[jax.Array, int | None], jax.Array]:
-    def cut(leaf: jax.Array, place: int | None) -> jax.Array:
-        if place is None:
-            return leaf
-        size = leaf.shape[place] // count
-        return lax.dynamic_slice_in_dim(leaf, number * size, size, place)
-
-    return cut
+def _cut(number: jax.Array, count: int, leaf: jax.Array, place: int | None) -> jax.Array:
+    if place is None:
+        return leaf
+    size = leaf.shape[place] // count
+    return lax.dynamic_slice_in_dim(leaf, number * size, size, place)
 
 
-def _put(number: jax.Array) -> Callable[[jax.Array, int | None, jax.Array], jax.Array]:
-    def put(done: jax.Array, place: int | None, piece: jax.Array) -> jax.Array:
-        if place is None:
-            return piece
-        return lax.dynamic_update_slice_in_dim(done, piece, number * piece.shape[place], place)
-
-    return put
+def _put(number: jax.Array, done: jax.Array, place: int | None, piece: jax.Array) -> jax.Array:
+    if place is None:
+        return piece
+    return lax.dynamic_update_slice_in_dim(done, piece, number * piece.shape[place], place)
 
 
-def _room(count: int) -> Callable[[jax.ShapeDtypeStruct, int | None], jax.Array]:
-    def room(piece: jax.ShapeDtypeStruct, place: int | None) -> jax.Array:
-        shape = list(piece.shape)
-        if place is not None:
-            shape[place] *= count
-        return jnp.zeros(shape, piece.dtype)
-
-    return room
+def _room(count: int, piece: jax.ShapeDtypeStruct, place: int | None) -> jax.Array:
+    shape = [n * (count if dim == place else 1) for dim, n in enumerate(piece.shape)]
+    return jnp.zeros(shape, piece.dtype)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
+from jaxdist.collectives.bucket import BUCKET_BYTES, in_buckets, plan_buckets, unpack
 from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.hlo.source.marks import begins, ends
 from jaxdist.optim.safety import total_square
@@ -37,13 +37,13 @@ class Reduction:
       axes: the manual mesh axes over which the shards are distributed. The axis across the slowest
         network comes first.
       devices: the number of devices along these axes.
-      zero: the split of the sums over these axes, or None without ZeRO.
+      zero: the split of the sums over these axes.
     """
 
     order: Order
     axes: tuple[str, ...]
     devices: int
-    zero: ZeroSplit | None
+    zero: ZeroSplit
 
     def everywhere(self, blocks: PyTree) -> PyTree:
         """Gather the blocks of all devices on every device, and sum all logical shards there.
@@ -82,7 +82,7 @@ class Reduction:
         """
         leaves, structure = jax.tree.flatten(blocks)
         leaves = [begins(x, self.axes, i) for i, x in enumerate(leaves)]
-        dims = _dims(self.zero, blocks)
+        dims = self.zero.dims_of(blocks)
         whole = [i for i, dim in enumerate(dims) if dim is None]
         split = [i for i, dim in enumerate(dims) if dim is not None]
         cut = [self._cut(leaves[i], dims[i]) for i in split]
@@ -124,7 +124,7 @@ class Reduction:
         """
         leaves, dims, count = (
             jax.tree.leaves(shards),
-            _dims(self.zero, shards),
+            self.zero.dims_of(shards),
             self.order.on(self.devices).shards,
         )
         # A shard is divided into pieces that have the same shape on any number of devices, so the
@@ -146,10 +146,6 @@ class Reduction:
         return total + whole
 
 
-def _dims(zero: ZeroSplit | None, tree: PyTree) -> list[int | None]:
-    return [None] * len(jax.tree.leaves(tree)) if zero is None else zero.dims_of(tree)
-
-
 def _in_buckets(
     function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
 ) -> list[jax.Array]:
@@ -164,12 +160,10 @@ def _in_buckets(
       The result for each leaf, in the shape of the leaf without its `lead` first dims.
     """
     flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
-    found: dict[int, jax.Array] = {}
-    for bucket in plan_buckets(flat, BUCKET_BYTES):
-        result = function(jnp.concatenate([flat[i] for i in bucket], axis=-1))
-        begin = 0
-        for i in bucket:
-            end = begin + flat[i].shape[-1]
-            found[i] = result[begin:end].reshape(leaves[i].shape[lead:])
-            begin = end
-    return [found[i] for i in range(len(leaves))]
+    shapes = [jax.ShapeDtypeStruct(x.shape[lead:], x.dtype) for x in leaves]
+
+    def result(bucket: list[int]) -> list[jax.Array]:
+        whole = function(jnp.concatenate([flat[i] for i in bucket], axis=-1))
+        return unpack(whole, [shapes[i] for i in bucket])
+
+    return in_buckets(result, plan_buckets(flat, BUCKET_BYTES))

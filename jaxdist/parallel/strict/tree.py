@@ -121,16 +121,6 @@ def take_entry(tree: PyTree, number: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 
 
-def wide(tree: PyTree) -> PyTree:
-    """Convert floating leaves to float32 or wider, for sums over shards."""
-
-    def one(x: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if floating else x
-
-    return jax.tree.map(one, tree)
-
-
 def add_blocks(
     one: Callable[[jax.Array], PyTree], local: LocalTree, *, flat: bool = True
 ) -> PyTree:
@@ -142,7 +132,7 @@ def add_blocks(
 
     Args:
       one: the function from the number of a shard on this device to the tree to sum, whose leaves
-        have the dtypes of `wide`.
+        have the dtypes of `jaxdist.trees.wide`.
       local: the part of the tree on this device.
       flat: whether to flatten arrays before the barriers, as in `settled`.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
 from jaxdist.pipeline_schedules.draw.text import summary
 from jaxdist.pipeline_schedules.schedule import Task, TaskKind
@@ -65,11 +63,6 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
             "</svg>\n",
         ]
     )
-
-
-def write_svg(timeline: Timeline, path: str | os.PathLike[str], width: int = 1200) -> None:
-    """Write to a file the picture that `draw_svg` returns."""
-    Path(path).write_text(draw_svg(timeline, width), encoding="utf-8")
 
 
 def _boxes(timeline: Timeline, scale: float) -> Iterator[str]:

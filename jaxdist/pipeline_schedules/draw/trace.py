@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.pipeline_schedules.simulate import Timeline
 from jaxdist.types import JsonObject
@@ -50,13 +46,6 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(
-    timeline: Timeline, path: str | os.PathLike[str], unit_seconds: float = 1e-3
-) -> None:
-    """Write to a file, as JSON, the trace that `chrome_trace` returns."""
-    Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
 
 
 def _named(kind: str, thread: int, name: str) -> JsonObject:

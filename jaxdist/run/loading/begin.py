@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import optax
 
 from jaxdist.checkpoint.layout import step_directory
 from jaxdist.checkpoint.manifest import LeafRecord
@@ -142,12 +141,10 @@ def load_parameters(
       CheckpointError: there is no such checkpoint, or an array is missing from the checkpoint or
         does not fit.
     """
-    home = replace(program.home, transform=optax.identity(), outer=())
     names = taken(("params", "buffers"), [n for n, _ in flatten_with_names(program.own_shapes)])
 
     def finish(loaded: TrainState) -> TrainState:
-        kept = replace(loaded, opt_state=optax.EmptyState(), outer=())
-        return replace(loaded, params=home.from_files(kept).params)
+        return replace(loaded, params=program.home.from_files.params(loaded.params))
 
     return _restored(directory, program, names, finish, step=step, say=say)
 

@@ -27,7 +27,8 @@ from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
-from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.order import needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.pipeline_schedules.zero_bubble.v import zb_v

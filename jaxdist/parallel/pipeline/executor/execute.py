@@ -29,76 +29,35 @@ from jaxdist.parallel.pipeline.executor.buffers import add, put, put_one, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import (
     Activation,
     GradientsAndSums,
-    ModelFns,
-    StageSpecs,
     Sums,
 )
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
-from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, TickTasks
-from jaxdist.types import Params, PyTree, TreeT
+from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, TickTasks
+from jaxdist.types import PyTree, TreeT
 
 
-def run_pipeline(
-    ticks: Ticks,
-    model: ModelFns,
-    chunk_params: Params,
-    shared: Params,
-    microbatches: PyTree,
-    *,
-    axis: str,
-    key: jax.Array | None = None,
-    specs: StageSpecs | None = None,
-    frozen: tuple[Params, Params] = ((), ()),
-) -> GradientsAndSums:
+def run_pipeline(stage: StageContext) -> GradientsAndSums:
     """Compute the sums and gradients of a batch by a pipeline schedule, inside `jax.shard_map`.
 
     For each microbatch, an activation and later its gradient are sent once between consecutive
     chunks. After the last tick, the gradients of `shared` are all-reduced over the stages. With the
-    same key, all schedules draw the same dropout masks.
-
-    Args:
-      ticks: the lowered schedule, which must have backward tasks.
-      model: the model as three functions.
-      chunk_params: the parameters of this stage's chunks, leaves `[chunks per stage, ...]`
-        (`chunks.to_stages`).
-      shared: the parameters of embedding and head, the same on all stages.
-      microbatches: the batch, leaves `[microbatches, ...]`, the same on all stages.
-      axis: the mesh axis of the stages.
-      key: the random key for dropout and other random layers, or None without random layers.
-      specs: the partition specs over auto axes, which are also the specs of sums of gradients, or
-        None if no auto axis splits parameters.
-      frozen: a pair: the frozen parameters of the chunks, in the form of `chunk_params`, and the
-        frozen parameters of embedding and head, in the form of `shared`.
+    same key, all schedules draw the same dropout masks. The schedule must have backward tasks.
     """
-    assert ticks.trains, ticks.name
-    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs, frozen)
+    assert stage.ticks.trains, stage.ticks.name
     state = _scan(stage, _train)
     # Only the stages of the first and of the last chunk have computed these gradients and sums. All
     # other stages have zeros.
-    shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
+    shared_grads, sums = lax.psum((state.shared_grads, state.sums), stage.axis)
     return GradientsAndSums(state.chunk_grads, shared_grads, sums)
 
 
-def evaluate_pipeline(
-    ticks: Ticks,
-    model: ModelFns,
-    chunk_params: Params,
-    shared: Params,
-    microbatches: PyTree,
-    *,
-    axis: str,
-    specs: StageSpecs | None = None,
-    frozen: tuple[Params, Params] = ((), ()),
-) -> Sums:
+def evaluate_pipeline(stage: StageContext) -> Sums:
     """Compute the sums of a batch in evaluation mode, inside `jax.shard_map`.
 
-    `ticks` must have forward tasks only. The other arguments are the same as for `run_pipeline`.
+    The schedule must have forward tasks only.
     """
-    assert not ticks.trains, ticks.name
-    stage = StageContext(
-        ticks, model, chunk_params, shared, microbatches, axis, None, specs, frozen
-    )
-    return lax.psum(_scan(stage, _evaluate).sums, axis)
+    assert not stage.ticks.trains, stage.ticks.name
+    return lax.psum(_scan(stage, _evaluate).sums, stage.axis)
 
 
 def _scan(

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.ticks import (
     KINDS,
     NONE,
@@ -24,12 +22,16 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     Ticks,
     TickTasks,
 )
-from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.check import check_schedule
+from jaxdist.pipeline_schedules.order import needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""
 VisitId = tuple[int, int]
 """The indices of a chunk and of a microbatch."""
+Lives = Mapping[VisitId, tuple[int, int]]
+"""For each value of a buffer, the moment of its write and the moment of its last read."""
 
 
 def lower(
@@ -95,29 +97,10 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
             if second and second.kind is not TaskKind.FORWARD and ready(second, tick, first):
                 clock[row.popleft()] = tick
         if not started:
-            raise ConfigError(_stuck(schedule, rows, present, clock))
+            check_schedule(schedule)  # The error says which stages wait for each other.
+            raise AssertionError(f"{schedule.name}: `check_schedule` finds every deadlock")
         tick += 1
     return clock
-
-
-def _stuck(
-    schedule: Schedule, rows: list[deque[Task]], present: set[Task], clock: Mapping[Task, int]
-) -> str:
-    waits = [
-        f"stage {stage} waits before {row[0]} for "
-        + ", ".join(
-            str(need)
-            for need in needs(row[0], schedule.chunks)
-            if need in present and need not in clock
-        )
-        for stage, row in enumerate(rows)
-        if row
-    ]
-    return (
-        f"schedule {schedule.name} stops after {len(clock)} of {len(present)} tasks: "
-        f"{'; '.join(waits)}. Reorder the tasks of these stages, so that no task waits for a later "
-        "task of its stage"
-    )
 
 
 # A tick has three moments: forward tasks run, then backward tasks run, then values arrive. The
@@ -134,49 +117,38 @@ def _arriving(tick: int) -> int:
     return 3 * tick + 2
 
 
-@dataclass
-class _Lives:
-    """The lifetimes of the values in a buffer.
+def _slots(placement: Sequence[int], lives: Lives) -> tuple[dict[VisitId, int], int]:
+    """Assign a slot to each value of a buffer, and return the assignment and the number of slots.
 
-    Attributes:
-      placement: the stage of each chunk.
-      found: for each value, the moment of its write and the moment of its last read.
+    Two values share a slot only if the last read of one value is before the write of the other
+    value. The algorithm is greedy coloring of intervals in the order of their starts, which needs
+    the fewest slots: the maximum number of values that a stage holds at a time.
     """
-
-    placement: tuple[int, ...]
-    found: dict[VisitId, tuple[int, int]]
-
-    def slots(self) -> tuple[dict[VisitId, int], int]:
-        """Assign a slot to each value, and return the assignment and the number of slots.
-
-        Two values share a slot only if the last read of one value is before the write of the other
-        value. The algorithm is greedy coloring of intervals in the order of their starts, which
-        needs the fewest slots: the maximum number of values that a stage holds at a time.
-        """
-        taken: dict[VisitId, int] = {}
-        free: dict[int, list[int]] = defaultdict(list)
-        busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        count: dict[int, int] = defaultdict(int)
-        for visit, (written, read) in sorted(self.found.items(), key=lambda item: item[1]):
-            stage = self.placement[visit[0]]
-            # The read must be strictly earlier than the write: a value still needs its slot at the
-            # moment of its last read.
-            while busy[stage] and busy[stage][0][0] < written:
-                heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
-            if not free[stage]:
-                free[stage].append(count[stage])
-                count[stage] += 1
-            taken[visit] = heapq.heappop(free[stage])
-            heapq.heappush(busy[stage], (read, taken[visit]))
-        return taken, max(count.values(), default=0)
+    taken: dict[VisitId, int] = {}
+    free: dict[int, list[int]] = defaultdict(list)
+    busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    count: dict[int, int] = defaultdict(int)
+    for visit, (written, read) in sorted(lives.items(), key=lambda item: item[1]):
+        stage = placement[visit[0]]
+        # The read must be strictly earlier than the write: a value still needs its slot at the
+        # moment of its last read.
+        while busy[stage] and busy[stage][0][0] < written:
+            heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
+        if not free[stage]:
+            free[stage].append(count[stage])
+            count[stage] += 1
+        taken[visit] = heapq.heappop(free[stage])
+        heapq.heappush(busy[stage], (read, taken[visit]))
+    return taken, max(count.values(), default=0)
 
 
-def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
+def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[Lives, ...]:
     """Return the lifetimes of the values in each buffer.
 
     The buffers are, in this order: inputs, gradients, residuals, and values for WEIGHT tasks.
     """
-    inputs, gradients, residuals, kept = ({} for _ in range(4))
+    buffers: tuple[dict[VisitId, tuple[int, int]], ...] = ({}, {}, {}, {})
+    inputs, gradients, residuals, kept = buffers
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
     for (kind, chunk, microbatch), tick in at.items():
@@ -202,13 +174,12 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
             sent = at.get((TaskKind.FULL, chunk + 1, microbatch))
             sent = at[TaskKind.INPUT, chunk + 1, microbatch] if sent is None else sent
             gradients[visit] = (_arriving(sent), _in_backward(tick))
-    return tuple(
-        _Lives(schedule.placement, found) for found in (inputs, gradients, residuals, kept)
-    )
+    return buffers
 
 
 def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
-    coloured = [lives.slots() for lives in _lives(schedule, clock, activations)]
+    buffers = _lives(schedule, clock, activations)
+    coloured = [_slots(schedule.placement, lives) for lives in buffers]
     slots = [found for found, _ in coloured]
     size = (max(clock.values(), default=-1) + 1, schedule.stages)
     forward, backward = _works(schedule, clock, slots, size)

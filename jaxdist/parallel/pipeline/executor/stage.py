@@ -61,7 +61,20 @@ class StageState(NamedTuple):
 class StageContext:
     """The values that the tasks of a stage read, inside the `jax.shard_map` of `run_pipeline`.
 
-    The attributes are the arguments of `run_pipeline`.
+    Attributes:
+      ticks: the lowered schedule.
+      model: the model as three functions.
+      chunk_params: the parameters of this stage's chunks, leaves `[chunks per stage, ...]`
+        (`chunks.to_stages`).
+      shared: the parameters of embedding and head, the same on all stages.
+      microbatches: the batch, leaves `[microbatches, ...]`, the same on all stages.
+      axis: the mesh axis of the stages.
+      key: the random key for dropout and other random layers, or None without random layers and in
+        evaluation.
+      specs: the partition specs over auto axes, which are also the specs of sums of gradients, or
+        None if no auto axis splits parameters.
+      frozen: a pair: the frozen parameters of the chunks, in the form of `chunk_params`, and the
+        frozen parameters of embedding and head, in the form of `shared`.
     """
 
     ticks: Ticks
@@ -70,8 +83,8 @@ class StageContext:
     shared: Params
     microbatches: PyTree
     axis: str
-    key: jax.Array | None
-    specs: StageSpecs | None
+    key: jax.Array | None = None
+    specs: StageSpecs | None = None
     frozen: tuple[Params, Params] = ((), ())
 
     @property

@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.collectives.bucket import pack, unpack
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.branches import CHUNK, tick_scope
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
+from jaxdist.trees import tree_size
 from jaxdist.types import PyTree
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
@@ -59,7 +60,7 @@ class Packed:
     @property
     def length(self) -> int:
         """The number of parameters of the largest chunk."""
-        return max(map(_size, self.params))
+        return max(map(tree_size, self.params))
 
     @property
     def features(self) -> int:
@@ -70,22 +71,14 @@ class Packed:
         """Pack the parameters of all chunks into an array `[chunks, length]`."""
         return jnp.stack([self._vector(own) for own in params])
 
-    def unpack(self, vectors: jax.Array) -> list[Any]:
-        """Return the parameters of all chunks from the array that `pack` returns."""
-        return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
-
     def _vector(self, tree: PyTree) -> jax.Array:
-        flat = [leaf.ravel() for leaf in jax.tree.leaves(tree)]
-        whole = jnp.concatenate(flat) if flat else jnp.zeros(0, _dtype(self.params))
+        leaves, dtype = jax.tree.leaves(tree), jax.tree.leaves(self.params)[0].dtype
+        whole = pack(leaves) if leaves else jnp.zeros(0, dtype)
         return jnp.pad(whole, (0, self.length - whole.size))
 
     def _tree(self, vector: jax.Array, chunk: int) -> PyTree:
         shapes, structure = jax.tree.flatten(self.params[chunk])
-        ends = accumulate(math.prod(shape.shape) for shape in shapes)
-        return structure.unflatten(
-            vector[end - math.prod(shape.shape) : end].reshape(shape.shape)
-            for shape, end in zip(shapes, ends, strict=True)
-        )
+        return structure.unflatten(unpack(vector, shapes))
 
     def _padded(self, x: jax.Array) -> jax.Array:
         rows = x.reshape(len(x), -1)
@@ -142,11 +135,3 @@ def pack_model(
                 f"{' and '.join(dtypes)}: use a single dtype"
             )
     return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))
-
-
-def _size(tree: PyTree) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def _dtype(trees: Any) -> PyTree:
-    return jax.tree.leaves(trees)[0].dtype

@@ -1,15 +1,18 @@
 """Pipelines of models that are a sequence of parts of different shapes.
 
-A chunk runs some consecutive parts, and its parameters are packed into a vector.
+The module has a method `parts`, which returns the parts in order. The first part takes the
+arguments of the module. Every other part takes the output of the previous part. Every part returns
+an array `[rows, ...]`. A chunk runs some consecutive parts, and its parameters are packed into a
+vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,6 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError
 from jaxdist.jaxprs import depends_on
-from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
@@ -32,19 +34,10 @@ from jaxdist.parallel.pipeline.planning.estimate import shapes_of
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
 from jaxdist.parallel.pipeline.stand_in import Output
 from jaxdist.sharding import Dims, Layout
+from jaxdist.trees import wide
 from jaxdist.types import Buffers, Params, PyTree
 
 WHOLE = PartitionSpec()
-
-
-class Parted(Protocol):
-    """The protocol of a module that runs its parts in sequence.
-
-    The first part takes the arguments of the module. Every other part takes the output of the
-    previous part. Every part returns an array `[rows, ...]`.
-    """
-
-    def parts(self) -> Sequence[Callable[..., jax.Array]]: ...
 
 
 def plan_parted(
@@ -71,9 +64,7 @@ def plan_parted(
       ConfigError: the mesh splits something other than the batch and the stages, or the parameters
         have different dtypes, or the outputs of the parts have different dtypes.
     """
-    batch_axis = layout.axis_of("batch")
-    axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}
-    sizes = layout.mesh.shape.items()
+    axes, sizes = {AXIS, *layout.batch_axes}, layout.mesh.shape.items()
     others = [f"mesh.{name} {size}" for name, size in sizes if size > 1 and name not in axes]
     if others:
         raise ConfigError(
@@ -104,19 +95,14 @@ class PartedPipeline(Pipeline):
     counts: tuple[int, ...]
     batch: Mapping[str, jax.ShapeDtypeStruct]
 
-    def gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
+    def gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
         """Compute gradients as `Pipeline` does, with packed parameters."""
         # The transpose of `_pack` unpacks the gradients. The gradients are in float32 or wider, so
         # `_pack` is transposed at copies of the parameters that are cast to float32 or wider.
-        wide = jax.tree.map(
-            lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
-        )
-        packed = held._replace(params=self._pack(held.params))
-        found = super().gradients(packed, batch, key, around)
+        wider = wide(held.params)
+        found = super().gradients(held._replace(params=self._pack(held.params)), around)
         # The vectors contain frozen parameters too. The gradients of frozen parameters are dropped.
-        grads = self.model.divided(jax.vjp(self._pack, wide)[1](found.grads)[0])[0]
+        grads = self.model.divided(jax.vjp(self._pack, wider)[1](found.grads)[0])[0]
         return found._replace(grads=carried(grads))
 
     @cached_property

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names, mesh_axis_size
+from jaxdist.mesh import mesh_axis_size
 from jaxdist.models.feed_forward.router import Statistics
 from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
@@ -32,6 +32,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import (
     StageSpecs,
     Visit,
 )
+from jaxdist.parallel.pipeline.executor.stage import StageContext
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
 from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
@@ -45,18 +46,6 @@ from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 Apart = tuple[list[Any], list[Any]]
 """A pair of lists: the leaves of stacked layers, and all other leaves."""
-
-
-class Stackable(Protocol):
-    """The protocol of a module that a pipeline can divide into stages.
-
-    The call of the module is `head(trunk(embed(*inputs), *inputs))`. `trunk` runs the stacked
-    layers.
-    """
-
-    def embed(self, *inputs: PyTree) -> jax.Array: ...
-    def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array: ...
-    def head(self, x: jax.Array) -> PyTree: ...
 
 
 @dataclass(frozen=True)
@@ -94,26 +83,22 @@ class Pipeline:
         """Return the pipeline itself, because a schedule has a fixed number of microbatches."""
         return self
 
-    def gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
+    def gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
         """Compute gradients of the total loss of a batch, and the sums; buffers are unchanged.
 
         With a loss scale, the cotangents in the pipeline are cotangents of the mean loss of a
         microbatch times the scale. The returned gradients are divided by the same factor.
 
         Args:
-          held: the parameters in the form in which they are stored, and the loss scale. A parameter
+          held: the inputs, with the parameters in the form in which they are stored. A parameter
             may be a `Deferred`; the gradient then has the form of the array in the `Deferred`.
-          batch: the batch, or a device's rows.
-          key: the random key of the step.
           around: the context, which is not used.
 
         Returns:
           The gradients, in the form in which the parameters are stored, with sums and buffers.
         """
         (layers, shared), frozen = self._divided(held.params)
-        rows = split_rows(arranged(self.loss, batch), self.ticks.microbatches, self.layout)
+        rows = split_rows(arranged(self.loss, held.batch), self.microbatches, self.layout)
         factor = None
         if held.scale is not None:
             factor = held.scale.scale / self._weight(shared, frozen[1], rows)
@@ -122,28 +107,26 @@ class Pipeline:
         def local(
             chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree, key: Leaf, factor: Leaf
         ) -> GradientsAndSums:
-            settings = {"axis": AXIS, "key": key, "specs": self._specs, "frozen": frozen}
             parts = self._parts(training=True, factor=factor)
-            return run_pipeline(self.ticks, parts, chunks, shared, rows, **settings)
+            given = self.ticks, parts, chunks, shared, rows, AXIS, key, self._specs, frozen
+            return run_pipeline(StageContext(*given))
 
         inside = (here, everywhere, (here, everywhere), everywhere, everywhere, everywhere)
         on_stages = self._on_stages(local, inside, GradientsAndSums(here, everywhere, everywhere))
         held_too = self._on_all_stages(frozen, held.buffers)
-        found = on_stages(self._to_stages(layers), shared, held_too, rows, key, factor)
+        found = on_stages(self._to_stages(layers), shared, held_too, rows, held.key, factor)
         own = self.model.trained
         grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads, own)
         if factor is not None:
             grads = jax.tree.map(lambda g: g / factor, grads)
         return Gradients(grads, found.sums, held.buffers)
 
-    def mean_gradients(
-        self, held: StepInputs, batch: Batch, key: jax.Array, around: BatchContext
-    ) -> Gradients:
+    def mean_gradients(self, held: StepInputs, around: BatchContext) -> Gradients:
         """Compute gradients of the mean loss of the whole batch.
 
         The arguments are the arguments of `gradients`.
         """
-        return over_weight(self.gradients(held, batch, key, around))
+        return over_weight(self.gradients(held, around))
 
     def _weight(self, shared: PyTree, frozen: list[Any], rows: PyTree) -> jax.Array:
         """Return the mean weight over all microbatches and devices, or 1 if the mean is 0.
@@ -166,7 +149,7 @@ class Pipeline:
             return parts.head(shared, zeros(x), visit._replace(rows=rows))[1]["loss"].weight
 
         mean = jax.lax.stop_gradient(jax.lax.map(weight, rows).mean())
-        axes = self._axes_of("batch")
+        axes = self.layout.batch_axes
         mean = jax.lax.pmean(mean, axes) if axes else mean
         return divisor(mean)
 
@@ -174,13 +157,12 @@ class Pipeline:
         """Compute the sums of the loss and its metrics over a batch, in evaluation mode."""
         (layers, shared), frozen = self._divided(params)
         rows = split_rows(arranged(self.loss, batch), self.forward.microbatches, self.layout)
-        everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self._axes_of("batch")
+        everywhere, here, data = PartitionSpec(), PartitionSpec(AXIS), self.layout.batch_axes
 
         def local(chunks: PyTree, shared: PyTree, frozen: PyTree, rows: PyTree) -> Sums:
-            settings = {"axis": AXIS, "specs": self._specs, "frozen": frozen}
             parts = self._parts(training=False)
-            found = evaluate_pipeline(self.forward, parts, chunks, shared, rows, **settings)
-            return jax.lax.psum(found, data)
+            given = self.forward, parts, chunks, shared, rows, AXIS, None, self._specs, frozen
+            return jax.lax.psum(evaluate_pipeline(StageContext(*given)), data)
 
         inside = (here, everywhere, (here, everywhere), PartitionSpec(None, data))
         on_stages = self._on_stages(local, inside, everywhere, *data)
@@ -270,7 +252,7 @@ class Pipeline:
     @cached_property
     def _specs(self) -> StageSpecs:
         """The partition specs of a stage's values over auto axes."""
-        manual = {AXIS, *self._axes_of("batch")}
+        manual = {AXIS, *self.layout.batch_axes}
 
         def spec(dims: Dims) -> PartitionSpec:
             entries = ([n for n in self.layout.names_of(dim) if n not in manual] for dim in dims)
@@ -286,10 +268,6 @@ class Pipeline:
             of_load: Any = spec((None, "batch", None))
             x = x, Statistics(of_sums, of_load)
         return StageSpecs(chunk, shared, x)
-
-    def _axes_of(self, dim: str) -> tuple[str, ...]:
-        axis = self.layout.axis_of(dim)
-        return axis_names(self.layout.mesh, axis) if axis else ()
 
     def _divided(self, tree: PyTree) -> tuple[Apart, Apart]:
         """Divide a tree like the parameters into the trained and the frozen leaves.
@@ -333,7 +311,11 @@ class Pipeline:
             # split the leaf too.
             index = jnp.asarray(to_stages(self.cut.index, placement))
             everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
-            return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
+
+            def select(layers: list[Any], index: jax.Array) -> list[Any]:
+                return jax.tree.map(lambda leaf: leaf[index], layers)
+
+            return self._on_stages(select, (everywhere, here), here)(layers, index)
         chunks = self.cut.to_chunks(layers)
         return chunks if self._arranged else to_stages(chunks, placement)
 
@@ -384,7 +366,7 @@ def plan_pipeline(
     Args:
       config: the config of the pipeline.
       plan: the plan that `plan_chunks` returns for the same config and model.
-      model: the model, whose module is a `Stackable`.
+      model: the model, whose module has the methods of `jaxdist.models.layers.Stacked`.
       loss: the loss to minimize.
       layout: the layout of the training state (`plan.stored`).
       dims: the logical dims of each parameter, by name.
@@ -447,7 +429,3 @@ def minimised(
     check_adds_up(sums, "each microbatch of a pipeline is computed by itself")
     total = sums["loss"].total
     return total if factor is None else total * factor, sums
-
-
-def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
-    return jax.tree.map(lambda leaf: leaf[index], layers)

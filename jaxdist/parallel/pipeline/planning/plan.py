@@ -67,7 +67,7 @@ class ChunkPlan:
 
     Attributes:
       schedule: the schedule.
-      layers: the number of layers of each chunk, or of parts for a `Parted` model.
+      layers: the number of layers of each chunk, or of parts for a model of parts.
       parted: whether the model is a sequence of parts instead of a stack of equal layers.
       explained: the lines of text that explain the division into chunks.
     """

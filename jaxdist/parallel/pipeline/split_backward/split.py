@@ -85,21 +85,13 @@ def split_function(
 
 def _run(steps: Iterable[Step], env: Env, half: Half) -> None:
     for step in steps:
-        if isinstance(step, SplitScan):
-            (_run_b if half == "b" else _run_w)(step, env)
-        else:
+        if not isinstance(step, SplitScan):
             bind(step, env)
-
-
-def _run_b(loop: SplitScan, env: Env) -> None:
-    found, kept = _scan(loop, env, "b", ())
-    env.update(found)
-    env.update(zip(loop.names, kept, strict=True))
-
-
-def _run_w(loop: SplitScan, env: Env) -> None:
-    found, _ = _scan(loop, env, "w", [env[name] for name in loop.names])
-    env.update(found)
+        elif half == "b":
+            found, kept = _scan(step, env, "b", ())
+            env.update({**found, **dict(zip(step.names, kept, strict=True))})
+        else:
+            env.update(_scan(step, env, "w", [env[name] for name in step.names])[0])
 
 
 def _scan(

@@ -11,12 +11,12 @@ from jaxdist.pipeline_schedules.derived import eager, forward_only
 from jaxdist.pipeline_schedules.gpipe import gpipe
 from jaxdist.pipeline_schedules.interleaved import interleaved
 from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.order import needs
 from jaxdist.pipeline_schedules.schedule import (
     Schedule,
     Task,
     TaskKind,
     loop,
-    needs,
     v_shape,
 )
 from jaxdist.pipeline_schedules.simulate import simulate
@@ -269,8 +269,8 @@ def test_a_table_that_cannot_go_on_is_refused():
     rows += [[Task(F, 1, 0), Task(F, 1, 1), Task(B, 1, 0), Task(B, 1, 1)]]
     with pytest.raises(
         ConfigError,
-        match=r"schedule crossed stops after 2 of 8 tasks: stage 0 waits before 0B1 for 0F1, 1B1; "
-        r"stage 1 waits before 1F1 for 0F1",
+        match=r"schedule crossed: stage 0, position 1: 0B1 needs 0F1, which comes after it, at "
+        r"position 2: swap the two tasks",
     ):
         lower(Schedule("crossed", 2, (0, 1), tuple(map(tuple, rows))))
 

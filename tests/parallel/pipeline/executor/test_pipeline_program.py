@@ -14,6 +14,7 @@ from pipeline_tables import TABLES
 from jaxdist.parallel.pipeline.executor.execute import run_pipeline
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns
+from jaxdist.parallel.pipeline.executor.stage import StageContext
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 
 STAGES = 4
@@ -78,7 +79,7 @@ def test_no_stage_computes_in_its_bubble(microbatches):
     ticks = lower(TABLES["eager"](STAGES, microbatches))
     staged, everywhere = PartitionSpec("stage"), PartitionSpec()
     function = jax.shard_map(
-        lambda params, shared, rows: run_pipeline(ticks, parts, params, shared, rows, axis="stage"),
+        lambda *given: run_pipeline(StageContext(ticks, parts, *given, "stage")),
         mesh=on_mesh({"stage": STAGES}).mesh,
         in_specs=(staged, everywhere, everywhere),
         out_specs=GradientsAndSums(staged, everywhere, everywhere),

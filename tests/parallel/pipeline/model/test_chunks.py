@@ -12,6 +12,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.execute import evaluate_pipeline, run_pipeline
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import GradientsAndSums, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.stage import StageContext
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, to_stages
 from jaxdist.parallel.pipeline.model.packed import pack_model
 from jaxdist.pipeline_schedules.derived import forward_only
@@ -32,7 +33,7 @@ def on_stages(ticks, parts, chunks, shared):
         else (evaluate_pipeline, None)
     )
     function = jax.shard_map(
-        lambda *given: way(ticks, parts, *given, axis="stage"),
+        lambda *given: way(StageContext(ticks, parts, *given, "stage")),
         mesh=layout.mesh,
         in_specs=(staged, everywhere, everywhere),
         out_specs=everywhere if out is None else out,
@@ -179,7 +180,7 @@ def test_chunks_may_have_different_shapes(table, policy):
     ticks = lower(table, activations=policy)
     found = on_stages(ticks, packed.parts, packed.pack(PARAMS), ENDS)
     value, grads = expected(whole, PARAMS, ENDS)
-    same((tuple(packed.unpack(found.chunk_grads)), found.shared_grads), grads)
+    same((found.chunk_grads, found.shared_grads), (packed.pack(grads[0]), grads[1]))
     same(found.sums, value)
 
 
