@@ -33,7 +33,8 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 if tunables := environment.plan_tunables(os.environ, platform.libc_ver()[0]):
     os.environ["GLIBC_TUNABLES"] = tunables
 
-import jax  # noqa: E402  (the environment comes first)
+import hypothesis  # noqa: E402  (the environment comes first)
+import jax  # noqa: E402  (the same)
 import pytest  # noqa: E402  (the same)
 import typer.main  # noqa: E402  (the same)
 from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402  (the same)
@@ -46,6 +47,10 @@ from sharing import share_programs  # noqa: E402  (the same)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
 from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)
+
+# A machine that is busy must not make a drawn example fail: no test asserts a time.
+hypothesis.settings.register_profile("jaxdist", deadline=None)
+hypothesis.settings.load_profile("jaxdist")
 
 # Two folders have a conftest, and as doctest modules both would have the same name.
 collect_ignore_glob = ["*/conftest.py"]

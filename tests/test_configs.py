@@ -180,7 +180,7 @@ def outcome(values, path):
     return "builds"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_mutated_config_builds_or_says_what_is_wrong(data):
     path = data.draw(st.sampled_from(SMALL))
@@ -195,7 +195,7 @@ def test_a_mutated_config_builds_or_says_what_is_wrong(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_mutated_configs(data):
     test_a_mutated_config_builds_or_says_what_is_wrong.hypothesis.inner_test(data)

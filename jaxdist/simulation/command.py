@@ -105,7 +105,7 @@ def run_simulation(
     rows = _rows(path, overrides, found, seeds, console)
     targets = default_targets(rows[0]) if target is None else (target,) * seeds
     done = SimulationResult(caption_of(first), targets, rows)
-    publish(done, json_file, console)
+    publish(done.text(), done.as_json(), json_file, console)
     if plot is not None:
         title = f"{first.config.model.type} on {path.stem}, seed {rows[0].seeds[0]}"
         plot_simulation(rows, plot, title=title, target=targets[0])

@@ -57,7 +57,7 @@ def test_no_fusion_is_a_bucket_for_each_leaf_in_order():
     assert plan_buckets([], 8) == plan_buckets([], None) == []
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["float32", "int8"]))),
     st.integers(1, 40),

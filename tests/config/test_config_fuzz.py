@@ -16,7 +16,7 @@ from sample_schema import BASE, Run
 from jaxdist.config import KeyPath, provenance, read, render_rows, resolved_yaml, validate
 from jaxdist.errors import ConfigError
 
-FUZZ = settings(deadline=None, max_examples=150, database=None)
+FUZZ = settings(max_examples=150, database=None)
 
 BASE_VALUES: dict[str, Any] = YAML(typ="safe", pure=True).load(BASE) | {
     "evaluate": {"files": ["c"], "window": 8},

@@ -117,7 +117,7 @@ def test_render_keeps_line_numbers_and_the_start_of_overrides():
     assert lines[1].endswith("  override 'mesh={data: 4,…")
 
 
-@settings(deadline=None, max_examples=50, database=None)
+@settings(max_examples=50, database=None)
 @given(
     st.lists(
         st.builds(
@@ -174,7 +174,7 @@ RUN = st.builds(
 
 
 @pytest.mark.full
-@settings(deadline=None, max_examples=60, database=None)
+@settings(max_examples=60, database=None)
 @given(RUN)
 def test_resolved_yaml_loads_back_to_the_same_tree(tmp_path_factory: Any, run: Run):
     file = tmp_path_factory.getbasetemp() / "resolved.yaml"

@@ -111,7 +111,7 @@ def test_the_seed_gives_the_order() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(start=st.integers(0, 2**40), batch_size=st.integers(1, 9), shuffle=st.booleans())
 def test_a_resume_needs_only_the_step(start: int, batch_size: int, shuffle: bool) -> None:
     loader = _loader(_arrays(7), batch_size, shuffle=shuffle)

@@ -41,7 +41,7 @@ def test_probabilities_by_hand() -> None:
     assert model.loss(np.array([0, 1, 1, 0])) == pytest.approx(expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(2, 6),
     st.integers(0, 2**32 - 1),

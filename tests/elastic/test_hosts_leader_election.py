@@ -142,7 +142,7 @@ EVENTS = ("say", "say", "hear", "hear", "keep", "keep", "keep", "keep", "time", 
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from((*EVENTS, "join", "die")), st.integers(0, 99)),

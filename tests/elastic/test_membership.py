@@ -161,7 +161,7 @@ PLAYS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PLAYS, st.integers(0, 999), st.integers(0, 5))
 def test_never_are_two_generations_at_work(events, seed, hosts):
     world = World(seed)

@@ -32,7 +32,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(EVENTS, max_size=40), st.sampled_from(Activity), st.integers(0, 10**9))
 def test_kinds_add_up_to_the_wall_time_exactly(events, first, age):
     clock = Clock()

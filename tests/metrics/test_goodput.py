@@ -105,7 +105,7 @@ def test_going_back_behind_the_life_before():
 LIVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 50), st.booleans()), min_size=1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LIVES, st.integers(1, 5))
 def test_kinds_add_up_over_any_lives(lives, every):
     run = FakeRun()

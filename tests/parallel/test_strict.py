@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 import strict_cases
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.errors import ConfigError
@@ -47,7 +47,6 @@ def paired(leaves: list[str], run: int) -> str:
 
 
 @given(st.integers(1, 48))
-@settings(deadline=None)
 def test_what_devices_have_are_whole_parts_of_the_one_tree(shards: int) -> None:
     order = Order(shards)
     names = [str(i) for i in range(shards)]

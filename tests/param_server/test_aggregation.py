@@ -157,7 +157,7 @@ def quadratic(w, worker, clock):
     return w - np.float64([worker + 1, 10 * clock])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
 def test_in_rounds_the_sums_are_those_of_workers_that_push_themselves(seed):
     """Sums of integers over a power of two round nothing: the orders do not matter."""
@@ -170,7 +170,7 @@ def test_in_rounds_the_sums_are_those_of_workers_that_push_themselves(seed):
     assert found.at_root["pushes"] == 2 * STEPS
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32))
 def test_racks_of_unlike_sizes_and_tokens_have_the_mean_of_all(seed):
     racks, tokens = [(10, 11, 12), (13,)], {10: 3.0, 11: 1.0, 12: 4.0, 13: 2.0}
@@ -182,7 +182,7 @@ def test_racks_of_unlike_sizes_and_tokens_have_the_mean_of_all(seed):
     np.testing.assert_allclose(found.w, w, rtol=1e-12)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32))
 def test_racks_are_bounded_by_the_model_of_the_root(seed):
     model = SSP(bound=1)

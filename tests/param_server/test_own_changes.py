@@ -95,7 +95,7 @@ def test_a_simulated_worker_that_comes_back_reads_each_of_its_changes_once(seed)
 
 
 @pytest.mark.parametrize("reads", READS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), speeds=st.tuples(*[st.sampled_from([1, 3, 20])] * 3))
 def test_a_copy_holds_its_readers_changes_whatever_the_network_does(reads, seed, speeds):
     def ones(w, client, clock):

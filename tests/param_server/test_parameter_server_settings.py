@@ -252,7 +252,7 @@ def random_transform(rng, count):
     return optax.GradientTransformationExtraArgs(start, update), alone
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 9))
 def test_whatever_looks_at_another_parameter_is_found(seed, count):
     rng = np.random.default_rng(seed)

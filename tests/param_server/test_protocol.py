@@ -66,7 +66,7 @@ def team(model, seed, *, chaos=BAD, speeds=None, gradient=quadratic, **more):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=SEEDS, speeds=SPEEDS)
 def test_every_change_counts_exactly_once_in_its_clients_order(name, seed, speeds):
     found = team(MODELS[name], seed, speeds=speeds, gradient=integers, start=0.0, learning_rate=-1)
@@ -85,7 +85,7 @@ def test_every_change_counts_exactly_once_in_its_clients_order(name, seed, speed
 
 
 @pytest.mark.parametrize("name", ["ssp 2", "ahead 2", "essp 2", "async", "adaptive", "elastic"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=SEEDS)
 def test_sums_that_round_nothing_are_the_same_in_every_order(name, seed):
     model = MODELS[name]
@@ -95,7 +95,7 @@ def test_sums_that_round_nothing_are_the_same_in_every_order(name, seed):
     assert found.w == sum(integers(0, client, clock) for client in range(3) for clock in range(6))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, speeds=SPEEDS)
 def test_bsp_is_synchronous_sgd_bit_for_bit(seed, speeds):
     w = np.ones(3)
@@ -115,7 +115,7 @@ def test_one_worker_is_plain_sgd_bit_for_bit(name):
     np.testing.assert_array_equal(found.run().w, w)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=SEEDS, speeds=SPEEDS)
 def test_updates_on_arrival_are_applied_one_by_one(seed, speeds):
     """A fold over the changes in the order of their arrival, each over the number of workers."""
@@ -141,7 +141,7 @@ def test_updates_on_arrival_are_applied_one_by_one(seed, speeds):
         ("elastic rounds", 0),
     ],
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, speeds=SPEEDS)
 @pytest.mark.every(3)
 def test_no_read_is_staler_than_the_bound(name, bound, seed, speeds):
@@ -213,7 +213,7 @@ def masked(client, clock):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=SEEDS, speeds=SPEEDS)
 def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, speeds):
     """Their payloads hold NaN: what they say of the parameters is never used."""
@@ -235,7 +235,7 @@ def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, sp
     np.testing.assert_array_equal(twin.w, found.w)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS, speeds=SPEEDS)
 def test_a_round_is_the_mean_over_all_tokens_and_one_of_none_takes_no_step(seed, speeds):
     w, steps = np.ones(3), 0

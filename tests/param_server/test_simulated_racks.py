@@ -69,7 +69,7 @@ def two_level(size, workers, steps, tokens):
     return params
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),
     size=st.integers(2, 4),
@@ -140,7 +140,7 @@ def test_one_seed_gives_one_run(name, pooled):
     assert first.curve[-1].loss < first.curve[0].loss  # by how much is chance, in so few updates
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),
     bound=st.integers(0, 4),

@@ -113,7 +113,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[name], array)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**31), servers=st.integers(1, 4), workers=st.integers(1, 4))
 def test_bsp_is_synchronous_sgd_bit_for_bit(seed, servers, workers):
     """Whatever the network loses and the workers' speeds are, on any number of servers."""
@@ -162,7 +162,7 @@ def test_one_seed_gives_one_run_and_the_next_another(name):
     assert first.curve[-1].loss < 0.9 * first.curve[0].loss
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     bound=st.integers(0, 4),
@@ -289,7 +289,7 @@ def test_a_server_that_pauses_is_waited_for_and_forgets_nothing():
     assert plain.seconds == pytest.approx(5)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**31), length=st.sampled_from([0.3, 2.0]))
 def test_pauses_change_no_bit_of_a_round(seed, length):
     stops = tuple(

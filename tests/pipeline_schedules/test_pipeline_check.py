@@ -131,7 +131,7 @@ MADE = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(MADE), st.data())
 def test_mutations_are_caught(made, data):
     """A task dropped, doubled, or put before one that it needs."""
@@ -158,7 +158,7 @@ def test_mutations_are_caught(made, data):
         check_schedule(broken)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(MADE), st.data())
 def test_any_order_is_judged_rightly(made, data):
     """After a swap of any two tasks of a stage: refused exactly if a need comes later for ever.

@@ -175,7 +175,7 @@ def test_files_that_cannot_be_read(tmp_path):
         read_csv(tmp_path / "pipe.csv")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet='0123,\n;()FBIWX" ', max_size=40))
 def test_any_text_is_read_or_refused(content):
     try:

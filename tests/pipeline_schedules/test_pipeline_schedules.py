@@ -38,7 +38,7 @@ CONFIG = TypeAdapter(PipelineScheduleConfig)
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(ANY)), stages, st.integers(1, 24))
 def test_any_number_of_microbatches(name, p, m):
     made = ANY[name](p, m)
@@ -46,7 +46,7 @@ def test_any_number_of_microbatches(name, p, m):
     assert (made.name, made.stages, made.microbatches) == (name, p, m)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(LEAST)), stages, st.integers(0, 12))
 def test_from_the_least_number_on(name, p, more):
     build, least = LEAST[name]
@@ -55,7 +55,7 @@ def test_from_the_least_number_on(name, p, more):
     assert (made.name, made.stages, made.microbatches) == (name, p, least(p) + more)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(stages, st.integers(1, 4), st.integers(2, 4))
 def test_chunks(p, rounds, v):
     for made in (interleaved(p, rounds * p, v), breadth_first(p, rounds * p, v)):
@@ -63,7 +63,7 @@ def test_chunks(p, rounds, v):
         assert made.placement == loop(p, p * v)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(stages, st.integers(1, 12), st.integers(1, 3))
 def test_forward_only(p, m, v):
     for placement in (loop(p, p * v), v_shape(p)):

@@ -67,7 +67,7 @@ def test_at_most_one_percent_in_twice_the_memory(stages):
 times = st.floats(0.5, 2.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.integers(2, 6), st.integers(1, 16), st.floats(1.0, 2.5))
 def test_memory_is_kept_and_nothing_is_lost(data, stages, microbatches, memory_limit):
     """Uneven stages: within the memory, and never longer than 1F1B."""

@@ -32,7 +32,7 @@ def mean(fleet: FleetConfig, saves: Saves) -> float:
     return found.shares[Activity.STEP]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(st.floats(0.002, 0.1), st.floats(0.25, 3), st.floats(0, 0.3), st.integers(0, 99))
 def test_checkpoints_alone_agree_with_the_closed_form(cost, factor, recovery, seed):
     mttf = 1e4
@@ -44,7 +44,7 @@ def test_checkpoints_alone_agree_with_the_closed_form(cost, factor, recovery, se
     assert mean(fleet, Saves(every)) == pytest.approx(exact, rel=0.03)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.integers(2, 12), st.floats(100, 2000), st.integers(0, 99))
 def test_two_tiers_agree_with_the_closed_form_at_both_ends(disk, every, seed):
     """All failures take both copies, so that a cycle is one long save; or none does."""
@@ -105,7 +105,7 @@ def step_by_step(fleet: FleetConfig, way: Saves) -> list[float]:
     return kept
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.floats(300, 1e5), st.floats(20, 5000), st.integers(1, 9), st.floats(0, 1), st.integers(0, 9)
 )

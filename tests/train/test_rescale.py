@@ -37,7 +37,7 @@ def indices(size: int, start: int, steps: int) -> list[int]:
     return [int(one) for step in range(steps) for one in loader.indices(step)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(CHANGES)
 def test_each_example_is_used_once_an_epoch_whatever_happened(changes):
     """Steps in one size, then in another; the last generation goes to the run's end."""

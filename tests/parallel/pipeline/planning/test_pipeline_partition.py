@@ -25,7 +25,7 @@ def times(layers, counts):
 numbers = st.integers(0, 9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 8), st.integers(1, 5))
 def test_no_cut_is_better(data, depth, chunks):
     if chunks > depth:
