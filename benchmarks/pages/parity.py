@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxdist.metrics import columns
+from jaxdist import columns
 from jaxdist.parity.cells import (
     ACTIVATIONS,
     MESHES,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.draws.report import draw_verdict, features_of, outcomes_from_json
 from benchmarks.draws.run import DrawOutcome
-from jaxdist.metrics import columns
+from jaxdist import columns
 from jaxdist.parity.run import in_half_precision
 from jaxdist.types import Json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxdist.metrics import columns
+from jaxdist import columns
 from jaxdist.study.plan import StudyCell
 from jaxdist.study.trial import with_spread
 
