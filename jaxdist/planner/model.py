@@ -347,13 +347,13 @@ def _part(
     adapters = [
         PlannedParameter(
             name,
-            tuple(shape),
-            _split(dims),
+            shape[one.layers is not None :],
+            _split(dims[one.layers is not None :]),
             layers=one.layers or 0,
             resting=name in chosen,
         )
         for one in model.adapters
-        for name, shape, dims in zip(one.names, one.layer_shapes, one.layer_dims, strict=True)
+        for name, shape, dims in zip(one.names, one.shapes, one.all_dims, strict=True)
     ]
     frozen, on_host = (frozenset(map(_short, some)) for some in (model.frozen, chosen))
     return {"frozen": frozen, "adapters": tuple(adapters), "on_host": on_host}
