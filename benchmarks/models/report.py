@@ -202,7 +202,7 @@ def returned(name: str, path: Path) -> Figure:
             # A model without its head is written with one, and its names with a prefix.
             own = made.get(key, made.get(prefix + key))
             same += own is not None and np.array_equal(tensor.open(), own.open())
-        ignored = [key for key in before.tensors if key.endswith(before.family.ignored)]
+        ignored = [key for key in before.tensors if key.endswith(tuple(before.family.ignored))]
         left_out = [key for key in ignored if key not in made and prefix + key not in made]
         count = len(before.tensors) - len(left_out)
         return Figure(f"{name}: tensors to the bit", same, count, goal=">= 1", unit="")
