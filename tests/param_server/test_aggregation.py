@@ -229,6 +229,16 @@ def test_a_rack_that_comes_later_is_where_the_servers_are():
     assert effects[0].message == Push(Stamp(0, 7, 1), 5, 5, tokens=2.0)
 
 
+def test_a_rack_drops_a_push_for_a_round_that_is_over_here():
+    """The worker computes the round for another server, which has not ended it."""
+    state = rack.from_worker(BSP(), started(), Pull(Stamp(0, 0, 0)), 0.0).state
+    state = rack.from_root(BSP(), state, Answer(7, 0, clock=5, version=5, floor=5)).state
+    state, effects, _ = rack.from_worker(BSP(), state, Push(Stamp(0, 0, 1), 4, 5), 0.0)
+    assert effects == (Drop(0, 1, "round 4 is over"), Acknowledge(0, 1, None))
+    _, effects, _ = rack.from_worker(BSP(), state, Pull(Stamp(0, 0, 2)), 0.0)
+    assert effects == (Answer(0, 2, 5, 5, 5),)
+
+
 def test_a_push_that_cannot_be_written_is_sent_as_unusable():
     state = client.hear(client.pull(client.ClientState(7)).state, Answer(7, 0, 0, 0, 0)).state
     state, message = client.push(state)

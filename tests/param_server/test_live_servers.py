@@ -176,6 +176,31 @@ def test_a_session_that_breaks_is_opened_again_and_nothing_is_lost():
             assert found.counters.applied == 50
 
 
+def test_a_late_worker_pushes_for_the_same_round_at_all_servers():
+    """Server 1 has ended the round without the late worker, and server 0 has not."""
+    with Servers(BSP(backups=1), 3) as servers:
+        first, second = servers.servers
+        with servers.client(0) as one, servers.client(1) as other, servers.client(2) as late:
+            for client in one, other, late:
+                client.read()
+            for client in one, other, late:
+                client.push(flats(servers, client.number, 0))
+            for client in one, other:
+                client.read()
+                client._push_to(1, flats(servers, client.number, 1)[1], 1, 1.0)
+            other.wait_until(lambda: not other._links[1].payloads, "server 1")
+            late.read()
+            assert [link.state.clock for link in late._links] == [1, 2]
+            late.push(flats(servers, 2, 1))
+            for client in one, other:
+                client._push_to(0, flats(servers, client.number, 1)[0], 1, 1.0)
+            for client in one, other, late:
+                client.drain()
+        for server in first, second:
+            assert (server.state.clocks.version, server.state.clocks.held) == (2, ())
+            assert dict(server.counters.dropped) == {"round n is over": 2}
+
+
 def test_who_leaves_is_not_waited_for_and_who_joins_pulls():
     with Servers(BSP(), 2) as servers:
         with servers.client(0) as first:

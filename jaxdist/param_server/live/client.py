@@ -105,16 +105,19 @@ class Client(LinkedClient):
         """
         with self._changed:
             self._wait_for_room()
+            clock = self.clock
             for at, (change, read) in enumerate(zip(changes, self._read, strict=True)):
-                self._push_to(at, change, read, tokens)
+                self._push_to(at, change, read, tokens, clock)
 
-    def _push_to(self, at: int, change: np.ndarray, read: int | None, tokens: float) -> None:
+    def _push_to(
+        self, at: int, change: np.ndarray, read: int | None, tokens: float, clock: int | None = None
+    ) -> None:
         link = self._links[at]
         change, usable = self._written(at, change, tokens)
         # Servers refuse a weight that is not finite; `_written` has already marked this push as
         # unusable.
         tokens = tokens if math.isfinite(tokens) else 1.0
-        sending = protocol.push(link.state, version=read, tokens=tokens, usable=usable)
+        sending = protocol.push(link.state, clock=clock, version=read, tokens=tokens, usable=usable)
         self._send(link, sending, change)
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:

@@ -166,10 +166,12 @@ class MaskingClient(Client):
         self._begun: dict[int, int] = {}
         super().__init__(*given, **more)
 
-    def _push_to(self, at: int, change: np.ndarray, read: int | None, tokens: float) -> None:
+    def _push_to(
+        self, at: int, change: np.ndarray, read: int | None, tokens: float, clock: int | None = None
+    ) -> None:
         link = self._links[at]
         self._wait(lambda: self._rounds[link.server].ready, KEYS)
-        super()._push_to(at, change, read, tokens)
+        super()._push_to(at, change, read, tokens, clock)
         self._ask(link, Stage.ARRIVED, {})
 
     def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:

@@ -28,6 +28,7 @@ class ClientState:
     Attributes:
       sequence: the sequence number of the next message.
       clock: the clock of the next computation.
+      least: the smallest clock that the range accepts in the next push.
       version: the version of the client's copy of the parameters, or None without a copy.
       floor: the floor of the client's copy.
       admitted: the newest clock for which a pull was answered, or -1 before the first answer.
@@ -39,6 +40,7 @@ class ClientState:
     epoch: int = 0
     sequence: int = 0
     clock: int = 0
+    least: int = 0
     version: int | None = None
     floor: int = 0
     admitted: int = -1
@@ -99,7 +101,8 @@ def ready(model: Consistency, state: ClientState) -> bool:
         return False
     if state.admitted == state.clock:
         # The answered pull was sent after the last push, so the server has handled the last push
-        # too.
+        # too. If the last push was for a round that was over here, the answer came before the push,
+        # and has the parameters of this round.
         return True
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
@@ -116,11 +119,19 @@ def pull(state: ClientState) -> Sending:
 
 
 def push(
-    state: ClientState, *, version: int | None = None, tokens: float = 1.0, usable: bool = True
+    state: ClientState,
+    *,
+    clock: int | None = None,
+    version: int | None = None,
+    tokens: float = 1.0,
+    usable: bool = True,
 ) -> Sending:
     """Return a message that pushes a computed change, and advance the clock.
 
     Args:
+      clock: the clock of the computation, or None for the clock of this range. A worker of several
+        ranges computes at the smallest of their clocks. A range that has a later clock must not
+        count the change for that clock: no other worker would push there after the last clock.
       version: the version from which the change was computed; None takes the version of the copy,
         which is correct if no newer copy has arrived since the computation began.
     """
@@ -128,8 +139,9 @@ def push(
     assert state.version is not None, "nothing was read"
     stamp = Stamp(state.epoch, state.client, state.sequence)
     computed_from = state.version if version is None else version
-    message = Push(stamp, state.clock, computed_from, tokens, usable)
-    return _send(replace(state, clock=state.clock + 1), message)
+    clock = state.clock if clock is None else max(clock, state.least)
+    message = Push(stamp, clock, computed_from, tokens, usable)
+    return _send(replace(state, clock=clock + 1, least=clock + 1), message)
 
 
 def marked_unusable(state: ClientState, sequence: int) -> ClientState:
@@ -156,7 +168,8 @@ def hear(state: ClientState, reply: Reply) -> Heard:
         own = max(state.own, reply.version or 0)
         return Heard(replace(state, own=own), settled=reply.sequence)
     clock = max(state.clock, reply.clock)
-    return _newer(replace(state, clock=clock, admitted=reply.clock), reply)
+    least = clock if state.admitted < 0 else state.least
+    return _newer(replace(state, clock=clock, least=least, admitted=reply.clock), reply)
 
 
 def retries(state: ClientState) -> tuple[Message, ...]:

@@ -92,10 +92,11 @@ def range_in_epoch(state: RangeState, epoch: int) -> RangeState:
 
 
 def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
-    """Advance a rack's range and its members to the clock that the servers have reached."""
-    clocks = state.clocks
-    members = {client: max(at, clock) for client, at in clocks.clocks.items()}
-    clocks = replace(clocks, clocks=members, version=clock, floor=clock)
+    """Advance a rack's range to the clock that the servers have reached.
+
+    The members keep their clocks: the range drops their changes for the rounds that are over.
+    """
+    clocks = replace(state.clocks, version=clock, floor=clock)
     return _decided(model, replace(state, clocks=clocks), 0.0)
 
 

@@ -16,6 +16,8 @@ from jaxdist.param_server.protocol.rack import Forward, RackEffect, begin_rack
 Key = tuple[int, int]
 """A worker's client number and a clock, which identify a change; each server received a part of
 the change."""
+_Answered = tuple[tuple[int, int], int]
+"""The sequence and the clock of an answer, and the version of its parameters."""
 
 
 @dataclass
@@ -58,9 +60,13 @@ def received_through_racks(cluster: Cluster, logs: Sequence[Iterable[ProtocolCal
     for number, (workers, log) in enumerate(zip(cluster.racks, logs, strict=True)):
         calls = list(log)
         found.take(calls)
-        numbers, answered = count(number, len(cluster.racks)), dict[int, Key]()
+        numbers, answered = count(number, len(cluster.racks)), dict[int, _Answered]()
         state = begin_rack(next(numbers), len(workers))
         for taken in calls:
+            if isinstance(push := taken.message, Push) and push.stamp.client in answered:
+                # A push for a round that was over here has an earlier clock than the answer.
+                _, copy = answered[push.stamp.client]
+                found.versions.setdefault((push.stamp.client, push.clock), copy)
             state, effects, _ = rack_step(cluster.consistency, state, taken)
             _rack_did(found, effects, state.outer.version, answered)
             if taken.kind == "leave" and not state.inner.members:
@@ -69,14 +75,14 @@ def received_through_racks(cluster: Cluster, logs: Sequence[Iterable[ProtocolCal
 
 
 def _rack_did(
-    found: Received, effects: Iterable[RackEffect], copy: int | None, answered: dict[int, Key]
+    found: Received, effects: Iterable[RackEffect], copy: int | None, answered: dict[int, _Answered]
 ) -> None:
     """Record the forwarded rounds of a rack, and the version that each worker receives.
 
     Args:
       copy: the version of the rack's copy, or None before the first copy.
-      answered: the sequence and the clock of the newest answer, by client. A repeated answer has
-        the parameters of the first answer.
+      answered: the newest answer of each client. A repeated answer has the parameters of the first
+        answer.
     """
     for effect in effects:
         if isinstance(effect, Forward):
@@ -84,7 +90,7 @@ def _rack_did(
             found.rounds.setdefault(sent.client, deque()).append((sent.sequence, effect.merge))
         elif isinstance(effect, Answer):
             now = effect.sequence, effect.clock
-            if now > answered.get(effect.client, (-1, -1)):
+            if effect.client not in answered or now > answered[effect.client][0]:
                 assert copy is not None, "an answer has parameters"
-                answered[effect.client] = now
+                answered[effect.client] = now, copy
                 found.versions[effect.client, effect.clock] = copy

@@ -136,7 +136,7 @@ class WorkerNode(RetryingClient):
         self.go_on()
 
     def _push(self, change: Computed) -> None:
-        counts = change.tokens != 0
+        counts, clock = change.tokens != 0, self.clock
         for server, shard in enumerate(self.run.shards):
             payload = shard.layout.flatten(change.gradient)
             # The gradient of a batch without tokens may be 0/0, and would make the encoder's
@@ -149,7 +149,11 @@ class WorkerNode(RetryingClient):
             else:
                 fine = bool(np.isfinite(payload).all())
             link, message = client.push(
-                self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
+                self.links[server],
+                clock=clock,
+                version=self._read[server],
+                tokens=change.tokens,
+                usable=fine,
             )
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
