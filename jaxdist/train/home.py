@@ -143,6 +143,9 @@ class Conversion:
 
 def _changed(changes: Sequence[Change], tree: PyTree, owners: PyTree) -> PyTree:
     """Convert the leaves that have an owner; the other leaves of the tree are unchanged."""
+    if not changes:
+        # The state of a server's worker has no optimizer's state, so that `owners` does not fit it.
+        return tree
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
         return leaf if owner is None else reduce(lambda x, change: change(x, owner), changes, leaf)
