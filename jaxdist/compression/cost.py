@@ -177,6 +177,7 @@ def shard_shapes(grads: Grads, count: int) -> Grads:
     A leaf is split along the first dim whose length is a multiple of `count`. A leaf without such a
     dim is not split.
 
+    >>> import jax.numpy as jnp
     >>> shard_shapes({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
     (3, 2)
     """
