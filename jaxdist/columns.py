@@ -59,7 +59,7 @@ def aligned(
     """Return the lines of a table of plain text, with two spaces between the columns.
 
     Args:
-      rows: the cells, which `format` has made texts.
+      rows: the cells of each row, as texts.
       left: the indices of columns of words, which are aligned to the left; negative indices count
         from the end.
 

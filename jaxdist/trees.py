@@ -27,7 +27,7 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
 
 
 def map_with_names(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """Return a tree with the results of a function of each leaf's name and its values in all trees.
+    """Call a function with each leaf's name and its values in all trees; return a tree of results.
 
     >>> map_with_names(lambda name, leaf: f"{name} is {leaf}", {"step": 3})
     {'step': 'step is 3'}
@@ -84,7 +84,7 @@ def join_leaves(some: PyTree, others: PyTree) -> PyTree:
 def change_some(
     function: Callable[[list[Any]], Sequence[Any]], leaves: Sequence[Any], places: Sequence[int]
 ) -> list[Any]:
-    """Return all leaves, of which a function has changed those at some places, all in one call.
+    """Return all leaves, where one call of `function` has replaced the leaves at `places`.
 
     >>> change_some(lambda some: [sum(some), 0], ["a", 1, 2], [1, 2])
     ['a', 3, 0]

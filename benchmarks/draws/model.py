@@ -55,7 +55,7 @@ def model_key(model: Mapping[str, Json]) -> str:
     """
     if model["type"] != "import":
         return model["type"]
-    # Recorded reports have older modules in import paths, so only the name after the module counts.
+    # The import paths in recorded reports name older modules, so only the name after `:` counts.
     name = model["path"].partition(":")[2]
     return next(key for key, made in IMPORTED.items() if made.__name__ == name)
 

@@ -118,7 +118,7 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
       outcome: the outcome of the draw.
       file: the file to which the draw's config was written.
     """
-    # The config may name models of this package, which an installed jaxdist finds only by a path.
+    # The config may import models of `benchmarks`, which Python finds only in a checkout.
     again = [
         f"jaxdist parity --draw 1 --seed {outcome.seed}",
         f"PYTHONPATH={CHECKOUT} jaxdist train {file}",

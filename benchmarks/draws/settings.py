@@ -42,8 +42,8 @@ class Setting:
       shared: whether the single device and the second plan have the setting too.
       add: a function from a random stream and a config to the sections that change, or to None if
         the setting does not combine with the config.
-      shown: the path of the setting's value in a config, or a function from a config to the value
-        on the page.
+      shown: the path of the setting's value in a config, or a function from a config to the text
+        of the value on the page docs/parity_draw.md.
       models: the types of models with which the setting combines, or () for all types.
     """
 

@@ -51,7 +51,7 @@ class Identity:
         return {"id": self.id, "path": None if self.path is None else str(self.path)}
 
     def publish(self, file: Path) -> None:
-        """Write the absolute path and the id to a file atomically, for `of` in other processes.
+        """Write the id and the absolute path as JSON, atomically; `of` takes the parsed content.
 
         Raises:
           OSError: the file cannot be written.

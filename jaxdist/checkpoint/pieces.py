@@ -136,7 +136,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 
 
 def _pieces(number: str, cuts: Cuts, corner: Sequence[int], box: np.ndarray) -> Iterator[Piece]:
-    """Yield the chunks in a box of an array, which begins at the element `corner`."""
+    """Yield the chunks of an array in `box`; the first element of `box` has the index `corner`."""
     for begin, end in _blocks(cuts, corner, box.shape):
         inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
         yield Piece(piece_name(number, begin), np.ascontiguousarray(box[inside]))
@@ -326,11 +326,13 @@ def _read(
 def copy_common(
     out: np.ndarray, corner: Sequence[int], block: np.ndarray, begin: Sequence[int]
 ) -> None:
-    """Copy to `out` those elements of `block` that both boxes of an array have.
+    """Copy from `block` to `out` the elements of an array that both have.
 
     Args:
-      corner: the first element of `out` in the array.
-      begin: the first element of `block` in the array.
+      out: a part of the array, to which elements are copied.
+      corner: the index of the first element of `out` in the array.
+      block: another part of the array.
+      begin: the index of the first element of `block` in the array.
     """
     common = [
         (max(c, b), min(c + n, b + size))

@@ -15,7 +15,7 @@ def to_delete(
     finite metric, or the newest of several such steps.
 
     Args:
-      metrics: the metric of each committed checkpoint, by step, or None if it was saved without a
+      metrics: the metric of each committed checkpoint by step, or None for a checkpoint without a
         metric.
 
     >>> to_delete({1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.3}, keep=1, keep_best=True)

@@ -35,7 +35,7 @@ _NAMES: Mapping[Callable[..., None], str] = {
     measurement.batch_scaling: "batch-scaling",
     measurement.run_study: "run",
 }
-"""The names of the commands that are not named as their functions."""
+"""The name of each command whose function has another name."""
 
 
 def _group(
@@ -150,7 +150,7 @@ def main() -> None:
         from jaxdist.runtime.environment import restart_with_huge_pages
 
         restart_with_huge_pages()
-    # The option is also accepted after the command, where most users look for it.
+    # The option is also accepted after the command, where most users write it.
     if "--quiet" in sys.argv[1:]:
         sys.argv = [word for word in sys.argv if word != "--quiet"]
         silence()

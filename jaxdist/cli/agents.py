@@ -38,7 +38,7 @@ def agent(
       host: Name or address at which other hosts reach this host; by default the host name.
       token_file: File with the secret that all hosts share; by default the rendezvous creates one.
       resume: Resume from the newest complete checkpoint.
-      restarts: End the run after this many losses in a row without a new step.
+      restarts: End the run after this many consecutive failures without a new step between them.
       join_timeout: Seconds to wait for enough hosts.
     """
     extra = shared.prepare_devices(config, overrides, devices)

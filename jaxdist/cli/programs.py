@@ -26,7 +26,7 @@ def inspect(
 
     Args:
       settings: A setting section.key=value, like an override; may be repeated.
-      diff: Print the differences to a second config, with the same overrides.
+      diff: Compare with a second config, with the same overrides, and print the differences.
       diff_set: Print the differences that this setting makes; may be repeated.
       plot: Draw a figure of the predicted step time into this directory; TPUs only.
     """

@@ -59,8 +59,8 @@ def train(
       elastic: Start the processes of this machine, watch them, and restart them from the newest
         snapshot in memory when one is lost or stuck.
       count: --elastic: number of processes.
-      restarts: --elastic: end the run after this many consecutive losses of a process without a new
-        step.
+      restarts: --elastic: end the run after this many consecutive failures of a process without a
+        new step between them.
       proved: Refuse to train without a current certificate of `jaxdist prove`.
     """
     extra = shared.prepare_devices(config, overrides, devices)

@@ -53,7 +53,7 @@ def console() -> Console:
 
 
 def say(line: str) -> None:
-    """Print a line to the user, without markup and line breaks."""
+    """Print a line to the user; brackets are not markup, and long lines are not wrapped."""
     console().print(line, soft_wrap=True, markup=False)
 
 

@@ -36,7 +36,7 @@ def called(
     combine: Combine = lax.add,
     root: int = 0,
 ) -> jax.Array:
-    """Call the method of an algorithm for an operation, with the arguments that the method has.
+    """Call the method of an algorithm for an operation, with the arguments that the method takes.
 
     A reduction to a root returns zeros on the other devices.
     """

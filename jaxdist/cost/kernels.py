@@ -36,7 +36,7 @@ _TABLE = tomllib.loads(Path(__file__).with_name("kernels.toml").read_text(encodi
 SPLASH: Mapping[str, Any] = _TABLE["splash"]
 """The kernels of jax's splash attention for heads of size `HEAD`.
 
-A kernel has the number of its matrix products for a block of queries and a block of keys
+The entry of a kernel has the number of matrix products for a block of queries and a block of keys
 ("products"), the name of the block length along queries in the kernel's metadata ("side"), and for
 each family the fraction of the peak on computed blocks, by block length ("efficiency")."""
 GROUPED = {

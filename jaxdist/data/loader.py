@@ -261,7 +261,7 @@ class Batches(Iterator[DeviceBatch]):
           start: the first step.
           stop: the step after the last step.
           prefetch: the number of batches that are loaded ahead.
-          threads: the number of threads that load batches.
+          threads: the largest number of threads that load batches.
         """
         self._load, self._steps = load, iter(range(start, stop))
         self._threads = ThreadPoolExecutor(max(1, min(threads, prefetch)))

@@ -88,7 +88,7 @@ class Dataset:
     unchecked: frozenset[str] = frozenset()
 
     def with_sources(self, change: Callable[[Source], Source], **more: Any) -> Dataset:
-        """Return the data set with both splits changed, and with the fields `more` replaced."""
+        """Return the data set with `change` applied to both splits, and other fields replaced."""
         heldout = None if self.heldout is None else change(self.heldout)
         return replace(self, train=change(self.train), heldout=heldout, **more)
 

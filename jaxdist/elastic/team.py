@@ -60,8 +60,8 @@ class Marks:
 
     Attributes:
       begun: the time when the agent began to watch the processes, just after their start.
-      reached: the times so far when all processes had published a status, had restored the state,
-        and had finished the first new step.
+      reached: the times at which all processes had published a status, had restored the state, and
+        had finished the first new step. A time is added when the milestone is reached.
     """
 
     begun: float

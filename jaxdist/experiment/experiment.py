@@ -200,8 +200,8 @@ def batch_rows(config: ExperimentConfig, dataset: Dataset, layout: Layout) -> Ta
     Raises:
       ConfigError: the tables have no limit.
     """
-    # Data without fields are refused when the model is built, with the types of data that have
-    # fields.
+    # Data without fields are refused when the model is built; that error names the types of data
+    # that have fields.
     if not isinstance(config.strategy, Hybrid) or dataset.fields is None:
         return None
     assert isinstance(config.model, RecommenderConfig), "the validity table refuses other models"

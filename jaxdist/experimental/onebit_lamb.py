@@ -208,7 +208,7 @@ def onebit_lamb(
 def _step(
     now: RuleInputs, *, b1: float, b2: float, eps: float, most: float, rule: OnebitLambRule
 ) -> tuple[Leaves, ...]:
-    """Return the moves, and the moments after the step, each in the order of the leaves."""
+    """Return the updates, and the moments after the step, each in the order of the leaves."""
     warm: PyTree = now.count <= rule.freeze_step
     mu, nu, fresh, *kept = now.moments
     mu = list(map(partial(first_moment, b1), mu, now.grads))

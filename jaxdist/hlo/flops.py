@@ -113,7 +113,7 @@ def valid_pairs(
       stride, pad: the stride, and the padding before the input.
       dilate, kernel_dilate: the dilation of the input and of the kernel.
 
-    >>> valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
+    >>> valid_pairs(28, 3, 28, 1, 1, 1, 1)  # padding "same": at each end, one pair reads padding
     82
     """
     starts = np.arange(result) * stride - pad

@@ -24,7 +24,8 @@ or to None if the value is unknown."""
 
 AT_ONCE = (2**8, 2**14, 2**20)
 """The numbers of iterations for which the condition of a loop with constant steps is evaluated at
-once, until it fails. The length of a loop with more iterations counts as unknown."""
+once: the first number, then the next, until the condition fails. The length of a longer loop counts
+as unknown."""
 FOLLOWED = 4096
 """The largest number of iterations that are evaluated one after another. The length of a loop with
 more iterations counts as unknown."""
@@ -217,7 +218,7 @@ class Frame:
     ) -> int | None:
         """Return the number of iterations of a loop whose counters change by constant steps.
 
-        The result is None for other loops, or if there are more iterations than `AT_ONCE` states.
+        The result is None for other loops, and above the largest number of iterations in `AT_ONCE`.
 
         Args:
           loop: the while instruction.

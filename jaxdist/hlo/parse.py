@@ -204,7 +204,7 @@ class Module:
     def parts(
         self, whole: Instruction, around: Computation
     ) -> Iterator[tuple[Instruction, Computation]]:
-        """Yield an instruction, and the instructions inside of a fusion or asynchronous start.
+        """Yield an instruction, and all inside it if it is a fusion or an asynchronous start.
 
         Each item is a pair of an instruction and the computation that contains the instruction.
 

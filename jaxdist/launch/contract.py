@@ -178,7 +178,7 @@ class Engine(Config):
         """
 
     def commands(self, identity: str, folder: Path) -> Mapping[str, Sequence[str]]:
-        """Return the commands `status`, `logs` and `stop` about a submitted job, by name.
+        """Return the commands `status`, `logs` and `stop` for a submitted job, by name.
 
         By default there are no such commands.
 

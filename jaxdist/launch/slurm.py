@@ -153,7 +153,7 @@ class Slurm(Engine):
         """Return the options of sbatch for a group of processes.
 
         Args:
-          own: the settings in which the nodes of groups differ.
+          own: the settings of this group's nodes, which differ between groups.
         """
         given = {
             "partition": own.partition or self.partition,

@@ -45,8 +45,8 @@ class Hint(Protocol):
     """A function that returns an activation in the layout of the given dims.
 
     `was` names the dims of x's current layout. If the current and the wanted layout are the same on
-    the mesh, x is returned unchanged. The bodies below are those of a single device, which splits
-    nothing.
+    the mesh, x is returned unchanged. The bodies of the methods suit a single device, where nothing
+    is split.
     """
 
     def __call__(

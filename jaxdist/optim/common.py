@@ -181,7 +181,7 @@ class LayerwiseConfig(OptimizerConfig):
     variant."""
 
     def settings(self, rule: LayerwiseRule, tree: NamedParams) -> Kwargs:
-        """Return the keyword arguments of `lamb` or `lars`: dims, masks, and the own settings.
+        """Return the keyword arguments of `lamb` or `lars`: dims, masks, and the config's settings.
 
         A setting that is None keeps the variant's value, and "off" removes a bound.
 

@@ -201,7 +201,7 @@ def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
 def _skip_unless(
     inner: optax.GradientTransformation, first: RuleMemory, rule: SkipRule | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap `inner` so that it skips the steps that the rule does not accept, or none with None."""
+    """Wrap `inner` to skip each step that `rule` does not accept; with None, no step is skipped."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SkipState:

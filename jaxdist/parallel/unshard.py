@@ -59,7 +59,7 @@ class ShardedParameter(Deferred):
         Differentiation returns the shard of the summed gradient as the gradient of `shard`.
       split: the split dim.
       wire: the collectives.
-      full: the whole parameter if devices hold it, whose gradient is zeros, otherwise None.
+      full: the whole parameter, with a gradient of zeros, if devices hold it; otherwise None.
       second: a second copy from `ZeroMessages.hold`, which is gathered inside the fast network
         instead of `shard`, or None to gather `shard` over all axes.
     """

@@ -74,7 +74,7 @@ class ZeroSplit:
     def offloaded(self) -> frozenset[str]:
         """The names of the parameters whose optimizer's state is in the host's memory.
 
-        The state of parameters that are not split is small, and stays on the device.
+        The state of parameters that are not split stays on the device, and is usually small.
         """
         names = frozenset(name for name, dim in self.dims.items() if dim is not None)
         return names if self.config.offload else frozenset()

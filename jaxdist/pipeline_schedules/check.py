@@ -197,7 +197,7 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     """Return the smallest size of a ring buffer for the activations of each chunk.
 
     The activation of microbatch b is in slot b mod size, from its FORWARD task to the end of its
-    FULL or WEIGHT task. A schedule without backward tasks keeps no activations.
+    FULL or WEIGHT task. A schedule without backward tasks keeps no activations, and has size 1.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))
@@ -216,7 +216,7 @@ def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _live(tasks: list[Task]) -> set[frozenset[int]]:
-    """Return the sets of microbatches whose activations are live after a task of a chunk."""
+    """Return the sets of live microbatches, each at the moment after a task of a chunk."""
     if all(task.kind is TaskKind.FORWARD for task in tasks):
         return set()
     live, found = set[int](), set[frozenset[int]]()

@@ -24,7 +24,7 @@ def key(task: Task) -> Dependency:
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """Return the results that a task needs; `needs` returns the tasks instead."""
+    """Return the results that a task needs; `needs` returns the tasks that compute them."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []

@@ -255,7 +255,10 @@ def _share(tensors: tuple[PlannedParameter, ...], splits: Splits) -> Share:
 
 
 def optimizer_bytes(model: PlannedModel, plan: Plan) -> float:
-    """Return the bytes of the optimizer's state on a device, which ZeRO 1 to 3 split."""
+    """Return the bytes of the optimizer's state on a device.
+
+    ZeRO 1 to 3 split the state, and a sharding rule for dim embed splits it too.
+    """
     mine = share(model, plan)
     whole, matrices = mine.trained, mine.matrices
     if plan.zero >= 1 or plan.shares_embed:
@@ -266,9 +269,9 @@ def optimizer_bytes(model: PlannedModel, plan: Plan) -> float:
 def elements_of(one: PlannedParameter, splits: Splits) -> tuple[int, int]:
     """Return the numbers of a parameter's elements that a device computes with and stores.
 
-    The first is the number of elements that the device computes with, and the second is the number
-    of elements that the device stores if ZeRO splits the parameter. For a stacked parameter, both
-    are numbers of a single layer.
+    The first is the number of elements that the device computes with. The second is the number of
+    elements that the device stores if ZeRO, or a sharding rule for dim embed, splits the parameter.
+    For a stacked parameter, both are numbers of a single layer.
     """
     mine = math.prod(one.shape) // (splits.within if one.split is not None else 1)
     shared, parts = 1 if one.embed is None else splits.shared, splits.parts

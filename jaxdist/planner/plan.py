@@ -24,7 +24,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
 
 
 def _given(**settings: Json) -> dict[str, Json]:
-    """Return the settings that are not None, false or empty."""
+    """Return the settings whose values are not None, false, 0 or empty."""
     return {name: value for name, value in settings.items() if value}
 
 

@@ -325,7 +325,8 @@ def _width(model: Decoder) -> int:
 
 def _recomputed_share(model: Decoder, plan: Plan) -> float:
     """Return the fraction of a block's matrix products that the backward pass recomputes."""
-    # The product for attention's output has as many elements as the product for the query.
+    # The product for attention's output has as many FLOPs as the product for the query, and the
+    # result of attention itself comes from no product with weights.
     sizes = model.activations | {"attention": 0, "attention_out": model.activations["query"]}
     again = sum(size for name, size in sizes.items() if name not in plan.kept)
     return 2.0 * model.embed * again / model.layer_flops

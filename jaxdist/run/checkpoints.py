@@ -203,8 +203,8 @@ def _finished(
     """Convert a loaded state to the form that devices store between steps (`jaxdist.train.home`).
 
     Args:
-      given: the shapes in which each field with other shapes than the program's was loaded, or None
-        for a field that is initialized instead of loaded.
+      given: for each field that was saved with other shapes than the program's, the shapes in which
+        the field was loaded, or None if the field is initialized instead.
       skips: the conversion that adds or removes the counters of skipped steps in the loaded
         optimizer state, as the program requires.
     """

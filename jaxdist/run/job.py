@@ -263,7 +263,7 @@ class RunJob:
     ) -> Iterator[GoodputHook | Profile]:
         """Yield the hook that records time in process 0, and the hook that traces steps, if any.
 
-        The first hook writes a record now, and its last record as `stack` closes.
+        The first hook writes a record now, and its last record when `stack` closes.
         """
         primary = jax.process_index() == 0
         if primary:

@@ -303,7 +303,7 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
 def _line(peer: socket.socket) -> bytes:
     """Read a line; if the line is too long, too slow or cut short, return only a part or nothing.
 
-    Not more than the line is read.
+    Nothing after the line is read.
     """
     with suppress(OSError), peer.makefile("rb", buffering=0) as stream:
         return stream.readline(_LINE_BYTES)

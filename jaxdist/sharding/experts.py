@@ -167,7 +167,7 @@ class Ragged(Padded):
     """
 
     def transfers(self, place: Place, counts: jax.Array) -> tuple[Transfer, Transfer]:
-        """Return ragged all-to-alls, as `Padded.transfers` does."""
+        """Return both transfers as ragged all-to-alls; see `Padded.transfers` for the arguments."""
         X, M = place.size, place.most
         received = lax.all_to_all(counts, place.axes, 0, 0, tiled=True)
         # Each sender has M fixed rows in a receiver's buffer, so it knows the offset of its rows

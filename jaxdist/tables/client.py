@@ -132,7 +132,7 @@ class TableClient(LinkedClient):
                 self._send(link, sending, payload)
 
     def _heard(self, link: ServerLink, reply: Reply, payload: np.ndarray | None) -> None:
-        # A row's values are needed even if a newer version has arrived, so `takes` is not asked.
+        # A row's values are needed even if a newer version has arrived, so `takes` is ignored.
         if isinstance(reply, Answer) and reply.sequence in link.payloads:
             del link.payloads[reply.sequence]
             self._take(link, payload)

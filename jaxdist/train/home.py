@@ -2,8 +2,8 @@
 
 The model's form is the form on a single device. The devices' form is stored between steps, and may
 be padded or reordered. Each `View` converts leaves between these two forms. The view decides with
-which of the two forms steps compute, and which of the two forms checkpoints hold. Every method to
-store state in another form is a view.
+which of the two forms steps compute, and which of the two forms checkpoints hold. Each way to store
+state in a form other than the model's is a view.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Conversion:
 def _changed(changes: Sequence[Change], tree: PyTree, owners: PyTree) -> PyTree:
     """Convert the leaves that have an owner; the other leaves of the tree are unchanged."""
     if not changes:
-        # The state of a server's worker has no optimizer's state, so that `owners` does not fit it.
+        # A worker of parameter servers has no optimizer's state, so `owners` has another structure.
         return tree
 
     def changed(leaf: Leaf, owner: Owner | None) -> PyTree:

@@ -138,7 +138,7 @@ class Feature:
 
     Attributes:
       active: the function that returns whether a config has the property.
-      text: the setting as in a config, for a message, or the function that returns it.
+      text: the setting as in a config, for a message, or the function that returns this text.
     """
 
     active: Callable[[Facts], bool]

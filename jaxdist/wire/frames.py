@@ -98,7 +98,7 @@ class Header(NamedTuple):
 
 
 class StrictService:
-    """The part of a service that ends the session of a peer after a frame that is refused.
+    """The base class of a service that ends the session of a peer whose frame it refuses.
 
     Attributes:
       sender: the name of the peers in errors, with its article.

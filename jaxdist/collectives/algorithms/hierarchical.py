@@ -39,8 +39,8 @@ PHASES: Mapping[Operation, tuple[Operation | None, Operation | None, Operation |
     "reduce": ("reduce_scatter", "reduce", "all_gather"),
     "all_to_all": ("all_to_all", "all_to_all", None),
 }
-"""The steps of each operation: inside a fast network, across networks, and inside again. A step
-across networks sends the part of a device in its fast network, except for an all-to-all."""
+"""The phases of each operation: inside a fast network, across networks, and inside again. Across
+networks, a device sends only its own part of a fast network's data, except in an all-to-all."""
 
 
 class Hierarchical(Algorithm):

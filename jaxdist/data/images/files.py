@@ -147,14 +147,14 @@ def check_folder(folder: Path) -> None:
 def image_files(folder: Path, size: int | None, *, skip_broken: bool, tars: bool) -> Dataset:
     """List the training and the held-out images in a folder.
 
+    The description of the data set also names the classes without held-out images, and broken files
+    that were left out.
+
     Args:
       size: the side of the square to which images are scaled and cropped; see `EncodedImages`.
       skip_broken: whether to decode every image once, and leave out broken images.
       tars: whether the folder holds tars of the webdataset format; otherwise it holds a folder for
         each class.
-
-    The description of the data set also names the classes without held-out images, and broken files
-    that were left out.
 
     Raises:
       DataError: the folder has no images or a single class, held-out images have classes that

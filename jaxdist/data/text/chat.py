@@ -78,7 +78,7 @@ class AnswersConfig(Config):
         Args:
           splits: the training split and the held-out split.
           count: the number of lines in the files.
-          what: the plural of the kind of lines.
+          what: a plural noun for the lines in the message, such as "pairs".
         """
         for kind, wanted, split in zip(
             ("train on", "hold out"), (True, self.heldout_fraction > 0), splits, strict=True

@@ -240,7 +240,7 @@ def read_text_file(path: Path) -> bytes:
 
 
 def is_usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
-    """Return whether the content of a file may be used, which is UTF-8 unless `not_utf8` is keep.
+    """Return whether a file may be used: its content is UTF-8, or `not_utf8` is keep.
 
     Raises:
       DataError: the content is not UTF-8, and `not_utf8` is raise.
@@ -260,7 +260,7 @@ def is_usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
 
 
 def json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the location PATH:LINE, for error messages, and the value of each line of JSON lines.
+    """Yield the location PATH:LINE and the JSON value of each line that is not empty.
 
     Raises:
       DataError: a line is not JSON.

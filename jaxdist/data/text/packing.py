@@ -58,7 +58,7 @@ def laid_out(
       filler: the token that fills up a window.
 
     Returns:
-      The tokens, int32 [N, width]. For each token, the number of its piece in the window, counted
+      The tokens, int32 [N, width], and the number of each token's piece in its window, counted
       from 1, or 0 for filler, int32 [N, width].
 
     >>> laid_out([[np.array([5, 6]), np.array([7])]], 4, 9)

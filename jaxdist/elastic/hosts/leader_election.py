@@ -254,7 +254,7 @@ def registry_of(rendezvous: Rendezvous, before: float = math.inf) -> Registry | 
     The registry contains no times of this process's clock.
 
     Args:
-      before: the term from which on registries are ignored.
+      before: the first term whose registry is ignored.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

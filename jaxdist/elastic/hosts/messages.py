@@ -29,13 +29,13 @@ class HostMessages:
         """Return the reason why a generation ended, in the words of the host whose process failed.
 
         The reason is the failure of the rendezvous, the words that a host has published, or the
-        fact that a host leaves. If none of these is known, the reason follows from `ends`.
+        fact that a host leaves. If none of these is known, the reason is `ends`.
         """
         trouble = self.members.trouble
         if trouble is not None:
             return str(trouble)
         # If the rendezvous cannot be reached, the reason of another host is unknown, and the result
-        # follows from `ends`.
+        # is `ends`.
         with suppress(RendezvousError):
             for one in self.members.others().values():
                 why = one["facts"].get("why")

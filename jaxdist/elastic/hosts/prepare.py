@@ -89,7 +89,7 @@ class Preparing:
 
     def _rule(self) -> BatchRule:
         full = self.members.rendezvous.get(FULL)
-        # A size that was written before the end of the last run belongs to that run.
+        # A size that was written before the end of an earlier run belongs to that run.
         if full is not None and full["generation"] <= self.members.ended_before:
             full = None
         return BatchRule.of(self.values, full and full["data"])

@@ -47,7 +47,7 @@ def check_positions(positions: int | None, length: int | None) -> None:
     """Check that a model has a learned position for each token of a sequence.
 
     Raises:
-      ConfigError: the sequences are longer.
+      ConfigError: the sequences have more tokens than the model has positions.
     """
     if positions is not None and (length or 0) > positions:
         raise ConfigError(

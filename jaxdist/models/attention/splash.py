@@ -27,7 +27,7 @@ KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
 
 def dims_of_arrays(given: Qkv) -> list[tuple[str, ...]]:
-    """Return the logical dims of the arrays of `given`: those of segments only if it has some."""
+    """Return the logical dims of each array in `given`; segments that are None have no entry."""
     return [QUERIES, KEYS, KEYS, QUERIES[:2]][: len(jax.tree.leaves(given))]
 
 

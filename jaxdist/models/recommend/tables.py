@@ -80,7 +80,7 @@ class RecommenderConfig(PartConfig):
 
     @abstractmethod
     def on(self, tables: Tables, rngs: nnx.Rngs, dense: int) -> Recommender:
-        """Return the module on its tables; see `build`."""
+        """Return the module that looks up rows in the given tables; see `build`."""
 
 
 class Tables(nnx.Module):
@@ -113,7 +113,7 @@ class Tables(nnx.Module):
 
 
 class Recommender(nnx.Module):
-    """A model of tables, whose scores have a common bias."""
+    """A model that looks up rows of tables, and adds one learned bias to all scores."""
 
     def __init__(self, config: RecommenderConfig, tables: Tables):
         self.tables = tables

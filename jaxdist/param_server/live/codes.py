@@ -115,7 +115,7 @@ class PushEncoder:
     def _parts(
         self, change: np.ndarray, sequence: int
     ) -> tuple[list[tuple[np.ndarray, EncodedGradient | None]], bool]:
-        """Return each range with its encoding, or None if it is not encoded, and the finiteness."""
+        """Return each range's values, their encoding or None, and whether all values are finite."""
         codes = self.codes
         round = first_round(codes.seed, sequence, self.client)
         found: list[tuple[np.ndarray, EncodedGradient | None]] = []

@@ -91,7 +91,7 @@ class ServerLink:
         self.payloads, self._asked = {}, {}
 
     def greet(self, kept: KeptSession) -> None:
-        """Bind the session to the client; messages follow when the server has accepted this."""
+        """Bind the session to the client; messages follow when the server has agreed."""
         self.kept, self.welcome, self._greeted = kept, False, time.monotonic()
         # All messages before `first` have had their final replies. A new server must know this.
         first = min(self.state.under_way, default=self.state.sequence)

@@ -102,7 +102,7 @@ def ready(model: Consistency, state: ClientState) -> bool:
     if state.admitted == state.clock:
         # The answered pull was sent after the last push, so the server has handled the last push
         # too. If the last push was for a round that was over here, the answer came before the push,
-        # and has the parameters of this round.
+        # and has the parameters for the next computation.
         return True
     reusable = model.reuses and model.fresh(state.floor, state.clock)
     return reusable and (model.ahead or state.complete)
@@ -130,8 +130,8 @@ def push(
 
     Args:
       clock: the clock of the computation, or None for the clock of this range. A worker of several
-        ranges computes at the smallest of their clocks. A range that has a later clock must not
-        count the change for that clock: no other worker would push there after the last clock.
+        ranges computes at the smallest of their clocks. A range with a later clock drops the
+        change: if it were counted for the later clock, the last round could lack a push.
       version: the version from which the change was computed; None takes the version of the copy,
         which is correct if no newer copy has arrived since the computation began.
     """

@@ -1,6 +1,6 @@
 """The checks of a run with parameter servers: sizes, shares of a batch, and imported optimizers.
 
-`jaxdist.validity.servers` refuses combinations of settings that are invalid for all values.
+The table of `jaxdist.validity` refuses combinations of settings that are invalid for all values.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def received_through_racks(cluster: Cluster, logs: Sequence[Iterable[ProtocolCal
         state = begin_rack(next(numbers), len(workers))
         for taken in calls:
             if isinstance(push := taken.message, Push) and push.stamp.client in answered:
-                # A push for a round that was over here has an earlier clock than the answer.
+                # A push for a round that was over here has an earlier clock than its parameters.
                 _, copy = answered[push.stamp.client]
                 found.versions.setdefault((push.stamp.client, push.clock), copy)
             state, effects, _ = rack_step(cluster.consistency, state, taken)

@@ -40,7 +40,7 @@ def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
 
 
 class HookCalls(LoopHook):
-    """A loop hook that calls the user's hooks of this process with the `Run` that each receives.
+    """A loop hook that calls the user's hooks of this process, each with a `Run` of its own.
 
     Args:
       stop: the function that is called with a reason if a hook asks the run to end.

@@ -220,7 +220,7 @@ class HeldOut:
 
 @dataclass
 class RegularHook(LoopHook):
-    """A hook for whose task the loop waits whenever the cadence is due."""
+    """A hook whose task interrupts the loop each time the cadence is due."""
 
     cadence: Cadence
 

@@ -135,7 +135,7 @@ class RackNode(RetryingClient):
         self.ask(server, effect.message, total)
 
     def link(self, server: int) -> ClientState | None:
-        """Return the rack's state as a client of a server, or None while it has no workers."""
+        """Return the rack's state as a client of a server, or None if the rack has no workers."""
         return self.states[server].outer if self.states else None
 
     def ask(self, server: int, message: Message, payload: np.ndarray | None) -> None:

@@ -26,7 +26,7 @@ from jaxdist.simulation.engine.problem import UpdateRule
 
 
 class SimulatedShard(ShardArrays):
-    """The parameters of a simulated server, each of whose ranges an `UpdateRule` updates."""
+    """The parameters of a simulated server, where an `UpdateRule` updates each range."""
 
     def __init__(
         self, layout: ShardLayout, model: Consistency, rule: UpdateRule, flat: np.ndarray

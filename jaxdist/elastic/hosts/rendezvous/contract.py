@@ -94,8 +94,8 @@ class Rendezvous(ABC):
     def secret(self) -> bytes:
         """Return a secret that only users of the store can read, for hosts without a token file.
 
-        By default the secret is the name of the rendezvous, if only clients of a server can read
-        this name.
+        The default is the name of the rendezvous, which is a secret if only clients of a server can
+        read the name.
         """
         return Token.parse(self.token()).name.encode()
 
@@ -136,7 +136,7 @@ class Rendezvous(ABC):
                 yield name, value
 
     def drop_before(self, kind: str, number: int) -> None:
-        """Delete all values of a kind whose names are smaller numbers."""
+        """Delete all values of a kind whose names are numbers below `number`."""
         for name in self.names(kind):
             if int(name) < number:
                 self.drop(f"{kind}/{name}")

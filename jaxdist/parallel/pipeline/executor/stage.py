@@ -73,8 +73,8 @@ class StageContext:
         evaluation.
       specs: the partition specs over auto axes, which are also the specs of sums of gradients, or
         None if no auto axis splits parameters.
-      frozen: a pair: the frozen parameters of the chunks, in the form of `chunk_params`, and the
-        frozen parameters of embedding and head, in the form of `shared`.
+      frozen: the frozen parameters of the chunks, in the form of `chunk_params`, and the frozen
+        parameters of embedding and head, in the form of `shared`.
     """
 
     ticks: Ticks

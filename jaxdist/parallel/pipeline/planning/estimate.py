@@ -62,7 +62,7 @@ def block_costs(
 
 
 def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: int) -> LayerCosts:
-    """Estimate the costs of a model's parts, in percent of the whole model's cost.
+    """Estimate the costs of a model's parts, in percent of the cost of the model and the loss.
 
     The cost is the number of operations of a forward pass.
 
