@@ -200,7 +200,7 @@ def _arguments(
 def _reduction(
     kind: Operation, op: Op, x: jax.Array, axis: Axis, algorithm: Algorithm, root: int = 0
 ) -> Function:
-    """Return the function that combines flat arrays by `op`; it sums them for "mean" too."""
+    """Return the function that combines flat arrays by `op`; for "mean" it returns the sum."""
     combine = check.combine_of(op, x, kind)
     if op in ("sum", "mean"):
         return partial(differentiate.linear, kind, algorithm, axis, root=root)

@@ -240,6 +240,7 @@ def _loss_facts(
     scalars, the reason why the held-out split cannot be evaluated as a single batch.
 
     Args:
+      given: the config and data.
       scalars: the names of the values that the loss returns as scalars.
     """
     evaluation, held = None, given.dataset.heldout

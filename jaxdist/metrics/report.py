@@ -33,7 +33,7 @@ def write_json(
 
     Args:
       path: the file, or None to write nothing.
-      report: the data, whose numbers are all finite.
+      report: the data, whose numbers must be finite, except with `allow_nan=True`.
       what: the name of the report in the error message.
       remedy: the advice in the error message.
       dumps: the keyword arguments that are passed to `json.dumps`.

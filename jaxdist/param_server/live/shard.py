@@ -31,6 +31,7 @@ class ShardState:
 
     Attributes:
       floor: a clock; the state contains all changes of all workers from earlier clocks.
+      version: the number of updates of the parameters so far.
       params: the parameters as a flat array `[layout.length]`.
       optimizer: the state of the server's optimizer.
     """
