@@ -66,6 +66,6 @@ def check_published(content: bytes, sha256: str, name: str) -> bytes:
     if digest != sha256:
         raise DataError(
             f"data: {name} is not the published file: sha256 of its content is {digest}, expected "
-            f"{sha256}; remove the file and fetch it again"
+            f"{sha256}; fetch the file again"
         )
     return content

@@ -212,8 +212,8 @@ class Loader:
         if needed > memory:
             raise DataError(
                 f"data: {count} batches of {rows:,} examples of {one / 1000000.0:,.1f} MB need "
-                f"{needed / 1000000000.0:,.1f} GB, but this machine has "
-                f"{memory / 1000000000.0:,.1f} GB: lower train.batch_size or train.prefetch, or "
+                f"{needed / 1e9:,.1f} GB, but this machine has "
+                f"{memory / 1e9:,.1f} GB: lower train.batch_size or train.prefetch, or "
                 "make the examples smaller"
             )
 

@@ -184,7 +184,7 @@ def _files(path: Path) -> list[Path]:
     if index.is_file():
         malformed = (ValueError, TypeError, KeyError, AttributeError)
         again = "download the file again"
-        with os_errors_as(DataError, f"{index} is malformed", again, also=malformed):
+        with os_errors_as(DataError, f"{index} cannot be read", again, also=malformed):
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [path / str(name) for name in names]
         # Files in other folders are refused too, since the index may be from the network.

@@ -95,8 +95,8 @@ def check_state_fits(state: TrainState) -> None:
         if jax.tree.leaves(part)
     )
     raise RunError(
-        f"the training state needs {needed / 1000000000.0:,.1f} GB on each device ({parts}), but "
-        f"a {device.device_kind} has {limit / 1000000000.0:,.1f} GB. Use a smaller model, or "
+        f"the training state needs {needed / 1e9:,.1f} GB on each device ({parts}), but "
+        f"a {device.device_kind} has {limit / 1e9:,.1f} GB. Use a smaller model, or "
         "split it over more devices: parallel.zero.stage 1 to 3 along mesh axis data, or mesh "
         "axis tensor"
     )
@@ -117,8 +117,8 @@ def check_step_fits(program: Program) -> None:
         return
     raise RunError(
         f"a step makes an array {list(largest.shape)} of {largest.dtype}, "
-        f"{_size_bytes(largest) / 1000000000.0:,.1f} GB, but {devices.size} x "
-        f"{device.device_kind} have {limit * devices.size / 1000000000.0:,.1f} GB: {REMEDY}"
+        f"{_size_bytes(largest) / 1e9:,.1f} GB, but {devices.size} x "
+        f"{device.device_kind} have {limit * devices.size / 1e9:,.1f} GB: {REMEDY}"
     )
 
 
