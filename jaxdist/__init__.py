@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from jaxdist.proofs.foreign import prove as prove
     from jaxdist.run.checkpoints import restore as restore
     from jaxdist.run.checkpoints import save as save
-    from jaxdist.run.fit import FitResult as FitResult
     from jaxdist.run.fit import fit as fit
     from jaxdist.run.hooks.contract import Hook as Hook
+    from jaxdist.run.report.fit_result import FitResult as FitResult
     from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
     from jaxdist.train.evaluate import evaluate as evaluate
@@ -39,7 +39,7 @@ _HOME = {
     "CheckpointStore": "checkpoint.store",
     "Experiment": "experiment",
     "ExperimentConfig": "experiment",
-    "FitResult": "run.fit",
+    "FitResult": "run.report.fit_result",
     "Hook": "run.hooks.contract",
     "JaxdistError": "errors",
     "Layout": "sharding",

@@ -23,11 +23,11 @@ from jaxdist.mesh import Device
 from jaxdist.run.agent_link import departure_reporter, watched
 from jaxdist.run.directory import LockedDirectory, RunDirectory, directory_identity, take_directory
 from jaxdist.run.files import RunFiles
-from jaxdist.run.fit import FitResult
 from jaxdist.run.hooks.calls import HookCalls, check_hooks
 from jaxdist.run.hooks.contract import Hook
 from jaxdist.run.hooks.named import named_hooks
 from jaxdist.run.job import RunJob
+from jaxdist.run.report.fit_result import FitResult
 from jaxdist.run.strategies import run_strategy
 from jaxdist.run.termination import Termination
 from jaxdist.run.watch.profile import parse_profile
