@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
 
+from jaxdist.checkpoint.identity import Identity, new_id
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.run.agent_link import AgentLink
@@ -95,7 +96,9 @@ def done(run: Callable[[RunJob], Any], folder: Path) -> tuple[Any, str]:
     console = Console(file=out, width=200)
     folder.mkdir()
     with Termination() as termination:
-        files = RunFiles(RunDirectory(folder), config, AgentLink(), console.print)
+        files = RunFiles(
+            RunDirectory(folder, Identity(new_id())), config, AgentLink(), console.print
+        )
         document = Document(config.model_dump(mode="json"))
         calls = HookCalls((), termination.ask, console.print)
         job = RunJob(document, config, files, termination, calls, console, resume=False)
