@@ -247,7 +247,10 @@ def test_a_batch_that_shrinks_and_grows_with_the_hosts(jaxdist: Jaxdist):
     for step, one in enumerate(trained):
         size = next(of for first, of in reversed(sizes) if first <= step)
         assert one["learning_rate"] == size
-        assert one["loss"] == -np.mean(np.arange(used, used + size) // EXAMPLES)
+        earlier = np.arange(used, used + size) // EXAMPLES
+        # In a batch over the end of an epoch, an example may occur twice, and its second use does
+        # not yet see the first.
+        assert -np.mean(earlier) <= one["loss"] <= -np.mean(np.minimum(earlier, earlier[0]))
         used += size
     found = checkpoint(run, last)
     (counts,) = (x for name, x in found.items() if name.startswith("params"))

@@ -133,7 +133,7 @@ def test_a_process_whose_data_is_slow_is_named(jaxdist: Jaxdist):
     assert done.code == 75, done
     assert [one["process"] for one in slow] == [1]
     assert slow[0]["ratio"] > 2
-    assert slow[0]["why"].endswith("most is input wait")
+    assert slow[0]["why"].endswith("the phase with the largest difference is input wait")
     assert "times as slow as the other processes" in done.out
     assert "times as slow as the other processes" in jaxdist.here("report", run).out
 
