@@ -140,7 +140,7 @@ def test_a_process_whose_data_is_slow_is_named(jaxdist: Jaxdist):
 
 @pytest.mark.full
 def test_what_a_config_gets_wrong_is_told_once(jaxdist: Jaxdist):
-    jaxdist.config({**DIGITS, "model": {"type": "mlp", "hiden": [16]}})
+    jaxdist.config({**DIGITS, "model": {"type": "mlp", "hiden": [16]}})  # codespell:ignore
     done = jaxdist("train", "config.yaml", *ELASTIC)
     assert done.code == 2
     assert "did you mean 'hidden'" in done.message
